@@ -38,11 +38,14 @@ def tried(fault: Fault) -> str:
     with tempfile.TemporaryDirectory(prefix="rlexp-planted-") as folder:
         reached = Path(folder) / "reached"
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}
-        done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test],
-            cwd=ROOT, env=env | {PLANTED: fault.name, REACHED: str(reached), "COLUMNS": "1000"},
-            capture_output=True, text=True, timeout=LONGEST, check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", fault.test],
+                cwd=ROOT, env=env | {PLANTED: fault.name, REACHED: str(reached), "COLUMNS": "1000"},
+                capture_output=True, text=True, timeout=LONGEST, check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            return f"no: its test has not ended after {LONGEST:.0f} s"
         if not reached.exists():
             return f"no: not reached: {last_line(done.stdout + done.stderr)}"
     return "yes" if FAILED.search(done.stdout) else f"no: {last_line(done.stdout)}"

@@ -6,13 +6,14 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers.mutants.known import KNOWN
-from tests.helpers.mutants.planting import Plan, Watch, environment
+from tests.helpers.mutants.planting import Plan, Watch, _Loader, environment
 from tests.helpers.mutants.sites import KINDS, WATCH, Site, changed, chosen, sites_of, watched
 from tests.helpers.paths import ROOT
 
@@ -75,12 +76,23 @@ def test_a_change_computes_something_else(name: str, before: str | None, argumen
 def test_a_watched_module_computes_the_same_and_tells_what_would_differ(tmp_path: Path) -> None:
     sites = [found("<=", "x < y"), found("left alone", "x < y and wide"), found("-", "x += 2"), found("+")]
     log = tmp_path / "log"
-    compute = module_of(watched(SOURCE, sites), **{WATCH: Watch(str(log))})["compute"]
+    compute = module_of(watched(SOURCE, dict(enumerate(sites))), **{WATCH: Watch(str(log))})["compute"]
     assert compute(0, 1, False) == [0, -1, 2]
     assert log.read_text().splitlines() == ["1 reached", "0 reached", "1 active", "3 reached"]
     assert compute(1, 1) == [1, -1, 1]  # x < y is false, x <= y is true
     assert compute(0, 1) == [2, -1, 2]
     assert log.read_text().splitlines()[4:] == ["0 active", "3 active", "2 reached", "2 active"]
+
+
+def test_places_of_one_file_keep_their_numbers_where_another_file_s_lie_between(tmp_path: Path) -> None:
+    first, last = found("<="), found("-", "x += 2")
+    plan = Plan([first, replace(first, path="other.py"), last], str(tmp_path / "log"))
+    (tmp_path / "module.py").write_text(SOURCE)
+    code = _Loader("module", str(tmp_path / "module.py"), plan, [0, 2]).get_code("module")
+    known: dict[str, Any] = {WATCH: Watch(str(plan.log))}
+    exec(code, known)  # type: ignore[arg-type]
+    known["compute"](0, 1)
+    assert (tmp_path / "log").read_text().splitlines() == ["0 reached", "2 reached", "2 active"]
 
 
 def test_what_only_takes_a_check_away_is_told_apart() -> None:
@@ -95,7 +107,7 @@ def test_every_place_of_training_can_be_watched_and_changed() -> None:
         assert len({site.id for site in sites}) == len(sites)
         for site in chosen(sites, 2, seed=1):
             compile(changed(source, site), path.name, "exec")
-        compile(watched(source, chosen(sites, len(sites), seed=1)), path.name, "exec")
+        compile(watched(source, dict(enumerate(chosen(sites, len(sites), seed=1)))), path.name, "exec")
 
 
 def test_the_choice_follows_from_the_seed_and_has_every_kind() -> None:

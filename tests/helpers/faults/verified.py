@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -117,10 +118,13 @@ def _kept(references: Path, args: Sequence[Any], options: dict[str, Any]) -> lis
         drawn += [(sample.place, sample.answer.tolist(), sample.terms) for sample in held]
     key = repr((cfg, replace(plan, need=0, free=0), drawn, drawing and (drawing.steps, drawing.exact)))
     kept = references / hashlib.sha256(key.encode()).hexdigest()
-    answer = kept / "answer.pickle"
-    if not answer.exists():
-        expected = run_ranks(REFERENCE, 1, (cfg, plan, kept, drawing), **options)
-        answer.write_bytes(pickle.dumps(expected))
+    if not kept.exists():
+        with tempfile.TemporaryDirectory(dir=references) as place:  # complete before another process can see it
+            made = Path(place) / "made"
+            expected = run_ranks(REFERENCE, 1, (cfg, plan, made, drawing), **options)
+            (made / "answer.pickle").write_bytes(pickle.dumps(expected))
+            with contextlib.suppress(OSError):  # another process was faster
+                made.rename(kept)
     shutil.copytree(kept, folder)
-    found: list[Any] = pickle.loads(answer.read_bytes())
+    found: list[Any] = pickle.loads((kept / "answer.pickle").read_bytes())
     return found

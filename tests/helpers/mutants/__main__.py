@@ -11,6 +11,7 @@ known.py.
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 import tempfile
 import time
@@ -39,10 +40,15 @@ def asked_for(args: argparse.Namespace) -> list[Site]:
         every = {site.id: site for site in sites_in(args.folders)}
         if gone := [name for name in args.only if name not in every]:
             sys.exit(f"--only {gone[0]}: no such place in {', '.join(args.folders)}.")
-        return [every[name] for name in args.only]
+        named = [every[name] for name in dict.fromkeys(args.only)]
+        for one, other in itertools.combinations(named, 2):
+            if (one.path, one.node) == (other.path, other.node):
+                sys.exit(f"--only {one.id} {other.id}: are two changes of one place. Give them in two commands.")
+        return named
     each, more = divmod(args.count, len(args.folders))
-    return [site for number, folder in enumerate(args.folders)
-            for site in chosen(sites_in([folder]), each + (number < more), args.seed)]  # fmt: skip
+    sites = [site for number, folder in enumerate(args.folders)
+             for site in chosen(sites_in([folder]), each + (number < more), args.seed)]  # fmt: skip
+    return [*{(site.path, site.node): site for site in sites}.values()]  # folders may lie in each other
 
 
 def main() -> int:
@@ -77,14 +83,16 @@ def main() -> int:
 
 
 def kept_in(folder: Path, sites: Sequence[Site]) -> Path:
-    """Return the part of a folder that belongs to these places of the product as it is."""
-    kept = folder / digest("".join(f"{site.id}\n" for site in sites), *sources("rlexp"))
+    """Return the part of a folder that belongs to these places of the product, and of what its tests use, as they
+    are."""
+    used = (*sources("rlexp"), *sources("tests/helpers"), *sources("tests", "conftest.py"), *sources("conf", "*.yaml"))
+    kept = folder / digest("".join(f"{site.id}\n" for site in sites), *used)
     kept.mkdir(parents=True, exist_ok=True)
     return kept
 
 
-def sources(folder: str) -> list[str]:
-    return [path.read_text() for path in sorted((ROOT / folder).rglob("*.py"))]
+def sources(folder: str, names: str = "*.py") -> list[str]:
+    return [path.read_text() for path in sorted((ROOT / folder).rglob(names))]
 
 
 def judge(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tuple[list[Result], Watched]:
@@ -94,8 +102,8 @@ def judge(sites: Sequence[Site], args: argparse.Namespace, folder: Path) -> tupl
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.0f} s  {line}", file=sys.stderr, flush=True)
 
-    runs = Runs(sites, folder, args.workers, say)
-    seen = runs.watch([*args.folders, *args.beside], args.verify)
+    runs = Runs(sites, args.folders, folder, args.workers, say)
+    seen = runs.watch(args.beside, args.verify)
     active = [number for number, site in enumerate(sites) if seen.active(number) and not site.checks]
     say(f"{len(active)} of {len(sites)} changes are active; broken when watched: {seen.broken or 'nothing'}")
     net = digest(*sources("tests"), *args.folders, *args.beside, *args.verify)

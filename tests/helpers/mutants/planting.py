@@ -93,9 +93,9 @@ class _Loader(SourceFileLoader):
             watch.importing = before
 
     def get_code(self, fullname: str) -> CodeType | None:
-        source, sites = self.get_source(fullname), [self.plan.sites[number] for number in self.numbers]
+        source, sites = self.get_source(fullname), {number: self.plan.sites[number] for number in self.numbers}
         assert source is not None
-        tree = changed(source, sites[0]) if self.plan.log is None else watched(source, sites, self.numbers[0])
+        tree = changed(source, sites[self.numbers[0]]) if self.plan.log is None else watched(source, sites)
         code: CodeType = compile(tree, self.path, "exec", dont_inherit=True)
         return code
 

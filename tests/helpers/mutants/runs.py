@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import random
@@ -26,6 +27,8 @@ FIRST = 30.0  # seconds of the cheapest tests, which come before `verify`
 ELSEWHERE = 120.0  # seconds of tests of the other folders, which come last
 MOST = 8  # configurations, drawn from those that reach a place
 Rows = list[dict[str, Any]]
+HANGS, ENDS = "hangs", "ends with"
+ACCIDENTS = (HANGS, ENDS, "raised The ranks did not end")  # are tried again, since the machine may be the cause
 SLACK, TIMES = 60.0, 6.0  # a run that takes longer than this, and so many times as long as unchanged, hangs
 
 
@@ -68,8 +71,10 @@ class Outcome:
 
 
 class Runs:
-    def __init__(self, sites: Sequence[Site], folder: Path, workers: int, say: Callable[[str], None]) -> None:
-        self.sites, self.workers, self.say = sites, workers, say
+    def __init__(
+        self, sites: Sequence[Site], folders: Sequence[str], folder: Path, workers: int, say: Callable[[str], None]
+    ) -> None:
+        self.sites, self.folders, self.workers, self.say = sites, folders, workers, say
         self.scratch = tempfile.TemporaryDirectory(prefix="rlexp-mutants-")
         self.references, self.kept = folder / "references", folder / "watched"
         for each in (self.references, self.kept):
@@ -78,12 +83,23 @@ class Runs:
 
     # ---- watched ----
 
-    def watch(self, folders: Sequence[str], configurations: Sequence[str]) -> Watched:
-        """Run the fast tests of the folders, and `verify` on the configurations, with all places watched."""
-        files = [path.relative_to(ROOT).as_posix() for each in folders
-                 for path in sorted((ROOT / "tests" / each).rglob("test_*.py"))]  # fmt: skip
-        seen = Watched()
+    @contextlib.contextmanager
+    def _pool(self) -> Iterator[ThreadPoolExecutor]:
+        """Work side by side. At an error, or Ctrl-C, only what runs already goes on to its end."""
         with ThreadPoolExecutor(self.workers) as pool:
+            try:
+                yield pool
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def watch(self, beside: Sequence[str], configurations: Sequence[str]) -> Watched:
+        """Run the fast tests of the folders and of those beside, and `verify` on the configurations, with all places
+        watched."""
+        files = dict.fromkeys(path.relative_to(ROOT).as_posix() for each in (*self.folders, *beside)
+                              for path in sorted((ROOT / "tests" / each).rglob("test_*.py")))  # fmt: skip
+        seen = Watched()
+        with self._pool() as pool:
             tests = [pool.submit(self._once, self._watch_tests, file, (ROOT / file).read_text()) for file in files]
             verifying = [pool.submit(self._once, self._watch_configuration, name, repr(CONFIGURATIONS[name]))
                          for name in configurations]  # fmt: skip
@@ -101,10 +117,13 @@ class Runs:
     def _once(self, watch: Callable[[str], Rows], name: str, what: str) -> Rows:
         """Watch, or read what a run that was stopped has watched of the same test or configuration."""
         kept = self.kept / f"{name.replace('/', '_')}-{digest(what)}.json"
-        if not kept.exists():
-            write_text(kept, json.dumps(watch(name)))
-            self.say(f"watched {name}")
-        rows: Rows = json.loads(kept.read_text())
+        if kept.exists():
+            rows: Rows = json.loads(kept.read_text())
+            return rows
+        rows = watch(name)
+        self.say(f"watched {name}")
+        if all(row.get("passed", True) and row.get("found") is None for row in rows):  # a failure is tried again
+            write_text(kept, json.dumps(rows))
         return rows
 
     def _watch_tests(self, file: str) -> Rows:
@@ -127,7 +146,7 @@ class Runs:
 
     def judge(self, seen: Watched, numbers: Sequence[int]) -> Iterator[Outcome]:
         """Plant each change by itself, and yield what finds it as soon as it is known."""
-        with ThreadPoolExecutor(self.workers) as pool:
+        with self._pool() as pool:
             for running in as_completed([pool.submit(self._judge, seen, number) for number in numbers]):
                 yield running.result()
 
@@ -135,13 +154,15 @@ class Runs:
         """Run the cheapest tests of the change's folder, `verify`, the folder's other tests, and those elsewhere."""
         where = self._planned(self.sites[number])
         tests = sorted((each for each in seen.tests if number in each.active), key=lambda each: each.seconds)
-        own = f"tests/{'/'.join(self.sites[number].path.split('/')[1:3])}/"
+        own = next(f"tests/{folder}/" for folder in self.folders if is_below(self.sites[number], folder))
         first, later = _split([each for each in tests if each.name.startswith(own)], FIRST)
         elsewhere, _ = _split([each for each in tests if not each.name.startswith(own)], ELSEWHERE)
         configurations = [each for each in seen.configurations if number in each.active]
         some = random.Random(number).sample(configurations, min(MOST, len(configurations)))
         for run, what in ((self._test, first), (self._verify, some), (self._test, later), (self._test, elsewhere)):
             found = run(where, what) if what else None
+            if found is not None and found[1].startswith(ACCIDENTS):
+                found = run(where, what)
             if found is not None:
                 return Outcome(number, *found)
         return Outcome(number)
@@ -153,12 +174,12 @@ class Runs:
         try:
             said = self._run("pytest", [*PYTEST, *args], where, SLACK + TIMES * seconds)
         except subprocess.TimeoutExpired:
-            return "a test", "hangs"
+            return "a test", HANGS
         failed = [line for line in said.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if failed:
             name, _, error = failed[0].partition(" ")[2].partition(" - ")
             return name, error[:80]
-        return None if said.returncode == 0 else ("a test", f"pytest ends with {said.returncode}")
+        return None if said.returncode == 0 else ("a test", f"{ENDS} {said.returncode}")
 
     def _verify(self, where: Path, configurations: Sequence[Reaching]) -> tuple[str, str] | None:
         names = [each.name for each in configurations]
@@ -168,10 +189,10 @@ class Runs:
                 "tests.helpers.mutants.examine", [str(self.references), *names], where, SLACK + TIMES * seconds
             )
         except subprocess.TimeoutExpired:
-            return "verify", "hangs"
+            return "verify", HANGS
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
         if said.returncode:
-            return f"verify: {names[min(len(rows), len(names) - 1)]}", "fails"
+            return f"verify: {names[min(len(rows), len(names) - 1)]}", f"{ENDS} {said.returncode}"
         return (f"verify: {rows[-1]['configuration']}", rows[-1]["found"]) if rows[-1]["found"] is not None else None
 
     def _planned(self, *sites: Site, watched: bool = False) -> Path:
@@ -183,6 +204,10 @@ class Runs:
 
     def _run(self, module: str, args: Sequence[str], where: Path, timeout: float) -> subprocess.CompletedProcess[str]:
         return warm.run(module, args, ROOT, timeout=timeout, env=environment(where / "plan.json"))
+
+
+def is_below(site: Site, folder: str) -> bool:
+    return site.path.startswith(f"rlexp/{folder}/")
 
 
 def digest(*texts: str) -> str:

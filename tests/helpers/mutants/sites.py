@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 KINDS = ("bound", "sign", "index", "dtype", "term", "flag")
@@ -289,9 +289,9 @@ def changed(source: str, site: Site) -> ast.Module:
     return _rewritten(source, {site.node: (0, site)}, watched=False)
 
 
-def watched(source: str, sites: Sequence[Site], first: int = 0) -> ast.Module:
-    """Return the module's tree in which every place reports itself, by its number counted from `first`."""
-    return _rewritten(source, {site.node: (first + number, site) for number, site in enumerate(sites)}, watched=True)
+def watched(source: str, sites: Mapping[int, Site]) -> ast.Module:
+    """Return the module's tree in which every place reports itself, by its number."""
+    return _rewritten(source, {site.node: (number, site) for number, site in sites.items()}, watched=True)
 
 
 def _rewritten(source: str, sites: dict[int, tuple[int, Site]], *, watched: bool) -> ast.Module:

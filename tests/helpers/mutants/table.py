@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bench.tables import signature
 from tests.helpers.mutants.known import KNOWN
-from tests.helpers.mutants.runs import Outcome
+from tests.helpers.mutants.runs import Outcome, is_below
 from tests.helpers.mutants.sites import KINDS, Site
 from tests.helpers.paths import ROOT
 
@@ -61,7 +61,7 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     yield "| changes | all | reached | active | found by fast tests | found by `verify` | found |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
     for folder in args.folders:
-        yield _row(f"in {folder}/", [each for each in results if each.site.path.startswith(f"rlexp/{folder}/")])
+        yield _row(f"in {folder}/", [each for each in results if is_below(each.site, folder)])
     for kind in KINDS:
         yield _row(kind, [each for each in results if each.site.kind == kind])
     yield ""
