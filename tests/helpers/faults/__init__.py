@@ -104,7 +104,8 @@ CHECK = (
     "dk added at the wrong place",
 )  # fmt: skip
 
-ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, ANY_ORDER, SAME_KEY)}
+NO_DEFECTS = (LITTLE_MEMORY, WHOLE_SEQUENCE, ANY_ORDER, SAME_KEY)
+ALL_FAULTS = {fault.name: fault for fault in (*FAULTS, *NO_DEFECTS)}
 
 
 def faulty_rank(spec: RankSpec, name: str, reached: Path, target: Callable[..., Any], args: Sequence[Any]) -> Any:
