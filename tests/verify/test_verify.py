@@ -33,7 +33,7 @@ from rlexp.verify.variants import exact
 from rlexp.verify.verification import Verification, verify
 from tests.helpers import warm
 from tests.helpers.conversations import hh, of_several_turns
-from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, LITTLE_MEMORY, NO_DEFECTS, WHOLE_SEQUENCE
+from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, WITH_OWN_TESTS
 from tests.helpers.faults.base import ALGOS, FP64, MIXED, Fault
 from tests.helpers.faults.verified import quiet, verify_planted
 from tests.helpers.imports import imports_of
@@ -70,7 +70,7 @@ def test_every_stage_and_module_has_a_defect_in_the_fast_tiers() -> None:
 
 def test_every_defect_can_be_planted() -> None:
     """Its target is there, and uses what is changed in it, also where the defect is tried in a longer tier only."""
-    assert len(ALL_FAULTS) == len(FAULTS) + len(NO_DEFECTS), "two defects have the same name"
+    assert len(ALL_FAULTS) == len(FAULTS) + len(WITH_OWN_TESTS), "two defects have the same name"
     for fault in ALL_FAULTS.values():
         undo = fault.plant(lambda: None)
         undo()
