@@ -12,6 +12,9 @@ BYTES = "memory alone"
 SPEED = "time alone"
 
 KNOWN: Mapping[tuple[str, str, str, str], str] = {
+    ("training/algos/log_ratios.py",
+     "return torch.where(margins_P.abs() <= band_P, 0.5, (margins_P > 0).to(margins_P.dtype))",
+     "margins_P > 0", "margins_P >= 0"): "a margin of 0 is a tie",
     ("training/ring/attention.py",
      "return *(grad.to(dtype) for grad, dtype in zip(dqkv, ctx.dtypes, strict=True)), None, None",
      "grad.to(dtype)", "grad"): AUTOGRAD,
