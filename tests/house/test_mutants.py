@@ -89,8 +89,9 @@ def test_places_of_one_file_keep_their_numbers_where_another_file_s_lie_between(
     plan = Plan([first, replace(first, path="other.py"), last], str(tmp_path / "log"))
     (tmp_path / "module.py").write_text(SOURCE)
     code = _Loader("module", str(tmp_path / "module.py"), plan, [0, 2]).get_code("module")
+    assert code is not None
     known: dict[str, Any] = {WATCH: Watch(str(plan.log))}
-    exec(code, known)  # type: ignore[arg-type]
+    exec(code, known)
     known["compute"](0, 1)
     assert (tmp_path / "log").read_text().splitlines() == ["0 reached", "2 reached", "2 active"]
 
