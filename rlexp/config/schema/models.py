@@ -26,6 +26,14 @@ class WeightsDtype(Enum):
     fp16 = "fp16"  # float16
 
 
+class FusedName(Enum):
+    """Where a model computes norms, rotary positions, gates and sums with fused pieces: each read and written once."""
+
+    auto = "auto"  # on a GPU in bf16
+    always = "always"  # everywhere: for tests, and for `verify`
+    off = "off"  # nowhere: transformers' own code
+
+
 @dataclass
 class ModelConfig:
     name: str = MISSING  # the kind of the model, chosen by model=NAME
@@ -33,6 +41,7 @@ class ModelConfig:
     suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
     # parameters that are not trained, by name: `['model.embed_tokens.*', 'model.layers.0.*']`
     freeze: list[str] = field(default_factory=list)
+    fused: FusedName = FusedName.auto  # whether what lies between matrix products is computed by fused kernels
 
 
 @dataclass

@@ -18,16 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from rlexp.training.model.fused import operators, plain  # noqa: F401 — defines operators
+from rlexp.training.model.fused.plain import wide
 from rlexp.training.types import Shard, TokenLogps, TokenScores
 
 LOGITS = 1 << 24  # elements of logits held at once, on a CPU
-BYTES = 10  # of an element of logits, in both dtypes and with its gradient
-SHARE = 32  # the part of a GPU's memory that logits may take: larger pieces write the sum less often
+BYTES, FUSED_BYTES = 10, 2  # of an element of logits: in both dtypes and with its gradient; or in bfloat16 alone
+SHARE, FUSED_SHARE = 32, 128  # of a GPU's memory, what logits may take: larger pieces write the sum less often
 
 
-def logits_at_once(memory: int | None) -> int:
+def logits_at_once(memory: int | None, *, fused: bool = False) -> int:
     """Return how many logits may be held at once, on a device with so many bytes."""
-    return LOGITS if memory is None else max(LOGITS, memory // SHARE // BYTES)
+    share, each = (FUSED_SHARE, FUSED_BYTES) if fused else (SHARE, BYTES)
+    return LOGITS if memory is None else max(LOGITS, memory // share // each)
 
 
 class Entropy(Enum):
@@ -50,15 +53,16 @@ class HeadLogps(nn.Module):
     ) -> None:
         super().__init__()
         self.temperature, self.entropy, self.likelihoods, self.hits = temperature, entropy, likelihoods, hits
-        self.most = most
+        self.most, self.fused = most, False
 
     def forward(
         self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard | None
     ) -> TokenLogps | Tensor:
         if shard is None:
             return logits_of(weight, bias, hidden_tE, self.temperature)
+        fused = self.fused and bias is None
         rows = max(1, self.most // weight.shape[0])
-        asked = _Asked(self.temperature, self.entropy, rows, self.likelihoods, self.hits)
+        asked = _Asked(self.temperature, self.entropy, rows, self.likelihoods, self.hits, fused)
         logps_t, means_t, entropy_t, likelihoods_t, hits_t = _Pieces.apply(
             weight, bias, hidden_tE, shard.targets_t, shard.trained_n, asked
         )
@@ -80,12 +84,7 @@ class HeadScores(nn.Module):
 
 def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperature: float) -> Tensor:
     """Return logits over the temperature in float32 (float64 for float64), as sampling needs them."""
-    logits_nV = nn.functional.linear(hidden_nE, weight, bias).to(wide(weight.dtype))
-    return logits_nV if temperature == 1 else logits_nV / temperature
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+    return plain.widened(nn.functional.linear(hidden_nE, weight, bias), temperature)
 
 
 @dataclass(frozen=True)
@@ -95,6 +94,7 @@ class _Asked:
     rows: int  # in a piece
     likelihoods: bool
     hits: bool
+    fused: bool  # all that is read of logits by one kernel, and their gradient written in their place by another
 
 
 class _Pieces(torch.autograd.Function):
@@ -111,32 +111,25 @@ class _Pieces(torch.autograd.Function):
         trained_n: Tensor,
         asked: _Asked,
     ) -> tuple[Tensor | None, ...]:
-        values = [hidden_tE.new_zeros(len(hidden_tE), dtype=wide(weight.dtype)) for _ in range(4)]
-        logps_t, means_t, entropy_t, norms_t = values
-        likelihoods_t, hits_t = (
-            torch.zeros_like(norms_t) if each else None for each in (asked.likelihoods, asked.hits)
-        )
+        trained = asked.entropy is not Entropy.unasked, asked.likelihoods, asked.hits
+        values = [
+            hidden_tE.new_zeros(len(hidden_tE), dtype=wide(weight.dtype)) if each else None
+            for each in (True, True, True, *trained)
+        ]
+        read = torch.ops.rlexp.read_logits if asked.fused else plain.read_logits
         for at in trained_n.split(asked.rows):
-            logits_nV = logits_of(weight, bias, hidden_tE.index_select(0, at), asked.temperature)
-            chosen_n = logits_nV.gather(-1, targets_t.index_select(0, at).unsqueeze(-1)).squeeze(-1)
-            norm_n = logits_nV.logsumexp(-1)
-            norms_t.index_copy_(0, at, norm_n)
-            logps_t.index_copy_(0, at, chosen_n - norm_n)
-            means_t.index_copy_(0, at, logits_nV.mean(-1))
-            if asked.entropy is not Entropy.unasked:
-                entropy_t.index_copy_(0, at, _entropy(logits_nV, norm_n))
-            if hits_t is not None:
-                right_n = logits_nV.argmax(-1) == targets_t.index_select(0, at)
-                hits_t.index_copy_(0, at, right_n.to(hits_t.dtype))
-            if likelihoods_t is not None:  # last, since it uses the logits up
-                likelihoods_t.index_copy_(0, at, _likelihood(logits_nV, norm_n))
+            logits_nV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
+            chosen_n, norm_n, *others = read(logits_nV, targets_t.index_select(0, at), asked.temperature, *trained)
+            found = (chosen_n - norm_n, norm_n, *others)
+            for into_t, values_n in zip(values, found, strict=True):
+                if into_t is not None:
+                    into_t.index_copy_(0, at, values_n)
+        logps_t, norms_t, means_t, entropy_t, likelihoods_t, hits_t = values
         ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t)
         ctx.asked = asked
-        untrained = [means_t, *(each for each in (likelihoods_t, hits_t) if each is not None)]
-        if asked.entropy is Entropy.logged:
-            untrained.append(entropy_t)
-        ctx.mark_non_differentiable(*untrained)
-        return logps_t, means_t, None if asked.entropy is Entropy.unasked else entropy_t, likelihoods_t, hits_t
+        logged = entropy_t if asked.entropy is Entropy.logged else None
+        ctx.mark_non_differentiable(*(x for x in (means_t, likelihoods_t, hits_t, logged) if x is not None))
+        return logps_t, means_t, entropy_t, likelihoods_t, hits_t
 
     @staticmethod
     @once_differentiable
@@ -160,22 +153,21 @@ class _Pieces(torch.autograd.Function):
 
 
 def _logits_grads(
-    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_t: Tensor, _: Any, entropy_grad_t: Tensor | None, *__: Any
+    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_t: Tensor, _: Any, entropy_grad_t: Any, *__: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the tokens of each piece, and the gradient of their logits before the temperature.
-
-    With probabilities p and m = Σ p·logits, an entropy's gradient is −p·(logits − m).
-    """
+    """Yield the tokens of each piece, and the gradient of their logits before the temperature."""
     weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t = saved
+    joins = asked.entropy is Entropy.trained and entropy_grad_t is not None
     for at in trained_n.split(asked.rows):
-        targets_n1, norm_n1, grad_n1 = (x.index_select(0, at).unsqueeze(-1) for x in (targets_t, norms_t, logps_grad_t))
-        logits_nV = logits_of(weight, bias, hidden_tE.index_select(0, at), asked.temperature)
-        each = grad_n1
-        if asked.entropy is Entropy.trained and entropy_grad_t is not None:
-            entropy_n1, entropy_grad_n1 = (x.index_select(0, at).unsqueeze(-1) for x in (entropy_t, entropy_grad_t))
-            each = (logits_nV - (norm_n1 - entropy_n1)).mul_(entropy_grad_n1).add_(grad_n1)
-        result_nV = logits_nV.sub_(norm_n1).exp_().mul_(each).neg_().scatter_add_(-1, targets_n1, grad_n1)
-        yield at, result_nV if asked.temperature == 1 else result_nV.div_(asked.temperature)
+        targets_n, norm_n, grad_n = (x.index_select(0, at) for x in (targets_t, norms_t, logps_grad_t))
+        of_entropy = [x.index_select(0, at) for x in (entropy_t, entropy_grad_t)] if joins else [None, None]
+        given = (targets_n, norm_n, grad_n, *of_entropy, asked.temperature)
+        logits_nV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
+        if asked.fused:
+            torch.ops.rlexp.logits_backward(logits_nV, *given)
+            yield at, logits_nV
+        else:
+            yield at, plain.logits_gradient(logits_nV, *given)
 
 
 class _Sum:
@@ -187,6 +179,9 @@ class _Sum:
 
     def add(self, grad_nV: Tensor, hidden_nE: Tensor) -> None:
         dtype = self.weight.dtype if self.pieces == 1 else wide(self.weight.dtype)
+        if self.pieces == 1:
+            self.total = grad_nV.T @ hidden_nE
+            return
         if self.total is None:
             self.total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
         if dtype is grad_nV.dtype:
@@ -198,12 +193,3 @@ class _Sum:
 
     def rounded(self) -> Tensor:
         return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)
-
-
-def _likelihood(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
-    """Return log Σ p², the expected log-likelihood of a token drawn from p, with the logits' memory for its own."""
-    return logits_nV.sub_(norm_n.unsqueeze(-1)).mul_(2).logsumexp(-1)
-
-
-def _entropy(logits_nV: Tensor, norm_n: Tensor) -> Tensor:
-    return norm_n - ((logits_nV - norm_n.unsqueeze(-1)).exp_() * logits_nV).sum(-1)

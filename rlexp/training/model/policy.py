@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -22,6 +24,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.training.model.adapter import Adapter, in_use, put_adapter
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise
+from rlexp.training.model.fused import Fused, fuse
 from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
 from rlexp.training.types import Shard, TokenLogps, TokenScores
 
@@ -50,6 +53,7 @@ class Policy(nn.Module):
         self.logps = HeadLogps(temperature, entropy, likelihoods=likelihoods, hits=hits)
         self.scores = HeadScores() if scores else None  # in the place of log-probabilities
         self.adapter: Adapter | None = None
+        self.fused: Fused | None = None  # what computes with fused pieces, if any may
         self._alone = False  # without the critic
 
     def named(self) -> Iterator[tuple[str, Any]]:
@@ -127,6 +131,11 @@ class Policy(nn.Module):
         batch.finished()
         logits_BV: Tensor = self.logps(head.weight, head.bias, hidden_BqE[:, -1], None)
         return logits_BV
+
+    def fuse(self) -> None:
+        """Compute with fused pieces what they fit, and log-probabilities."""
+        self.fused = functools.reduce(operator.add, map(fuse, self.trunks))
+        self.logps.fused = True
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Exclude the parameters whose names match a pattern from training."""

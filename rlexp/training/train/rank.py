@@ -161,7 +161,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
-        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}"
+        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}{fused(run)}"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
@@ -179,6 +179,12 @@ def trained(run: Run) -> str:
 def chosen(run: Run) -> str:
     """Say why `auto` chose this layout."""
     return f"  layout {run.choice.name}: {run.choice.reason}\n" if run.choice.reason else ""
+
+
+def fused(run: Run) -> str:
+    """Say which of the model's modules compute with fused pieces, where any may."""
+    pieces = run.engine.policy.fused
+    return "" if pieces is None else f"  fused: {pieces}\n"
 
 
 def sampling(run: Run) -> str:

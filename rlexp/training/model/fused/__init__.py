@@ -1,0 +1,53 @@
+"""What a model computes between its matrix products, each piece read and written once: `model.fused`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from rlexp.training.model.fused.classes import fused_class
+
+__all__ = ["Fused", "fuse"]
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How many modules compute with fused pieces, by piece, and the classes of those that are left as they are."""
+
+    pieces: Counter[str]
+    left: Counter[str]
+
+    def __add__(self, other: Fused) -> Fused:
+        return Fused(self.pieces + other.pieces, self.left + other.left)
+
+    def __str__(self) -> str:
+        left = f"; left as they are: {_counted(self.left)}" if self.left else ""
+        return f"{_counted(self.pieces) or 'nothing of this model'}{left}"
+
+
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{count} × {name}" for name, count in names.items())
+
+
+def fuse(model: nn.Module) -> Fused:
+    """Let a model's modules compute with fused pieces wherever these fit, whatever the family."""
+    fused = Fused(Counter(), Counter())
+    chosen = [(module, fused_class(module)) for module in model.modules() if _has_own_code(module)]
+    for module, found in chosen:  # a layer is tried before its norms change
+        if found is None:
+            fused.left[type(module).__name__] += 1
+        else:
+            piece, module.__class__ = found
+            fused.pieces[piece] += 1
+    return fused
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Say whether a module may compute something between products: it has weights, is none of torch's, and no list,
+    model or table of others."""
+    plain = type(module).__module__.startswith("torch.") or isinstance(module, PreTrainedModel | nn.Embedding | Conv1D)
+    return not plain and any(True for _ in module.parameters())
