@@ -18,7 +18,7 @@ from rlexp.config.checks.across_fields import check_engine
 from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.reference import check_reference
-from rlexp.config.schema import Config, Device, EngineName, LoraConfig, Offload
+from rlexp.config.schema import Checkpointing, Config, Device, EngineName, LoraConfig, Offload
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.launch.preflight_check import size
@@ -28,6 +28,11 @@ from rlexp.preflight.rehearsal.longest_samples import smaller
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
 LORA, PRECOMPUTE, KEPT = "adapter=lora", "reference=precompute", "reference.offload=true"
 OTHERWISE = "it trains small matrices beside the model, and not the model's weights"
+LESS_KEPT = {  # what recomputes more, the fastest first
+    Checkpointing.none: (Checkpointing.attention, Checkpointing.full),
+    Checkpointing.attention: (Checkpointing.full,),
+    Checkpointing.full: (),
+}
 
 Words = tuple[str, ...]
 
@@ -103,9 +108,9 @@ def with_engine(cfg: Config, name: str) -> Config | None:
 
 def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]]:
     """Yield single changes. Without `engines` the engine stays: all were tried."""
-    if not cfg.memory.checkpointing:
-        memory = dataclasses.replace(cfg.memory, checkpointing=True)
-        yield "memory.checkpointing=true", dataclasses.replace(cfg, memory=memory)
+    for less in LESS_KEPT[cfg.memory.recomputed]:
+        memory = dataclasses.replace(cfg.memory, checkpointing=less.value)
+        yield f"memory.checkpointing={less.value}", dataclasses.replace(cfg, memory=memory)
     double = 2 * cfg.parallel.ring_size
     if cfg.parallel.world_size % double == 0 and (wider := _checked(_with_ring(cfg, double))) is not None:
         # On CPU the number of ranks follows the ring unless it is given.

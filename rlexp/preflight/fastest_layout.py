@@ -13,7 +13,7 @@ import torch
 
 from rlexp.config.checks.layout import Choice, Heads, candidates, near
 from rlexp.config.checks.reference import fits_reference
-from rlexp.config.schema import Config, Device, KernelName
+from rlexp.config.schema import Checkpointing, Config, Device, KernelName
 from rlexp.config.schema.models import Precision
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.rehearsal.device import rehearsed_device
@@ -87,7 +87,7 @@ def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, c
         forward = log.clock.now
         out.backward(torch.empty_like(out))
         log.enter("")  # waits for what is on its way
-    return log.clock.now + (forward if cfg.memory.checkpointing else 0.0)
+    return log.clock.now + (forward if cfg.memory.recomputed is Checkpointing.full else 0.0)
 
 
 def watched(ring: Ring, cfg: Config, log: Log, mode: Rehearsing) -> Ring:

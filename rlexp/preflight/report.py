@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlexp.config.schema import Config
+from rlexp.config.schema import Checkpointing, Config
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
 from rlexp.preflight.longest_that_fits import Longest
@@ -15,6 +15,11 @@ from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.training.train.choose_task import task_class
 
+CHECKPOINTING = {
+    Checkpointing.none: "",
+    Checkpointing.full: ", activation checkpointing",
+    Checkpointing.attention: ", activation checkpointing that keeps attention",
+}
 PHASES = ("build", "rollout", "score", "collect", "forward", "reference", "backward", "optimizer", "export")
 HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.")
 
@@ -28,7 +33,7 @@ def _head(answer: Answer) -> Iterator[str]:
     cfg, hardware = answer.cfg, answer.cfg.hardware
     parallel, train = cfg.parallel, cfg.train
     offload = "" if cfg.engine.offload.value == "none" else f", offload {cfg.engine.offload.value}"
-    checkpointing = ", activation checkpointing" if cfg.memory.checkpointing else ""
+    checkpointing = CHECKPOINTING[cfg.memory.recomputed]
     yield (
         f"rlexp preflight  {cfg.loss.name} on {answer.parameters / 1e9:.3g}B parameters ({train.precision.value}), "
         f"engine {cfg.engine.name.value}{offload}{checkpointing}"

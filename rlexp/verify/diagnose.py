@@ -355,8 +355,7 @@ def without_engine(task: Task, steps: int, weights: TensorFiles) -> Iterator[dic
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
     placing = Placing(run.device, DTYPES[cfg.train.precision])
     policy = build_policy(cfg, run.engine.policy.model.config, run.device, task.needs, placing)
-    if cfg.memory.checkpointing:
-        policy.recompute_activations()
+    policy.recompute_activations(cfg.memory.recomputed)
     if ENGINES[run.engine.name].stage == 3 and policy.adapter is not None:
         _add_up_by_layer(policy.adapter)
     alone: Any = Forward(policy)

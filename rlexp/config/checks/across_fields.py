@@ -21,7 +21,7 @@ from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.hardware import visible_gpus
-from rlexp.config.schema import Config, Device, HFModelConfig, LoggerName, TinyModelConfig
+from rlexp.config.schema import Checkpointing, Config, Device, HFModelConfig, LoggerName, TinyModelConfig
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.schema.data import RowsDataConfig
@@ -39,6 +39,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     else:
         _check_cluster(cfg)
     _check_derived(cfg)
+    _check_memory(cfg)
     check_engine(cfg)
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
@@ -54,6 +55,17 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_loss(cfg)
     check_evaluation(cfg)
     check_reward(cfg)
+
+
+def _check_memory(cfg: Config) -> None:
+    try:
+        _ = cfg.memory.recomputed
+    except KeyError:
+        names = ", ".join(each.name for each in Checkpointing)
+        raise ConfigError(
+            f"memory.checkpointing={cfg.memory.checkpointing}: must be one of {names} (true is full, false is none). "
+            f"For example: memory.checkpointing=attention."
+        ) from None
 
 
 def _check_launch(cfg: Config) -> None:

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.layout import Heads
-from rlexp.config.schema import BackendName, Config, Device, KernelName, LayoutName, TransportName
+from rlexp.config.schema import BackendName, Checkpointing, Config, Device, KernelName, LayoutName, TransportName
 from rlexp.config.schema.models import Precision
 
 LAYOUTS = (LayoutName.zigzag, LayoutName.allgather)
@@ -35,6 +35,11 @@ def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> Non
         raise ConfigError(
             f"{NAMED}: has its own transport, and parallel.transport={cfg.parallel.transport.value} names another. "
             f"Leave parallel.transport out, {INSTEAD}"
+        )
+    if cfg.memory.recomputed is Checkpointing.attention:
+        raise ConfigError(
+            f"{NAMED}: attends inside the library, and memory.checkpointing=attention keeps what rlexp's own attention "
+            f"gives. Use memory.checkpointing=full, {INSTEAD}"
         )
     if cfg.launch.device is Device.cpu:
         raise ConfigError(f"{NAMED}: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}")

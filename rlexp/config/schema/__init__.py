@@ -294,10 +294,27 @@ class CountTensors(Enum):
     never = "never"  # nowhere
 
 
+class Checkpointing(Enum):
+    """What of a layer's activations is computed again in the backward pass."""
+
+    none = "none"  # nothing: all are kept
+    full = "full"  # all but the layer's input: least memory, most time
+    attention = "attention"  # all but the layer's input and what attention gives, which takes longest on long sequences
+
+
 @dataclass
 class MemoryConfig:
-    checkpointing: bool = False  # recompute each layer's activations in the backward pass: less memory, more time
+    # what of each layer's activations is computed again in the backward pass: none, full (also written true), or
+    # attention: all but what attention gives
+    checkpointing: str = "none"
     count_tensors: CountTensors = CountTensors.auto  # where a run counts the bytes of its live tensors
+
+    @property
+    def recomputed(self) -> Checkpointing:
+        return Checkpointing[_SWITCHED.get(self.checkpointing.lower(), self.checkpointing)]
+
+
+_SWITCHED = {"true": "full", "false": "none"}  # as yaml and other trainers have it
 
 
 class Best(Enum):

@@ -19,13 +19,14 @@ from transformers import PreTrainedModel
 
 from rlexp.base.engine_facts import able
 from rlexp.base.errors import ModelError
-from rlexp.config.schema import LoraConfig
+from rlexp.config.schema import Checkpointing, LoraConfig
 from rlexp.config.schema.models import Precision
 from rlexp.training.model.adapter import Adapter, in_use, put_adapter
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import Fused, fuse
 from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
+from rlexp.training.ring.attention import KeptOutputs
 from rlexp.training.types import Shard, TokenLogps, TokenScores
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
@@ -163,21 +164,26 @@ class Policy(nn.Module):
                     f"{able(lambda traits: traits.replicated)}."
                 )
 
-    def recompute_activations(self) -> None:
-        """Keep only the input of each layer, and compute the layer again in the backward pass.
+    def recompute_activations(self, what: Checkpointing) -> None:
+        """Keep only the input of each layer, or what its attention gives too; compute the rest in the backward pass.
 
         The recomputation runs in the autograd engine, where the forward pass's float64 mode is not active. So it enters
         the mode itself, by the dtype that the weights have then.
         """
+        if what is Checkpointing.none:
+            return
+
+        def contexts() -> tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]:
+            exact = precise(next(self.parameters()).dtype)
+            if what is Checkpointing.full:
+                return contextlib.nullcontext(), exact
+            kept = KeptOutputs()
+            return kept.keeping(), kept.using(within=exact)
+
         # Shim: transformers renamed the method after 5.17. Remove it when 5.17 is no longer admitted.
         for model in self.trunks:
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable(
-                {
-                    "use_reentrant": False,
-                    "context_fn": lambda: (contextlib.nullcontext(), precise(next(self.parameters()).dtype)),
-                }
-            )
+            enable({"use_reentrant": False, "context_fn": contexts})
         self.train()  # transformers recomputes in training mode only; dropout is off
 
 

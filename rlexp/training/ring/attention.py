@@ -1,8 +1,14 @@
-"""Attention as one function to autograd, whose forward and backward pass are both written out."""
+"""Attention as one function to autograd, whose forward and backward pass are both written out.
+
+A layer that is computed again in the backward pass need not attend again: `KeptOutputs` holds what its attention gave.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar, Token
 from typing import Any
 
 import torch
@@ -11,7 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from rlexp.training.ring.kernels.base import Ask, Grads
 
-Kept = tuple[Tensor, ...]  # the tensors that a backward pass needs from its forward pass
+# What a backward pass needs from its forward pass: queries, keys and values as they were attended to, and what is found
+# by attending, the output and its log-sum-exp.
+Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Found = tuple[Tensor, Tensor]
 
 
 class Attention(ABC):
@@ -25,6 +34,10 @@ class Attention(ABC):
         """Return the output in the dtype of the queries, and what the backward pass needs."""
 
     @abstractmethod
+    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
+        """Return the same as `forward` from what it found: nothing is attended to again."""
+
+    @abstractmethod
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:
         """Return dq, dk and dv in the accumulation dtype, or in the dtype of q, k and v."""
 
@@ -36,7 +49,12 @@ class Attention(ABC):
 class _BothPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Attention, ask: Ask) -> Tensor:
-        out, kept = attention.forward(q, k, v, ask)
+        if (known := _USING.get()) is not None:
+            out, kept = attention.again(q, k, v, next(known))
+        else:
+            out, kept = attention.forward(q, k, v, ask)
+            if (store := _KEEPING.get()) is not None and any(ctx.needs_input_grad):
+                store.add(*kept[3:])
         ctx.save_for_backward(*kept)
         ctx.attention, ctx.ask, ctx.dtypes = attention, ask, (q.dtype, k.dtype, v.dtype)
         return out
@@ -46,3 +64,48 @@ class _BothPasses(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         dqkv = ctx.attention.backward(grads[0], ctx.saved_tensors, ctx.ask)
         return *(grad.to(dtype) for grad, dtype in zip(dqkv, ctx.dtypes, strict=True)), None, None
+
+
+# ---- layers that are computed again ----
+
+_KEEPING: ContextVar[KeptOutputs | None] = ContextVar("keeping", default=None)
+_USING: ContextVar[Iterator[Found] | None] = ContextVar("using", default=None)
+
+
+class KeptOutputs:
+    """What the attention of one call of a layer found: kept as it is computed, and used whenever it is computed again.
+
+    Without their history: else an output would hold the graph that holds it.
+    """
+
+    def __init__(self) -> None:
+        self.found: list[Found] = []
+
+    def add(self, out: Tensor, lse: Tensor) -> None:
+        self.found.append((out.detach(), lse.detach()))
+
+    def keeping(self) -> AbstractContextManager[None]:
+        return _During(_KEEPING, lambda: self)
+
+    def using(self, within: AbstractContextManager[Any]) -> AbstractContextManager[None]:
+        """Return the context of a recomputation, which takes place within another."""
+        return _During(_USING, lambda: ((out.detach(), lse.detach()) for out, lse in self.found), within)
+
+
+class _During(AbstractContextManager[None]):
+    """A context in which a variable has a value, made anew whenever it is entered."""
+
+    def __init__(
+        self, variable: ContextVar[Any], value: Callable[[], Any], within: AbstractContextManager[Any] | None = None
+    ) -> None:
+        self.variable, self.value = variable, value
+        self.within = nullcontext() if within is None else within
+        self.before: list[Token[Any]] = []
+
+    def __enter__(self) -> None:
+        self.within.__enter__()
+        self.before.append(self.variable.set(self.value()))
+
+    def __exit__(self, *error: Any) -> None:
+        self.variable.reset(self.before.pop())
+        self.within.__exit__(*error)

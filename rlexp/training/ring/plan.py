@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.attention import Attention, Kept
+from rlexp.training.ring.attention import Attention, Found, Kept
 from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, Rows, accumulation_dtype
 from rlexp.training.ring.kernels.fused import merge_rows
 from rlexp.training.ring.meetings import Meeting, Part, Planner, planned
@@ -52,6 +52,10 @@ class RingPlan(Attention):
         out, lse = outs.joined(q, ((q.shape[1], v.shape[2]), 0.0), (q.shape[1:2], -torch.inf))
         result = out.to(q.dtype)
         return result, (q, k, v, result, lse)
+
+    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
+        out, lse = found
+        return out, (q, self.transport.ready(k), self.transport.ready(v), out, lse)
 
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:
         q, k, v, out, lse = kept

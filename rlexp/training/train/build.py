@@ -132,8 +132,7 @@ def build(
     placing = placing_for(cfg, device, world, frozen=not trains)
     policy = build_policy(cfg, model_config, device, needs, placing, sources)
     hold_to_tokenizer(policy, task, tokenizer)
-    if cfg.memory.checkpointing:
-        policy.recompute_activations()
+    policy.recompute_activations(cfg.memory.recomputed)
     engine: Engine = (
         build_engine(cfg.engine, policy, cfg.optim, world, dtype)
         if trains

@@ -271,12 +271,14 @@ class OfflineStep(Step):
     def values(self, held: HeldExamples, reference: Sides | None = None) -> tuple[Values, Any]:
         """Run the models on a micro-batch: the reference too, unless its sums are known already."""
         task = self.task
+        if reference is None:  # first, while no activations are held
+            reference = task.reference_sums(held)
         with task.run.phases("forward"):
             tokens = task.run.engine.forward(held.shard)
         said = {"likelihoods": tokens.likelihoods_t, "entropies": tokens.entropy_t, "hits": tokens.hits_t}
         values = Values(
             logps=task.sums(tokens.logps_t, held),
-            reference=task.reference_sums(held) if reference is None else reference,
+            reference=reference,
             tokens=held.tokens,
             margin_E=held.margin_E,
             label_E=held.label_E,

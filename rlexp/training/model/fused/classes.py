@@ -121,7 +121,7 @@ def _left(self: Any, hidden_states: Tensor, residual: Any) -> Any:
 
 
 def _as_rotary(module: nn.Module) -> Made | None:
-    """Fit attention that rotates the halves of its queries and keys. The function is replaced in its `forward` alone."""
+    """Fit attention that rotates the halves of its queries and keys: only its `forward` gets another function."""
     forward = type(module).forward
     if ROTATES not in getattr(getattr(forward, "__code__", None), "co_names", ()):
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.attention import Attention, Kept
+from rlexp.training.ring.attention import Attention, Found, Kept
 from rlexp.training.ring.collectives import exchange
 from rlexp.training.ring.kernels.base import Ask, Grads, accumulation_dtype
 from rlexp.training.ring.plan import RingPlan
@@ -78,6 +78,11 @@ class SharedHeads(Attention):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Kept]:
         (queries,), (keys, values) = self._to_heads(q), self._to_heads(k, v, copies=self.heads.copies)
         out, kept = self.around.forward(queries, keys, values, ask)
+        return self._to_tokens(out), kept
+
+    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
+        (queries,), (keys, values) = self._to_heads(q), self._to_heads(k, v, copies=self.heads.copies)
+        out, kept = self.around.again(queries, keys, values, found)
         return self._to_tokens(out), kept
 
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:
