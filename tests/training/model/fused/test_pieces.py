@@ -1,0 +1,263 @@
+"""The fused pieces: plain torch against transformers' modules, and Triton's kernels against plain torch.
+
+The kernels run in Triton's interpreter, in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
+They are also compiled for three generations of GPUs, which needs none: the interpreter takes what a compiler refuses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.activations import ACT2FN
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from rlexp.training.model.float64 import precise
+from rlexp.training.model.fused import plain
+from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
+from tests.helpers.ranks import seeded
+
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+EPS = 1e-2  # so large that it counts
+ACTIVATIONS = {
+    "silu": plain.SILU,
+    "gelu_pytorch_tanh": plain.GELU_TANH,
+    "gelu": plain.GELU,
+    "relu2": plain.RELU_SQUARED,
+}
+NORMS = {"gain": (LlamaRMSNorm, 0.0), "gain about 1": (GemmaRMSNorm, 1.0)}
+Values = tuple[Tensor, ...]
+
+
+def short(*shape: int, seed: int) -> Tensor:
+    """Draw numbers that bfloat16 can hold, in float64."""
+    return seeded(*shape, seed=seed).bfloat16().double()
+
+
+def both_passes(outs: Values, inputs: list[Tensor]) -> list[Tensor]:
+    """Return the outputs, and the gradients of their sum with random factors."""
+    factors = [short(*out.shape, seed=20 + n).to(out.dtype) for n, out in enumerate(outs)]
+    return [*outs, *torch.autograd.grad(outs, inputs, factors)]
+
+
+# ---- plain torch, against the modules that the pieces replace ----
+
+
+class Piece:
+    """A piece and what it replaces: the same inputs, the same outputs."""
+
+    def __init__(self, shapes: list[tuple[int, ...]], ours: Any, theirs: Any) -> None:
+        self.shapes, self.ours, self.theirs = shapes, ours, theirs
+
+    def values(self, dtype: torch.dtype, *, fused: bool) -> list[Tensor]:
+        inputs = [short(*shape, seed=n).to(dtype).requires_grad_() for n, shape in enumerate(self.shapes)]
+        with precise(dtype):
+            return both_passes((self.ours if fused else self.theirs)(*inputs), inputs)
+
+
+def of_norm(kind: str) -> Piece:
+    module, offset = NORMS[kind]
+
+    def theirs(x: Tensor, weight: Tensor) -> Values:
+        norm = module(weight.shape[0], eps=EPS)
+        out: Tensor = torch.func.functional_call(norm, {"weight": weight}, (x,))
+        return out, x * 1
+
+    return Piece([(1, 5, 48), (48,)], lambda x, weight: normed(x, weight, EPS, offset), theirs)
+
+
+def of_sum(kind: str) -> Piece:
+    module, offset = NORMS[kind]
+
+    def theirs(x: Tensor, residual: Tensor, weight: Tensor) -> Values:
+        norm = module(weight.shape[0], eps=EPS)
+        total = residual + x
+        out: Tensor = torch.func.functional_call(norm, {"weight": weight}, (total,))
+        return out, total
+
+    return Piece([(1, 5, 48), (1, 5, 48), (48,)],
+                 lambda x, residual, weight: added_and_normed(x, residual, weight, EPS, offset), theirs)  # fmt: skip
+
+
+def of_rotation() -> Piece:
+    cos, sin = short(1, 7, 16, seed=8), short(1, 7, 16, seed=9)
+
+    def heads(x: Tensor) -> Tensor:
+        return x.transpose(1, 2)  # as a projection writes them
+
+    return Piece([(1, 7, 4, 16), (1, 7, 2, 16)],
+                 lambda q, k: rotated(heads(q), heads(k), cos.to(q.dtype), sin.to(q.dtype)),
+                 lambda q, k: apply_rotary_pos_emb(heads(q), heads(k), cos.to(q.dtype), sin.to(q.dtype)))  # fmt: skip
+
+
+def of_gate(name: str, *, together: bool = False) -> Piece:
+    act = ACT2FN[name]
+    if together:
+        return Piece([(1, 5, 96)], lambda both: (gated(*both.chunk(2, dim=-1), ACTIVATIONS[name]),),
+                     lambda both: (act(both.chunk(2, dim=-1)[0]) * both.chunk(2, dim=-1)[1],))  # fmt: skip
+    return Piece([(1, 5, 48), (1, 5, 48)], lambda gate, up: (gated(gate, up, ACTIVATIONS[name]),),
+                 lambda gate, up: (act(gate) * up,))  # fmt: skip
+
+
+PIECES = {
+    **{f"norm, {kind}": of_norm(kind) for kind in NORMS},
+    **{f"sum and norm, {kind}": of_sum(kind) for kind in NORMS},
+    "rotary positions": of_rotation(),
+    **{f"gate, {name}": of_gate(name) for name in ACTIVATIONS},
+    "gate, of one product": of_gate("silu", together=True),
+}
+each_piece = pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
+
+
+@each_piece
+def test_both_passes_are_those_of_what_a_piece_replaces(piece: Piece) -> None:
+    for ours, theirs in zip(*(piece.values(torch.float64, fused=fused) for fused in (True, False)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-13)
+
+
+@each_piece
+def test_in_bfloat16_a_piece_is_as_exact_as_what_it_replaces(piece: Piece) -> None:
+    """A piece rounds once where what it replaces rounds after each operation. Distances are those of whole tensors:
+    single elements may fall to either side."""
+    exact = piece.values(torch.float64, fused=False)
+    ours, theirs = (piece.values(torch.bfloat16, fused=fused) for fused in (True, False))
+    for one, other, wanted in zip(ours, theirs, exact, strict=True):
+        assert (one.double() - wanted).norm() <= (other.double() - wanted).norm()
+
+
+def test_shapes_without_numbers_are_those_of_the_kernels() -> None:
+    """Those of the parts of a weight's gradient are a kernel's own: their sum counts."""
+    for piece in PIECES.values():
+        real = piece.values(torch.bfloat16, fused=True)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            inputs = [torch.empty(*shape, dtype=torch.bfloat16, requires_grad=True) for shape in piece.shapes]
+            outs = piece.ours(*inputs)
+            made = [*outs, *torch.autograd.grad(outs, inputs, [torch.empty_like(out) for out in outs])]
+        facts = [[(x.shape, x.dtype, x.stride()) for x in found] for found in (real, made)]
+        assert facts[0] == facts[1]
+
+
+# ---- Triton's kernels ----
+
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # bfloat16: its last digit
+SIZES = ((5, 48), (33, 8), (3, 4100))  # rows and columns: a size that is no power of 2, and one wider than a block
+
+
+def calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield every operator with arguments: every size, kind and option."""
+
+    def rows(*shape: int, seed: int = 0) -> Tensor:
+        return seeded(*shape, seed=seed).to(dtype)
+
+    for (r, size), offset in zip(SIZES, (0.0, 1.0, 0.0), strict=True):
+        x, residual, dout, along = (rows(r, size, seed=n) for n in range(4))
+        weight = rows(size, seed=4)
+        yield "norm", (x, weight, EPS, offset)
+        yield "add_norm", (x, residual, weight, EPS, offset)
+        scale = plain.norm(x, weight, EPS, offset)[1]
+        for beside, of_weight in itertools.product((None, along), (False, True)):
+            yield "norm_backward", (dout, beside, x, weight, scale, offset, of_weight)
+    q, k = (rows(2, 7, heads, 24, seed=heads).transpose(1, 2) for heads in (3, 1))
+    for inverse, batch in itertools.product((False, True), (1, 2)):
+        yield "rotate", (q, k, rows(batch, 7, 24, seed=5), rows(batch, 7, 24, seed=6), inverse)
+    for kind in plain.KINDS:
+        gate, up = rows(4, 2200, seed=7).mul(3).chunk(2, dim=-1)
+        yield "gate", (gate, up, kind)
+        yield "gate_backward", (rows(4, 1100, seed=8), gate, up, kind)
+    logits, targets = rows(6, 9000, seed=9).mul(3), torch.tensor([0, 8999, 17, 4000, 8191, 8192])
+    targets[2] = logits[2].argmax()
+    for asked in (False, True):
+        yield "read_logits", (logits, targets, 0.7, asked, asked, asked)
+    _, norm, _, entropy, *_ = plain.read_logits(logits, targets, 0.7, True, False, False)
+    given, of_entropy = (seeded(6, seed=n).to(norm.dtype) for n in (10, 11))
+    for known in ((None, None), (entropy, of_entropy)):
+        yield "logits_backward", (logits, targets, norm, given, *known, 0.7)
+
+
+def results(kernels: Any, name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    args = tuple(each.clone() if each is args[0] and name == "logits_backward" else each for each in args)
+    found = getattr(kernels, name)(*args)
+    if name == "logits_backward":
+        return [args[0]]
+    found = [*found] if isinstance(found, tuple) else [found]
+    return [found[0], found[1].sum(0)] if name == "norm_backward" else found
+
+
+def main() -> None:
+    from rlexp.training.model.fused import triton_kernels
+
+    for dtype, tolerance in TOLERANCES.items():
+        for name, args in calls(dtype):
+            for got, wanted in zip(*(results(each, name, args) for each in (triton_kernels, plain)), strict=True):
+                assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), name
+                scale = 1.0 + wanted.double().abs().max().item() if wanted.numel() else 1.0
+                apart = (got.double() - wanted.double()).abs()
+                assert not apart.numel() or apart.max() <= tolerance * scale, (name, dtype, float(apart.max()))
+    print("all agree")
+
+
+@needs_triton
+def test_tritons_kernels_are_plain_torch() -> None:
+    """In float64 to rounding, so that nothing is hidden by it."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.training.model.fused.test_pieces"],
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.stdout == "all agree\n", done.stderr
+
+
+COMPILED = {
+    "_norm": {"ADDS": True, "ROWS": 2, "SIZE": 2048},
+    "_norm_backward": {"JOINS": True, "OF_WEIGHT": True, "ROWS": 2, "SIZE": 2048},
+    "_rotate": {"INVERSE": True, "Q_HEADS": 32, "K_HEADS": 8, "HALF": 32},
+    "_gate": {"KIND": 1, "COLUMNS": 1024},
+    "_gate_backward": {"KIND": 2, "COLUMNS": 1024},
+    "_read_logits": {"ENTROPY": True, "LIKELIHOOD": True, "HIT": True, "LOGITS": 8192},
+    "_logits_backward": {"ENTROPY": True, "LOGITS": 8192},
+}
+KINDS = {  # of arguments, by name; others are pointers to bfloat16
+    **dict.fromkeys(("rows", "size", "each", "half", "q_heads", "k_heads"), "i32"),
+    **dict.fromkeys(("eps", "offset", "warmth"), "fp32"),
+    **dict.fromkeys(("scale", "dweight", "chosen", "norm", "mean", "entropy", "likelihood", "hit"), "*fp32"),
+    **dict.fromkeys(("dlogps", "dentropy"), "*fp32"),
+    "targets": "*i64",
+}
+STRIDES = ("_b", "_h", "_t", "_r")
+generations = [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80, 100))]
+
+
+@needs_triton
+@pytest.mark.parametrize("generation", generations)
+def test_kernels_compile_for_gpus(generation: int) -> None:
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from rlexp.training.model.fused import triton_kernels
+
+    for name, constants in COMPILED.items():
+        kernel, fixed = getattr(triton_kernels, name), constants | {"ACC": tl.float32}
+        plainly = {each: "i32" if each.endswith(STRIDES) else KINDS.get(each, "*bf16") for each in kernel.arg_names}
+        signature = plainly | dict.fromkeys(fixed, "constexpr")
+        places = {(kernel.arg_names.index(each),): value for each, value in fixed.items()}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+        assert triton.compile(source, target=GPUTarget("cuda", generation, 32)).asm["cubin"], name
+
+
+if __name__ == "__main__":
+    main()
