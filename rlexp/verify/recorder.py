@@ -83,6 +83,10 @@ class Recorder(Sink):
         held.positions_t, held.sequence_t = array(shard.positions_t), array(shard.sequence_t)
         held.real_tokens = shard.real_tokens
 
+    def of(self, shard: Shard) -> Micro:
+        """Return the micro-batch of a shard that the policy has not computed yet."""
+        return self.of_shard[id(shard)]
+
     def computing(self, shard: Shard) -> bool:
         """Say whether a shard is of a micro-batch that is recorded; then it is the current one."""
         known = id(shard) in self.of_shard

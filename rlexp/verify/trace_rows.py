@@ -183,7 +183,7 @@ class RecordedReference(Reference):
 
     def logps(self, shard: Shard) -> Tensor:
         logps_t = self.reference.logps(shard)
-        self.recorder.micro.reference_t = array(logps_t)
+        self.recorder.of(shard).reference_t = array(logps_t)
         return logps_t
 
 

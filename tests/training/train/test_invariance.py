@@ -43,6 +43,24 @@ def test_windows_do_not_move_with_the_layout(grid: list[Case]) -> None:
         assert excesses(curves[0], curve) == [], case.label
 
 
+RECOMPUTED = ("model.fused=always", "memory.checkpointing=attention")
+
+
+@pytest.mark.parametrize(
+    "grid", [[MORE[2]], pytest.param([GRID[0], *MORE[1:]], marks=pytest.mark.slow)], ids=["allgather", "all layouts"]
+)
+def test_fused_pieces_and_kept_attention_move_nothing(grid: list[Case]) -> None:
+    """In float64, beside a plain run on one device: fewer kernels, and layers that are computed again without attending
+    again, on every layout. A ring then sends what it sends where all is kept."""
+    words = (*BASE, "train.max_steps=2")
+    cases = [(GRID[0], ()), *((case, RECOMPUTED) for case in grid), (grid[0], ())]
+    plain, *curves, kept = draw([compose_config([*words, *more, *case.overrides()]) for case, more in cases])
+    for case, curve in zip(grid, curves, strict=True):
+        assert excesses(plain, curve) == [], case.label
+    if grid[0].layout in ("zigzag", "allgather"):  # others exchange heads, once more
+        assert [row["train/ring_bytes"] for row in curves[0].rows] == [row["train/ring_bytes"] for row in kept.rows]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rings", [(1, 8), pytest.param((1, 2, 4), marks=pytest.mark.prove)], ids=["8", "2 and 4"])
 def test_three_steps_are_those_of_one_process_on_every_layout(rings: tuple[int, ...]) -> None:
