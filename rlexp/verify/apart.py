@@ -39,7 +39,7 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
 from rlexp.training.reference.stored import Values as StoredValues
-from rlexp.training.train.build import build_policy, pieces_for, placing_for
+from rlexp.training.train.build import build_policy, fuses, pieces_for, placing_for
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Needs, Task
 from rlexp.training.types import Floats, Pack, SequenceName, Shard
@@ -176,6 +176,8 @@ def model_apart(task: Task, cfg: Config, needs: Needs, placing: Placing | None, 
     else:
         put_all(policy, placing)
     policy.freeze(cfg.model.freeze)
+    if fuses(cfg, task.run.device):
+        policy.fuse()
     return policy
 
 

@@ -8,6 +8,7 @@ Shape letters: T packed tokens, t tokens of this rank, H query heads, G key/valu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import UserError
-from rlexp.config.schema import Config, EngineName
+from rlexp.config.schema import Checkpointing, Config, EngineName
 from rlexp.config.schema.losses import Normalize
 from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
@@ -32,6 +33,7 @@ from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.adapter import Adapter, without_starting
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES
+from rlexp.training.ring.attention import KeptOutputs
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.train.build import build_policy
@@ -281,13 +283,25 @@ def _attention_with(
         for count in (heads, kv_heads, kv_heads, heads)
     )
     mine = [each[index_t.cpu()].to(run.device).requires_grad_() for each in (q, k, v)]
-    out = shard.attention.attend(mine[0], mine[1], mine[2], Ask(scale, window))
+    out = _attends(run, shard, mine[0], mine[1], mine[2], Ask(scale, window))
     out.backward(dout[index_t.cpu()].to(run.device).to(out.dtype))
     got = [out.detach(), *(each.grad for each in mine)]
     wanted = _attended(pack, q.double(), k.double(), v.double(), dout.double(), Ask(scale, window))
     real = _real(pack)[index_t.cpu()]
     apart = [_apart(a, b[index_t.cpu()], real) for a, b in zip(got, wanted, strict=True)]
     return apart[0], _largest(*apart[1:])
+
+
+def _attends(run: Run, shard: Shard, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Tensor:
+    """Attend; where the run keeps what attention gives, as a layer does that is computed again, after another one."""
+    if run.cfg.memory.recomputed is Checkpointing.attention:
+        before, kept = KeptOutputs(), KeptOutputs()
+        for each, queries in ((before, q.flip(-1)), (kept, q)):
+            with each.keeping():
+                shard.attention.attend(queries, k, v, ask)
+        with kept.using(within=contextlib.nullcontext()):
+            return shard.attention.attend(q, k, v, ask)
+    return shard.attention.attend(q, k, v, ask)
 
 
 def _apart(got: Tensor | None, wanted: Tensor, real: Tensor) -> float:

@@ -36,8 +36,8 @@ from tests.helpers.rehearsals import (
 
 HERE = str(Path(__file__).relative_to(ROOT))
 
-FAST = {(2, "true", "bf16")}
-CHECK = {(2, "false", "fp32"), (4, "false", "bf16")}
+FAST = {(2, "attention", "bf16")}
+CHECK = {(2, "true", "bf16"), (2, "false", "fp32"), (4, "false", "bf16")}
 HOLDING_LESS = [("reference=precompute",), ("reference.offload=true",), ("adapter=lora",),
                 ("adapter=lora", "reference=model")]  # fmt: skip
 
@@ -45,14 +45,15 @@ HOLDING_LESS = [("reference=precompute",), ("reference.offload=true",), ("adapte
 def grid() -> list[Any]:
     cases = []
     for engine, ring in itertools.product(ENGINES, (1, 2, 4)):
-        for each in itertools.product((ring,), ("false", "true"), ("fp32", "bf16")):
+        for each in itertools.product((ring,), ("false", "true", "attention"), ("fp32", "bf16")):
             marks = (
                 [] if each in FAST else [pytest.mark.slow] if each in CHECK else [pytest.mark.slow, pytest.mark.prove]
             )
             _, checkpointing, precision = each
-            name = f"{engine}-ring{ring}-{precision}{'-checkpointing' * (checkpointing == 'true')}"
+            name = f"{engine}-ring{ring}-{precision}-checkpointing {checkpointing}"
             words = (f"engine={engine}", f"parallel.ring_size={ring}", f"memory.checkpointing={checkpointing}",
                      f"train.precision={precision}")  # fmt: skip
+            words += ("model.fused=always",) if checkpointing == "attention" else ()
             cases.append(pytest.param(ring, words, id=name, marks=marks))
     for asked in (("loss=mpo", "train.batch_size=4"), ("loss=dpo", "loss.wpo=true", "loss.margin_weight=1")):
         words = ("engine=fsdp2", "parallel.ring_size=1", *asked)

@@ -59,6 +59,11 @@ def with_mean_tokens(other: Callable[[Any, Any], float]) -> Change:
     return change
 
 
+def with_other_entropies(original: Any, *args: Any) -> Any:
+    found = original(*args)
+    return *found[:3], found[3].roll(1), *found[4:]
+
+
 def of_micro_batch(_step: Any, held: Any) -> float:
     return float(next(iter(held.tokens.values())).mean()) if held.places else 1.0
 
@@ -213,7 +218,7 @@ LOSS_FAULTS = (
         *of("apo_zero_unpaired")),
     one("sft: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch), "loss",
         TRAIN, *of("sft")),
-    one("sft: the entropy of other tokens", "model.head:_entropy", lambda original, *args: original(*args).roll(1),
+    one("sft: the entropy of other tokens", "model.fused.plain:read_logits", with_other_entropies,
         "log-probabilities", MODEL, *of("sft")),
     one("reward: read one token early", "model.reward_model:last_places", one_token_early, "log-probabilities", MODEL,
         *of("reward")),

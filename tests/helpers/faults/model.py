@@ -14,8 +14,7 @@ from tests.helpers.faults.base import (
 
 
 def rounded_logits(original: Any, *args: Any) -> Any:
-    logits_nV = original(*args)
-    return (logits_nV * 2**26).round() / 2**26
+    return (original(*args) * 2**26).round() / 2**26
 
 
 def scaled_mean(original: Any, *args: Any) -> Any:
@@ -40,7 +39,7 @@ MODEL_FAULTS = (
     one("positions off by one in the model", "model.policy:hidden_states",
         lambda original, trunk, shard: original(trunk, replace(shard, positions_t=shard.positions_t * 2)),
         "log-probabilities", MODEL),
-    one("float32 in the softmax", HEAD + "logits_of", rounded_logits, "log-probabilities", MODEL),
+    one("float32 in the softmax", "model.fused.plain:widened", rounded_logits, "log-probabilities", MODEL),
     one("log-probability of the token itself", HEAD + "HeadLogps.forward",
         lambda original, *args: original(*args[:-1], replace(args[-1], targets_t=args[-1].tokens_t)),
         "log-probabilities", MODEL),
