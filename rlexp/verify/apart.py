@@ -31,6 +31,7 @@ from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.model.adapter import without_starting
 from rlexp.training.model.export_adapter import named_base
+from rlexp.training.model.fused import fuses
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy
@@ -39,7 +40,7 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
 from rlexp.training.reference.stored import Values as StoredValues
-from rlexp.training.train.build import build_policy, fuses, pieces_for, placing_for
+from rlexp.training.train.build import build_policy, pieces_for, placing_for
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Needs, Task
 from rlexp.training.types import Floats, Pack, SequenceName, Shard
@@ -176,7 +177,7 @@ def model_apart(task: Task, cfg: Config, needs: Needs, placing: Placing | None, 
     else:
         put_all(policy, placing)
     policy.freeze(cfg.model.freeze)
-    if fuses(cfg, task.run.device):
+    if fuses(cfg.model.fused, task.run.device, DTYPES[cfg.train.precision]):
         policy.fuse()
     return policy
 

@@ -36,6 +36,8 @@ from rlexp.training.ring.kernels.base import BlockKernel, merge_plain
 from tests.conftest import Shell
 from tests.helpers.attention import CALLS, call_of
 from tests.helpers.faults.plant import plant
+from tests.helpers.fused_pieces import TOLERANCES as PIECES
+from tests.helpers.fused_pieces import compare as compare_pieces
 from tests.helpers.models import Held
 from tests.helpers.ranks import largest_gap, seeded, train_steps
 from tests.helpers.runs import rows_of
@@ -210,13 +212,24 @@ def test_the_fused_merge_counts_beyond_32_bits() -> None:
         assert torch.equal(out[rows].cpu(), torch.full((32, heads, size), 0.5))
 
 
+@needs_triton
+@pytest.mark.parametrize("dtype", PIECES, ids=str)
+def test_the_fused_pieces_compile_and_equal_plain_torch(dtype: torch.dtype) -> None:
+    """As Triton's kernels, and as the operators that a model calls."""
+    from rlexp.training.model.fused import triton_kernels
+
+    for kernels in (triton_kernels, torch.ops.rlexp):
+        compare_pieces(kernels, dtype, DEVICE)
+
+
 # ---- the head ----
 
 
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_the_heads_gradient_is_as_exact_in_many_pieces_as_in_one(dtype: torch.dtype) -> None:
+def test_the_heads_gradient_is_as_exact_in_many_pieces_as_in_one(dtype: torch.dtype, fused: bool) -> None:
     """Against float64. In bfloat16 a product of two matrices is added into float32 by an operator that CPUs lack."""
-    tokens, vocabulary, width = 1024, 512, 64
+    tokens, vocabulary, width = 128 if fused and HERE == "cpu" else 1024, 512, 64  # the interpreter is slow
     weight, hidden = seeded(vocabulary, width).mul(0.1).to(dtype), seeded(tokens, width, seed=1).mul(0.1).to(dtype)
     targets = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
     held = Held(torch.zeros(tokens, dtype=torch.int64), targets)
@@ -224,17 +237,18 @@ def test_the_heads_gradient_is_as_exact_in_many_pieces_as_in_one(dtype: torch.dt
     held = Held(held.sequence_t.to(DEVICE), held.targets_t.to(DEVICE))
     errors = []
     for pieces in (1, 4, 64):
-        got = gradients(weight.to(DEVICE), hidden.to(DEVICE), held, tokens // pieces)
+        got = gradients(weight.to(DEVICE), hidden.to(DEVICE), held, tokens // pieces, fused=fused)
         errors.append([float((a.double().cpu() - b).norm() / b.norm()) for a, b in zip(got, exact, strict=True)])
     bound = 1e-2 if dtype is torch.bfloat16 else 1e-5
     assert all(error < bound for each in errors for error in each), errors
     assert errors[2][1] <= 1.02 * errors[0][1] + 1e-6, "the weight's gradient grows less exact with the pieces"
 
 
-def gradients(weight: Tensor, hidden: Tensor, held: Held, rows: int) -> list[Tensor]:
+def gradients(weight: Tensor, hidden: Tensor, held: Held, rows: int, *, fused: bool = False) -> list[Tensor]:
     """Return the log-probabilities, and the gradients of the weight and of the hidden states."""
     weight, hidden = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
     head = HeadLogps(1.0, Entropy.unasked, most=len(weight) * rows)
+    head.fused = fused
     logps: Tensor = head(weight, None, hidden, held).logps_t  # type: ignore[arg-type, union-attr]
     factors = torch.linspace(-1, 1, len(hidden), device=logps.device)
     return [logps.detach(), *torch.autograd.grad((logps * factors).sum(), [weight, hidden])]

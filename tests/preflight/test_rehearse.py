@@ -50,7 +50,8 @@ def grid() -> list[Any]:
                 [] if each in FAST else [pytest.mark.slow] if each in CHECK else [pytest.mark.slow, pytest.mark.prove]
             )
             _, checkpointing, precision = each
-            name = f"{engine}-ring{ring}-{precision}-checkpointing {checkpointing}"
+            kept = {"false": "", "true": "-checkpointing", "attention": "-attention"}[checkpointing]
+            name = f"{engine}-ring{ring}-{precision}{kept}"
             words = (f"engine={engine}", f"parallel.ring_size={ring}", f"memory.checkpointing={checkpointing}",
                      f"train.precision={precision}")  # fmt: skip
             words += ("model.fused=always",) if checkpointing == "attention" else ()

@@ -32,7 +32,7 @@ from rlexp.config.schema import (
     OptimConfig,
 )
 from rlexp.config.schema.losses import CriticName
-from rlexp.config.schema.models import FusedName, Precision, ReferenceName
+from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.frozen import Frozen
@@ -41,6 +41,7 @@ from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.adapter import plain_name
 from rlexp.training.model.export_adapter import named_base
+from rlexp.training.model.fused import fuses
 from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.loading import in_pieces, load_config, load_model, load_tokenizer
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
@@ -52,7 +53,7 @@ from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.ring.base import Window
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import BlockKernel, get_kernel
-from rlexp.training.ring.kernels.base import HALF, Ask
+from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
@@ -248,20 +249,13 @@ def build_policy(
     else:
         put_all(policy, placing)
     policy.critic_lr_scale = needs.critic_lr_scale
-    if fuses(cfg, device):
+    if fuses(cfg.model.fused, device, DTYPES[cfg.train.precision]):
         policy.fuse()
     policy.logps.most = logits_at_once(sources.memory(device), fused=policy.fused is not None)
     policy.freeze(cfg.model.freeze)
     if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)
     return policy
-
-
-def fuses(cfg: Config, device: torch.device) -> bool:
-    """Say whether the model computes with fused pieces: on a GPU in 16 bits, unless the run says otherwise."""
-    if cfg.model.fused is FusedName.auto:
-        return device.type != "cpu" and DTYPES[cfg.train.precision] in HALF
-    return cfg.model.fused is FusedName.always
 
 
 def trains_whole(lora: LoraConfig, needs: Needs) -> bool:

@@ -21,6 +21,7 @@ from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.engine.base import Engine
 from rlexp.training.model.export import has_other_names, save_description
+from rlexp.training.model.fused import fuse, fuses
 from rlexp.training.model.loading import is_mixture
 from rlexp.training.model.policy import CRITIC
 from rlexp.training.model.probe import probe
@@ -193,6 +194,8 @@ def ring_reward_model(
     share them out, zigzag takes any.
     """
     model = make(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
+    if fuses(run.cfg.model.fused, run.device, model.head.weight.dtype):
+        fuse(model.model)
     heads = heads_in(model.model.config.to_dict())
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
     ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")

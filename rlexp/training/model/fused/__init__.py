@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from rlexp.config.schema.models import FusedName
 from rlexp.training.model.fused.classes import fused_class
 
-__all__ = ["Fused", "fuse"]
+__all__ = ["Fused", "fuse", "fuses"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,13 @@ class Fused:
 
 def _counted(names: Counter[str]) -> str:
     return ", ".join(f"{count} × {name}" for name, count in names.items())
+
+
+def fuses(name: FusedName, device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether a model computes with fused pieces: on a GPU in 16 bits, unless the run says otherwise."""
+    if name is FusedName.auto:
+        return device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
+    return name is FusedName.always
 
 
 def fuse(model: nn.Module) -> Fused:

@@ -6,11 +6,9 @@ They are also compiled for three generations of GPUs, which needs none: the inte
 
 from __future__ import annotations
 
-import itertools
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from typing import Any
 
@@ -25,10 +23,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
+from tests.helpers.fused_pieces import EPS, TOLERANCES, compare
 from tests.helpers.ranks import seeded
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-EPS = 1e-2  # so large that it counts
 ACTIVATIONS = {
     "silu": plain.SILU,
     "gelu_pytorch_tanh": plain.GELU_TANH,
@@ -149,60 +147,12 @@ def test_shapes_without_numbers_are_those_of_the_kernels() -> None:
 
 # ---- Triton's kernels ----
 
-TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # bfloat16: its last digit
-SIZES = ((5, 48), (33, 8), (3, 4100))  # rows and columns: a size that is no power of 2, and one wider than a block
-
-
-def calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Yield every operator with arguments: every size, kind and option."""
-
-    def rows(*shape: int, seed: int = 0) -> Tensor:
-        return seeded(*shape, seed=seed).to(dtype)
-
-    for (r, size), offset in zip(SIZES, (0.0, 1.0, 0.0), strict=True):
-        x, residual, dout, along = (rows(r, size, seed=n) for n in range(4))
-        weight = rows(size, seed=4)
-        yield "norm", (x, weight, EPS, offset)
-        yield "add_norm", (x, residual, weight, EPS, offset)
-        scale = plain.norm(x, weight, EPS, offset)[1]
-        for beside, of_weight in itertools.product((None, along), (False, True)):
-            yield "norm_backward", (dout, beside, x, weight, scale, offset, of_weight)
-    q, k = (rows(2, 7, heads, 24, seed=heads).transpose(1, 2) for heads in (3, 1))
-    for inverse, batch in itertools.product((False, True), (1, 2)):
-        yield "rotate", (q, k, rows(batch, 7, 24, seed=5), rows(batch, 7, 24, seed=6), inverse)
-    for kind in plain.KINDS:
-        gate, up = rows(4, 2200, seed=7).mul(3).chunk(2, dim=-1)
-        yield "gate", (gate, up, kind)
-        yield "gate_backward", (rows(4, 1100, seed=8), gate, up, kind)
-    logits, targets = rows(6, 9000, seed=9).mul(3), torch.tensor([0, 8999, 17, 4000, 8191, 8192])
-    targets[2] = logits[2].argmax()
-    for asked in (False, True):
-        yield "read_logits", (logits, targets, 0.7, asked, asked, asked)
-    _, norm, _, entropy, *_ = plain.read_logits(logits, targets, 0.7, True, False, False)
-    given, of_entropy = (seeded(6, seed=n).to(norm.dtype) for n in (10, 11))
-    for known in ((None, None), (entropy, of_entropy)):
-        yield "logits_backward", (logits, targets, norm, given, *known, 0.7)
-
-
-def results(kernels: Any, name: str, args: tuple[Any, ...]) -> list[Tensor]:
-    args = tuple(each.clone() if each is args[0] and name == "logits_backward" else each for each in args)
-    found = getattr(kernels, name)(*args)
-    if name == "logits_backward":
-        return [args[0]]
-    found = [*found] if isinstance(found, tuple) else [found]
-    return [found[0], found[1].sum(0)] if name == "norm_backward" else found
-
 
 def main() -> None:
     from rlexp.training.model.fused import triton_kernels
 
-    for dtype, tolerance in TOLERANCES.items():
-        for name, args in calls(dtype):
-            for got, wanted in zip(*(results(each, name, args) for each in (triton_kernels, plain)), strict=True):
-                assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), name
-                scale = 1.0 + wanted.double().abs().max().item() if wanted.numel() else 1.0
-                apart = (got.double() - wanted.double()).abs()
-                assert not apart.numel() or apart.max() <= tolerance * scale, (name, dtype, float(apart.max()))
+    for dtype in TOLERANCES:
+        compare(triton_kernels, dtype, torch.device("cpu"))
     print("all agree")
 
 

@@ -1,0 +1,68 @@
+"""Every operator of the fused pieces with arguments, for kernels that are compared with plain torch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rlexp.training.model.fused import plain
+from tests.helpers.ranks import seeded
+
+EPS = 1e-2  # so large that it counts
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}  # bfloat16: its last digit
+SIZES = ((5, 48), (33, 8), (3, 4100))  # rows and columns: a size that is no power of 2, and one wider than a block
+
+
+def calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Yield every operator with arguments: every size, kind and option."""
+
+    def rows(*shape: int, seed: int = 0) -> Tensor:
+        return seeded(*shape, seed=seed).to(dtype)
+
+    for (r, size), offset in zip(SIZES, (0.0, 1.0, 0.0), strict=True):
+        x, residual, dout, along = (rows(r, size, seed=n) for n in range(4))
+        weight = rows(size, seed=4)
+        yield "norm", (x, weight, EPS, offset)
+        yield "add_norm", (x, residual, weight, EPS, offset)
+        scale = plain.norm(x, weight, EPS, offset)[1]
+        for beside, of_weight in itertools.product((None, along), (False, True)):
+            yield "norm_backward", (dout, beside, x, weight, scale, offset, of_weight)
+    q, k = (rows(2, 7, heads, 24, seed=heads).transpose(1, 2) for heads in (3, 1))
+    for inverse, batch in itertools.product((False, True), (1, 2)):
+        yield "rotate", (q, k, rows(batch, 7, 24, seed=5), rows(batch, 7, 24, seed=6), inverse)
+    for kind in plain.KINDS:
+        gate, up = rows(4, 2200, seed=7).mul(3).chunk(2, dim=-1)
+        yield "gate", (gate, up, kind)
+        yield "gate_backward", (rows(4, 1100, seed=8), gate, up, kind)
+    logits, targets = rows(6, 9000, seed=9).mul(3), torch.tensor([0, 8999, 17, 4000, 8191, 8192])
+    targets[2] = logits[2].argmax()
+    for asked in (False, True):
+        yield "read_logits", (logits, targets, 0.7, asked, asked, asked)
+    _, norm, _, entropy, *_ = plain.read_logits(logits, targets, 0.7, True, False, False)
+    given, of_entropy = (seeded(6, seed=n).to(norm.dtype) for n in (10, 11))
+    for known in ((None, None), (entropy, of_entropy)):
+        yield "logits_backward", (logits, targets, norm, given, *known, 0.7)
+
+
+def results(kernels: Any, name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    args = tuple(each.clone() if each is args[0] and name == "logits_backward" else each for each in args)
+    found = getattr(kernels, name)(*args)
+    if name == "logits_backward":
+        return [args[0]]
+    found = [*found] if isinstance(found, tuple) else [found]
+    return [found[0], found[1].sum(0)] if name == "norm_backward" else found
+
+
+def compare(kernels: Any, dtype: torch.dtype, device: torch.device) -> None:
+    """Hold kernels on a device to plain torch on the CPU. Distances are relative to the largest number."""
+    for name, args in calls(dtype):
+        there = tuple(each.to(device) if isinstance(each, Tensor) else each for each in args)
+        for got, wanted in zip(results(kernels, name, there), results(plain, name, args), strict=True):
+            assert (got.shape, got.dtype) == (wanted.shape, wanted.dtype), name
+            scale = 1.0 + wanted.double().abs().max().item() if wanted.numel() else 1.0
+            apart = (got.cpu().double() - wanted.double()).abs()
+            assert not apart.numel() or apart.max() <= TOLERANCES[dtype] * scale, (name, dtype, float(apart.max()))
