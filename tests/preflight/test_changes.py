@@ -113,7 +113,7 @@ def named(
 def test_an_adapter_is_named_where_nothing_else_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is faster and smaller than all others, and comes after two changes at once that train the same weights."""
     lora = {WITHOUT_MODEL: (10, 0.5)}
-    checkpointing = "memory.checkpointing=true"
+    checkpointing = "memory.checkpointing=full"
     assert named(monkeypatch, {**lora, checkpointing: (90, 1.3)}) == (checkpointing, [])
     both = f"{checkpointing} {PRECOMPUTE}"
     assert named(monkeypatch, {**lora, both: (90, 1.3)})[0] == both
@@ -130,7 +130,7 @@ def test_an_adapter_is_named_where_nothing_else_fits(monkeypatch: pytest.MonkeyP
 
 def test_a_pass_before_training_counts_and_copies_from_the_host_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without its reference takes 0.75 seconds here. Over one epoch the pass before takes the other 0.25."""
-    ring = "memory.checkpointing=true"
+    ring = "memory.checkpointing=full"
     found = {PRECOMPUTE: (90, 0.75), KEPT: (90, 0.7)}
     assert named(monkeypatch, found)[0] == PRECOMPUTE
     assert named(monkeypatch, {**found, ring: (90, 0.9)})[0] == ring

@@ -22,7 +22,7 @@ from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import Checkpointing, Config, Device, HFModelConfig, LoggerName, TinyModelConfig
-from rlexp.config.schema.bounds import check_bounds
+from rlexp.config.schema.bounds import as_typed, check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import check_sources
@@ -63,7 +63,7 @@ def _check_memory(cfg: Config) -> None:
     except KeyError:
         names = ", ".join(each.name for each in Checkpointing)
         raise ConfigError(
-            f"memory.checkpointing={cfg.memory.checkpointing}: must be one of {names} (true is full, false is none). "
+            f"memory.checkpointing={as_typed(cfg.memory.checkpointing)}: must be one of {names} (true is full, false is none). "
             f"For example: memory.checkpointing=attention."
         ) from None
 

@@ -306,15 +306,13 @@ class Checkpointing(Enum):
 class MemoryConfig:
     # what of each layer's activations is computed again in the backward pass: none, full (also written true), or
     # attention: all but what attention gives
-    checkpointing: str = "none"
+    checkpointing: bool | str = "none"
     count_tensors: CountTensors = CountTensors.auto  # where a run counts the bytes of its live tensors
 
     @property
     def recomputed(self) -> Checkpointing:
-        return Checkpointing[_SWITCHED.get(self.checkpointing.lower(), self.checkpointing)]
-
-
-_SWITCHED = {"true": "full", "false": "none"}  # as yaml and other trainers have it
+        """The value by its name: true and false are as other trainers have it."""
+        return Checkpointing[{True: "full", False: "none"}.get(self.checkpointing, str(self.checkpointing))]
 
 
 class Best(Enum):

@@ -83,8 +83,8 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/model/adapter.py", "config.inference_mode, config.lora_dropout = False, 0.0", "False", "True"):
         "what is trained is set afterwards, and files always have true",
     ("training/model/head.py",
-     "return LOGITS if memory is None else max(LOGITS, memory // SHARE // BYTES)",
-     "max(LOGITS, memory // SHARE // BYTES)", "min(LOGITS, memory // SHARE // BYTES)"): SPEED,
+     "return LOGITS if memory is None else max(LOGITS, memory // share // each)",
+     "max(LOGITS, memory // share // each)", "min(LOGITS, memory // SHARE // BYTES)"): SPEED,
     ("training/model/head.py",
      "return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)",
      "self.total.to(self.weight.dtype)", "self.total"): AUTOGRAD,

@@ -14,10 +14,8 @@ import torch
 from torch import Tensor
 
 from rlexp.training.model.fused import plain
-from rlexp.training.model.fused.plain import tokens_first, wide
-from rlexp.training.own_operators import define
-
-PARTS = 512  # of the gradient of a norm's weight: each program of the kernel adds up its own rows
+from rlexp.training.model.fused.plain import PARTS, tokens_first, wide
+from rlexp.training.ring.kernels.own_operators import define
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+PARTS = 512  # of the gradient of a norm's weight, at most: on a GPU each program adds up its own rows
 SILU, GELU_TANH, GELU, RELU_SQUARED = "silu", "gelu_tanh", "gelu", "relu_squared"
 KINDS = (SILU, GELU_TANH, GELU, RELU_SQUARED)
 TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715

@@ -12,8 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlexp.training.model.fused.operators import PARTS
-from rlexp.training.model.fused.plain import GELU, GELU_TANH, KINDS, SILU, tokens_first
+from rlexp.training.model.fused.plain import GELU, GELU_TANH, KINDS, PARTS, SILU, tokens_first
 
 NUMBERS = 4096  # that a program of the norm holds at once
 COLUMNS = 1024  # that a program of the gate takes
