@@ -47,6 +47,7 @@ class Speed:
     forward: float
     backward: float
     source: str
+    absolute: bool = True  # by measurements of ours on this generation; otherwise for comparisons alone
 
     @property
     def time(self) -> float:
@@ -73,7 +74,7 @@ SAID = {
     ("flash_attn_4", 10): BY_4,
     ("flash_attn_4", 11): BY_4,
 }
-UNMEASURED = Speed(0.5, 0.5, "not measured")  # of torch's kernel, which the others are compared with
+UNMEASURED = Speed(0.5, 0.5, "not measured", absolute=False)  # torch's kernel, which others are compared with
 NEAR = 1.5  # the most by which a head size may differ from one that was measured
 
 
@@ -104,8 +105,9 @@ def speed(name: str, generation: int | None, head_size: int | None, tokens: int)
     if found is not None or name == "torch_flash":
         return found or UNMEASURED
     said = SAID.get((name, generation)) if generation is not None else None
-    than = said and speed(said.than, generation, head_size, tokens)
-    return Speed(than.forward * said.forward, than.backward * said.backward, said.source) if said and than else None
+    if said is None or (than := speed(said.than, generation, head_size, tokens)) is None:
+        return None
+    return Speed(than.forward * said.forward, than.backward * said.backward, said.source, than.absolute)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -141,7 +143,7 @@ def faster(name: str, generation: int, head_size: int | None, tokens: int, *, de
             return None
         if NEEDS[other].pip and not installed(other):
             return (
-                f"parallel.kernel={other} is {mine.time / known.time:.1f} times as fast as {name} ({known.source}): "
+                f"{other} would compute attention {mine.time / known.time:.1f} times as fast ({known.source}); "
                 f"pip install '{NEEDS[other].pip}'"
             )
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from rlexp.base.kernel_rates import measured
+from rlexp.base.kernel_rates import speed
 from rlexp.config.checks.layout import near
 from rlexp.config.schema import Config, Device, HardwareConfig
 from rlexp.config.schema.models import Precision
@@ -29,11 +29,11 @@ class Rates:
     """Rates per second that a kernel reaches; `launch` is the shortest time between two kernels."""
 
     products: float
-    attention: float  # of a kernel that nobody has measured
+    attention: float  # of a kernel of which no rate was measured
     memory: float
     link: float
     launch: float
-    peak: float = 0.0
+    peak: float = 0.0  # of products
     generation: int | None = None  # of the GPU
 
     @staticmethod
@@ -58,9 +58,9 @@ class Rates:
         return max(self.launch, flops / self.products, size / self.memory)
 
     def attending(self, flops: int, by: Attending | None) -> float:
-        """Return the seconds of an attention kernel's arithmetic, by its measured rate if there is one."""
-        known = measured(by.kernel, self.generation, by.head_size, by.tokens) if by is not None else None
-        if by is None or known is None:
+        """Return the seconds of an attention kernel's arithmetic, by measured rates if there are any."""
+        known = speed(by.kernel, self.generation, by.head_size, by.tokens) if by is not None else None
+        if by is None or known is None or not known.absolute:
             return flops / self.attention
         return flops / (self.peak * (known.backward if by.backward else known.forward))
 
