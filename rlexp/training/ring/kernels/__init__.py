@@ -41,7 +41,7 @@ def get_kernel(
     None of them takes float32 or float64: `auto` is then `plain`. On CPU torch's flash kernel takes all four dtypes.
     `generation` is that of the GPU, if it is not this machine's.
     """
-    generation = generation or (generation_here() if device_type == "cuda" else None)
+    generation = generation or _generation_of(device_type)
     if name == "auto":
         return available(device_type, dtype, head_size, ask, tokens, generation)[0]
     if name not in KERNELS:
@@ -66,7 +66,7 @@ def available(
     """Return the kernels that run on this machine, or on such a GPU with its packages, the fastest first."""
     if device_type == "cpu":
         return [CpuFlash(), Plain()]
-    generation = generation or generation_here()
+    generation = generation or _generation_of(device_type)
     names = able(generation, head_size, deterministic=torch.are_deterministic_algorithms_enabled())
     there = [name for name in names if installed(name) and dtype in KERNELS[name]().dtypes]
     found = [_made(name, generation) for name in ranked(there, generation, head_size, tokens)]
@@ -76,6 +76,11 @@ def available(
 def generation_here() -> int | None:
     """Return the major compute capability of this process's GPU; None if there is none."""
     return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+
+
+def _generation_of(device_type: str) -> int | None:
+    """Ask CUDA alone: a rehearsal's device is none, and a process that asks takes memory of the GPU."""
+    return generation_here() if device_type == "cuda" else None
 
 
 def _made(name: str, generation: int | None) -> BlockKernel:
