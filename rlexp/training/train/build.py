@@ -13,7 +13,7 @@ import torch
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ModelError
-from rlexp.base.kernel_needs import fits
+from rlexp.base.kernel_needs import able, fits, installed
 from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel, tokens_of_rank
@@ -351,9 +351,12 @@ def kernel_for(
     )  # fmt: skip
     for heads in filter(None, others):
         if not fits(kernel.name, heads.size, kernel.generation):
+            for_it = [each for each in able(kernel.generation, heads.size) if installed(each)]
+            for_both = [each for each in for_it if size is None or fits(each, size, kernel.generation)]
+            instead = [f"parallel.kernel={each}" for each in (*for_both, "plain")]
             raise ModelError(
                 f"reference.path={cfg.reference.path}: has heads of size {heads.size}, which the policy's kernel, "
-                f"{kernel.name}, does not take. Use parallel.kernel=plain."
+                f"{kernel.name}, does not take. Use {' or '.join(instead)}."
             )
     return kernel
 
