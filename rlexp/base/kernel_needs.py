@@ -39,8 +39,8 @@ NEEDS = {
         modules=("flash_attn_interface", "flash_attn_3"),
         install="Build it from the folder hopper of github.com/Dao-AILab/flash-attention",
     ),
-    # As `_validate_head_dims` of flash_attn/cute/interface.py has it, and for 12 the shared memory of its tiles. On 10
-    # and 11 it also takes heads of 256, but no windows with them in the backward pass: they are left out here.
+    # As `_validate_head_dims` of flash_attn/cute/interface.py has it. That asks nothing on 12, whose tiles are made for
+    # heads of at most 128. On 10 and 11 it also takes heads of 256, but with no windows in the backward pass: left out.
     "flash_attn_4": Needs(
         {HOPPER: 256, 10: 128, 11: 128, 12: 128},
         distribution="flash-attn-4",  # its module lies in the folder of flash-attn 2, which a look for it would import
