@@ -9,11 +9,14 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bench.gpu_here import Machine
 from bench.simulate import Clock, Sizes, timed
+from rlexp.base import kernel_rates
+from rlexp.base.kernel_rates import BACKWARD, FORWARD, Row
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import HardwareConfig
 from rlexp.launch.joining import RankSpec
@@ -31,6 +34,7 @@ class Scale:
     heads: int
     kv_heads: int
     size: int
+    sizes: tuple[int, ...]  # of heads, in attention
     vocabulary: int
     lengths: tuple[int, ...]  # of one causal sequence
     copied: int  # bytes
@@ -38,8 +42,8 @@ class Scale:
     link: int  # bytes that a rank sends to the next
 
 
-LARGE = Scale(8192, 4096, 14336, 32, 8, 128, 128256, (4096, 16384, 65536), 1 << 31, 2000, 1 << 28)
-TINY = Scale(64, 32, 64, 4, 2, 16, 128, (64, 128), 1 << 16, 10, 1 << 12)
+LARGE = Scale(8192, 4096, 14336, 32, 8, 128, (64, 128), 128256, (4096, 8192, 32768), 1 << 31, 2000, 1 << 28)
+TINY = Scale(64, 32, 64, 4, 2, 16, (16,), 128, (64, 128), 1 << 16, 10, 1 << 12)
 
 
 @dataclass(frozen=True)
@@ -51,12 +55,20 @@ class Rate:
     rate: float
     unit: str
     peak: float
+    assumed: float | None = None  # the share, if not that of its name
+    row: Row | None = None  # of both passes of a kernel, on the backward pass
 
 
-def rates_section(machine: Machine) -> tuple[str, list[str]]:
+def rates_section(machine: Machine, *, table: Path | None = None) -> tuple[str, list[str]]:
+    """Return the section, and what is wrong. With a table, kernels' rates go there too."""
     hardware = compose_elsewhere([*machine.words, "logger=none"]).hardware
     found = [*_alone(machine, hardware), *_between(machine, hardware)]
-    return "\n".join(_table(found, machine)), []
+    wrong = []
+    if table is not None and machine.known:
+        kernel_rates.write([replace(each.row, card=machine.hardware) for each in found if each.row], table)
+    elif table is not None:
+        wrong = [f"no rates of {machine.name} were written: conf/hardware does not describe it, so its peak is unknown"]
+    return "\n".join(_table(found, machine)), wrong
 
 
 def _alone(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
@@ -121,25 +133,37 @@ class Timing:
         """Time each kernel that runs here; arithmetic as a rehearsal counts it."""
         import torch
 
-        from rlexp.preflight.rehearsal.kernel_cost import BACKWARD, FORWARD, pairs
         from rlexp.training.ring.kernels import available
+
+        for size in self.scale.sizes:
+            for kernel in available(self.device.type, torch.bfloat16, size):
+                for length in self.scale.lengths if kernel.name != "plain" else ():
+                    yield from self.kernel(kernel, size, length)
+
+    def kernel(self, kernel: Any, size: int, length: int) -> Iterator[Rate]:
+        import torch
+
+        from rlexp.preflight.rehearsal.kernel_cost import pairs
         from rlexp.training.ring.kernels.base import Call
 
-        s = self.scale
-        kernels = [k for k in available(self.device.type, torch.bfloat16, s.size) if k.name != "plain"]
-        for kernel in kernels:
-            for length in s.lengths:
-                sizes = Sizes(s.heads, s.kv_heads, s.size, torch.bfloat16, self.device)
-                q, k, v, dout = sizes.drawn(length)
-                call = Call((length,), (length,), causal=True, scale=sizes.scale)
-                out, lse = kernel.forward(q, k, v, call)
-                given = (dout, q, k, v, out.to(q.dtype), lse, call)
-                for name, each, work in (
-                    ("forward", FORWARD, functools.partial(kernel.forward, q, k, v, call)),
-                    ("backward", BACKWARD, functools.partial(kernel.backward, *given)),
-                ):
-                    flops = each * float(pairs(call)) * s.heads * s.size
-                    yield self.computing(f"`{kernel.name}`, {name}, {length:,} tokens", "ATTENTION", work, flops)
+        s, peak = self.scale, self.hardware.bf16_tflops
+        sizes = Sizes(s.heads, s.kv_heads, size, torch.bfloat16, self.device)
+        q, k, v, dout = sizes.drawn(length)
+        call = Call((length,), (length,), causal=True, scale=sizes.scale)
+        out, lse = kernel.forward(q, k, v, call)
+        given = (dout, q, k, v, out.to(q.dtype), lse, call)
+        work = float(pairs(call)) * s.heads * size
+        what = f"`{kernel.name}`, heads of {size}, {length:,} tokens"
+        one = self.computing(f"{what}, forward", "ATTENTION", lambda: kernel.forward(q, k, v, call), FORWARD * work)
+        other = self.computing(f"{what}, backward", "ATTENTION", lambda: kernel.backward(*given), BACKWARD * work)
+        if kernel.generation is None:  # of a CPU, which stands in for a GPU
+            yield from (one, other)
+            return
+        on = (kernel.name, kernel.generation, size, length)
+        row = Row(*on, round(one.rate, 1), round(other.rate, 1), peak, "", time.strftime("%Y-%m-%d"))
+        known = kernel_rates.speed(*on)
+        shares = (known.forward, known.backward) if known is not None and known.absolute else (None, None)
+        yield from (replace(one, assumed=shares[0]), replace(other, assumed=shares[1], row=row))
 
     def head(self) -> Iterator[Rate]:
         """Time the function that every policy's log-probabilities come from, in as many pieces as here."""
@@ -257,13 +281,15 @@ def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
     stands = "" if machine.known else f", which is that of {machine.hardware}"
     yield (
         f"bf16, medians of {REPEATS}. The share is that of the data sheet's rate (`conf/hardware/`{stands}); an "
-        "estimate of a step assumes the last column (`rlexp/preflight/rehearsal/rates.py`)."
+        "estimate of a step assumes the last column (`rlexp/preflight/rehearsal/rates.py`, for kernels "
+        "`rlexp/base/kernel_rates.csv`)."
     )
     yield ""
     yield "| what | rate | share | assumed |"
     yield "| --- | ---: | ---: | ---: |"
     for each in found:
-        assumes = f"{assumed[each.share]:.0%}" if each.share in assumed else f"{each.peak:g} {each.unit}"
+        share_of = each.assumed or assumed.get(each.share)
+        assumes = f"{share_of:.0%}" if share_of else f"{each.peak:g} {each.unit}"
         share = f"{each.rate / each.peak:.0%}" if each.share in assumed else ""
         yield f"| {each.what} | {each.rate:,.4g} {each.unit} | {share} | {assumes} |"
     if machine.ring < 2:

@@ -11,18 +11,18 @@ import os
 
 import torch
 
+from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import Choice, Heads, candidates, near
 from rlexp.config.checks.reference import fits_reference
-from rlexp.config.schema import Checkpointing, Config, Device, KernelName
+from rlexp.config.schema import Checkpointing, Config, Device
 from rlexp.config.schema.models import Precision
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.rehearsal.device import rehearsed_device
-from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
 from rlexp.preflight.rehearsal.world import joined
-from rlexp.training.ring.kernels import BlockKernel, get_kernel
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
@@ -77,7 +77,11 @@ def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, c
         ring = watched(build_world(ring_size, inner_size=choice.ulysses_size).ring, cfg, log, mode)
         layout = get_layout(*choice.how)
         segments = pair(cfg.data.max_length, layout.multiple(ring_size))
-        plan = layout.plan(segments, ring, CountedKernel(kernel_of(cfg, dtype), log), window).to(device)
+        kernel = rehearsed_kernel(
+            log, cfg.parallel.kernel.value, device.type, dtype, heads.size, Ask(1.0, window), tokens_of_rank(cfg),
+            cfg.hardware.generation or None,
+        )  # fmt: skip
+        plan = layout.plan(segments, ring, kernel, window).to(device)
         tokens = len(layout.deal(segments, ring_size).places[rank])
         q, k, v = (
             torch.empty(tokens, count, heads.size, device=device, dtype=dtype, requires_grad=True)
@@ -116,14 +120,6 @@ class Link:
 
     def awaited(self, ticket: float) -> None:
         self.log.awaited(ticket)
-
-
-def kernel_of(cfg: Config, dtype: torch.dtype) -> BlockKernel:
-    """Return a kernel that needs no package; those of one device launch alike."""
-    if cfg.launch.device is not Device.cuda:
-        return get_kernel("plain" if cfg.parallel.kernel is KernelName.plain else "cpu_flash", "cpu", dtype)
-    flash = dtype is torch.bfloat16 and cfg.parallel.kernel is not KernelName.plain
-    return get_kernel("torch_flash" if flash else "plain", "cuda", dtype)
 
 
 def pair(length: int, multiple: int) -> tuple[Segment, Segment]:

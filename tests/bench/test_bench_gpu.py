@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -13,11 +14,12 @@ from typing import Any
 
 import pytest
 
-from bench import gpu, gpu_longest, gpu_training
+from bench import gpu, gpu_longest, gpu_rates, gpu_training
 from bench.gpu_foretell import Foretold
 from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import RINGS, Option
 from bench.kept_rows import page_of
+from rlexp.base import kernel_rates
 from rlexp.base.engine_facts import ENGINES
 from tests.helpers.paths import ROOT
 
@@ -91,14 +93,33 @@ def rows(text: str) -> list[list[str]]:
 def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
     """One page is written, its rates and nothing else; the page of the docs says that nothing was measured."""
     file = page(tmp_path)
-    told = bench("--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc")
+    table = tmp_path / "rates.csv"
+    told = bench("--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc", "--table", str(table))
     assert told.returncode == 0, told.stderr
+    assert table.read_bytes() == kernel_rates.TABLE.read_bytes(), "a CPU's rates are none of a GPU's"
     text = section(file, "rates")
     assert {row[3] for row in rows(text)} >= {"70%", "50%", "80%", "75%"}, "each share of rates.py is compared"
     assert "Rehearsed on a CPU, which says nothing of a GPU," in text
     assert "at commit abc" in text
     assert section(file, "about").startswith("**Rehearsed on a CPU.**")
     assert section(file, "training") == section(file, "longest") == "old"
+
+
+def test_rates_of_a_gpu_go_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Those of both passes, with the card and its peak; where the peak is unknown, none do, and that is said."""
+    measured = kernel_rates.Row("torch_flash", 10, 128, 4096, 500.0, 400.0, 2250.0, "", "2026-12-01")
+    rates = [gpu_rates.Rate("forward", "ATTENTION", 500.0, "TFLOP/s", 2250.0, assumed=0.25),
+             gpu_rates.Rate("backward", "ATTENTION", 400.0, "TFLOP/s", 2250.0, row=measured)]  # fmt: skip
+    monkeypatch.setattr(gpu_rates, "_alone", lambda *_: rates)
+    b200 = Machine("cuda", "NVIDIA B200", 1, 178 * GIB, "2.15", "580", "b200", known=True)
+    text, wrong = gpu_rates.rates_section(b200, table=tmp_path / "rates.csv")
+    assert [row[2:] for row in rows(text)] == [["22%", "25%"], ["18%", "50%"]]
+    assert wrong == []
+    assert "torch_flash,10,128,4096,500,400,2250,b200,2026-12-01\n" in (tmp_path / "rates.csv").read_text("utf-8")
+    other = dataclasses.replace(b200, name="NVIDIA B300", known=False)
+    _, (wrong,) = gpu_rates.rates_section(other, table=tmp_path / "none.csv")
+    assert wrong.startswith("no rates of NVIDIA B300 were written")
+    assert not (tmp_path / "none.csv").exists()
 
 
 @pytest.mark.slow

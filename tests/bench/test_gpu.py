@@ -32,7 +32,7 @@ from rlexp.launch.joining import RankSpec, join
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.ring.kernels import Plain, available
-from rlexp.training.ring.kernels.base import BlockKernel, merge_plain
+from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
 from tests.conftest import Shell
 from tests.helpers.attention import CALLS, call_of
 from tests.helpers.faults.plant import plant
@@ -107,6 +107,64 @@ def test_a_kernel_equals_the_plain_one_in_float64(name: str, dtype: torch.dtype)
         for call in CALLS:
             for kv_heads in (HEADS, 2, 1) if call != "no segment" else ():
                 compare(kernel, call, kv_heads, size, dtype)
+
+
+@pytest.mark.parametrize("size", [96, 192, 256])
+def test_flash_attn_4_takes_each_size_of_heads_that_it_is_said_to(size: int) -> None:
+    """Beyond 128 on Hopper alone. Causal, unequal lengths, and a window; its tiles depend on all three."""
+    kernel = of_this_gpu("flash_attn_4", size)
+    for call in ("packed", "earlier keys", "a window over several tiles"):
+        for kv_heads in (HEADS, 2):
+            compare(kernel, call, kv_heads, size, torch.bfloat16)
+
+
+def of_this_gpu(name: str, size: int) -> BlockKernel:
+    found = [kernel for kernel in available(HERE, torch.bfloat16, size) if kernel.name == name]
+    if not found:
+        pytest.skip(f"{name} is not installed, or not for heads of {size} on this GPU")
+    return found[0]
+
+
+@pytest.mark.parametrize("name", ["torch_flash", "flash_attn", "flash_attn_3", "flash_attn_4"])
+def test_a_kernel_gives_the_same_bits_where_that_is_asked_for(name: str) -> None:
+    """Ten times, over several tiles and grouped heads, where sums of several blocks might come in another order."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        kernel = of_this_gpu("cpu_flash" if HERE == "cpu" and name == "torch_flash" else name, 64)
+        for call in ("a window over several tiles", "fewer keys than queries over several tiles"):
+            *given, lse = blocks(call, 2, 64)
+            given = [x.to(DEVICE, torch.bfloat16) for x in given]
+            first, *others = (both_passes(kernel, call, 64, [*given, lse.float().to(DEVICE)]) for _ in range(10))
+            for other in others:
+                assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True)), call
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("size", [64, 128, 192])
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attn_4_holds_what_a_rehearsal_counts(size: int, causal: bool) -> None:
+    """In its backward pass, with and without grouped heads and equal bits: what is asked of the allocator."""
+    from rlexp.training.ring.kernels.flash_attn_4 import workspace
+    from rlexp.training.ring.kernels.varlen import spans_of
+
+    for kv_heads, exact in ((HEADS, False), (2, False), (2, True)):
+        torch.use_deterministic_algorithms(exact)
+        try:
+            kernel, call = of_this_gpu("flash_attn_4", size), Call((1000, 3000), (1000, 3000), causal, 1.0)
+            q, k = (torch.randn(4000, each, size, device=DEVICE).bfloat16() for each in (HEADS, kv_heads))
+            out, lse = kernel.forward(q, k, k, call)
+            (spans,) = spans_of(call, DEVICE)
+            options = (spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 1.0, causal, None, None)
+            own = workspace(q, q, k, k, out, lse, *options, exact, kernel.generation)
+            kernel.backward(out, q, k, k, out, lse, call)  # compiles
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_stats()["requested_bytes.all.current"]
+            kernel.backward(out, q, k, k, out, lse, call)
+            held = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
+        finally:
+            torch.use_deterministic_algorithms(False)
+        assert held == own + q.nbytes + 2 * k.nbytes, (kv_heads, exact)
 
 
 def compare(kernel: BlockKernel, call: str, kv_heads: int, size: int, dtype: torch.dtype) -> None:

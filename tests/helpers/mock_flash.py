@@ -232,10 +232,11 @@ class MockFlash:
         self, q: Tensor, k: Tensor, v: Tensor, qv: None = None, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None, seqused_q: None = None, seqused_k: None = None,
         max_seqlen_q: int | None = None, max_seqlen_k: int | None = None, softmax_scale: float | None = None,
-        causal: bool = False, return_lse: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+        causal: bool = False, return_lse: bool = False, window_size_left: int | None = None,
+        window_size_right: int | None = None,
     ) -> tuple[Any, ...]:  # fmt: skip
         assert return_lse
-        window = (window_size_left, window_size_right)
+        window = self._both_or_none(window_size_left, window_size_right)
         args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return *self.forward(q, k, v, *args), None, None, None
 
@@ -243,11 +244,21 @@ class MockFlash:
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor, lse: Tensor,
         softmax_scale: float | None = None, causal: bool = False, cu_seqlens_q: Tensor | None = None,
         cu_seqlens_k: Tensor | None = None, max_seqlen_q: int | None = None, max_seqlen_k: int | None = None,
-        deterministic: bool = False, window_size_left: int = -1, window_size_right: int = -1,
+        deterministic: bool = False, window_size_left: int | None = None, window_size_right: int | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        window = (window_size_left, window_size_right)
+        window = self._both_or_none(window_size_left, window_size_right)
         args: Any = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return self.backward(dout, q, k, v, out, lse, *args)
+
+    def _both_or_none(self, left: int | None, right: int | None) -> tuple[int, int]:
+        """Return a window as the others take it. Its package takes None for no bound, and a negative one for a bound,
+        unless both are negative."""
+        if left is None or right is None:
+            assert left is right, "a bound on one side"
+            return UNLIMITED
+        assert left >= 0
+        assert right >= 0
+        return left, right
 
     def _into(self, grads: tuple[Tensor, ...], computed: tuple[Tensor, ...]) -> Tensor:
         for grad, values in zip(grads, computed, strict=True):

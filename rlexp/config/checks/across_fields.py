@@ -63,8 +63,8 @@ def _check_memory(cfg: Config) -> None:
     except KeyError:
         names = ", ".join(each.name for each in Checkpointing)
         raise ConfigError(
-            f"memory.checkpointing={as_typed(cfg.memory.checkpointing)}: must be one of {names} (true is full, false is none). "
-            f"For example: memory.checkpointing=attention."
+            f"memory.checkpointing={as_typed(cfg.memory.checkpointing)}: must be one of {names} (true is full, false "
+            f"is none). For example: memory.checkpointing=attention."
         ) from None
 
 

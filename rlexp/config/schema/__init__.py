@@ -113,12 +113,12 @@ class TransportName(Enum):
 
 
 class KernelName(Enum):
-    auto = "auto"  # the fastest that fits device, precision and head size
+    auto = "auto"  # the fastest installed one that fits device, precision and head size, by measured rates
     cpu_flash = "cpu_flash"  # torch's flash attention for CPU
     torch_flash = "torch_flash"  # torch's flash attention for GPU, bf16
     flash_attn = "flash_attn"  # the package flash-attn 2: GPU, bf16
     flash_attn_3 = "flash_attn_3"  # flash-attn 3: Hopper GPUs, bf16
-    flash_attn_4 = "flash_attn_4"  # flash-attn 4: Blackwell GPUs, bf16
+    flash_attn_4 = "flash_attn_4"  # flash-attn 4: Hopper and Blackwell GPUs, bf16
     plain = "plain"  # matrix products in torch: exact and slow, on any device, in any precision
 
 

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from rlexp.base.kernel_rates import BACKWARD, FORWARD
 from rlexp.preflight.rehearsal.log import Log
+from rlexp.preflight.rehearsal.rates import Attending
+from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, segments
+from rlexp.training.ring.kernels.torch_flash import TorchFlash
 from rlexp.training.ring.slices import Slice
 
-FORWARD, BACKWARD = 4, 10  # floating-point operations for each query, key and channel: two products, and five
+BY_TORCH = ("flash_attn", "flash_attn_3")  # torch's copy of flash-attn 2 stands in for them in a rehearsal
+
+
+def rehearsed_kernel(log: Log, *asked: Any) -> CountedKernel:
+    """Return the kernel that `get_kernel` returns, as it can be called in a rehearsal: without any package."""
+    kernel = get_kernel(*asked)
+    return CountedKernel(kernel, log, TorchFlash() if kernel.name in BY_TORCH else None)
 
 
 class CountedKernel(BlockKernel):
-    def __init__(self, kernel: BlockKernel, log: Log) -> None:
-        self.name, self.dtypes = kernel.name, kernel.dtypes
-        self.kernel, self.log = kernel, log
+    def __init__(self, kernel: BlockKernel, log: Log, stand_in: BlockKernel | None = None) -> None:
+        self.name, self.dtypes, self.generation = kernel.name, kernel.dtypes, kernel.generation
+        self.kernel, self.log = stand_in or kernel, log
 
     def refuses(self, ask: Ask) -> str | None:
         return self.kernel.refuses(ask)
@@ -30,23 +43,33 @@ class CountedKernel(BlockKernel):
         return self.kernel.ready(x)
 
     def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-        work = FORWARD * pairs(call) * q_qHD.shape[1] * q_qHD.shape[2]
-        self.log.attended(work)
+        self._count(FORWARD, q_qHD, call)
         self.log.attending.add(self.log.module)
         return self.kernel.forward(q_qHD, k_kGD, v_kGD, call)
 
     def backward(
         self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
     ) -> Grads:
-        work = BACKWARD * pairs(call) * q_qHD.shape[1] * q_qHD.shape[2]
-        self.log.attended(work)
+        self._count(BACKWARD, q_qHD, call)
         return self.kernel.backward(dout_qHD, q_qHD, k_kGD, v_kGD, out_qHD, lse_qH, call)
+
+    def _count(self, operations: int, q_qHD: Tensor, call: Call) -> None:
+        _, heads, size = q_qHD.shape
+        for tokens, number in by_length(call).items():
+            by = Attending(self.name, size, tokens, backward=operations == BACKWARD)
+            self.log.attended(operations * number * heads * size, by)
 
 
 def pairs(call: Call) -> int:
     """Count the pairs of a query and a key that it sees."""
-    total = 0
+    return by_length(call).total()
+
+
+def by_length(call: Call) -> Counter[int]:
+    """Count the pairs by the tokens of the causal sequence whose queries see as many keys."""
+    found: Counter[int] = Counter()
     for queries, keys, seen in segments(call):
         q, k = queries.stop - queries.start, keys.stop - keys.start
-        total += q * k if seen is None else Slice(range(q), range(k), *seen).pairs()
-    return total
+        number = q * k if seen is None else Slice(range(q), range(k), *seen).pairs()
+        found[max(1, 2 * number // q)] += number
+    return found

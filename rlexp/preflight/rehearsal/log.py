@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlexp.preflight.rehearsal.rates import Clock
+from rlexp.preflight.rehearsal.rates import Attending, Clock
 
 Array = npt.NDArray[np.int64]
 
@@ -136,10 +136,10 @@ class Log:
         counts.bytes += size
         counts.seconds += self.clock.operator(flops, size)
 
-    def attended(self, flops: int) -> None:
+    def attended(self, flops: int, by: Attending | None = None) -> None:
         """Count the arithmetic of an attention kernel; its launch and its bytes are counted with its operator."""
         self.counts.flops += flops
-        self.counts.seconds += self.clock.attending(flops)
+        self.counts.seconds += self.clock.attending(flops, by)
 
     def leaving(self, size: int) -> float:
         return self.clock.send(size)

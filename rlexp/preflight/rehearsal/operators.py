@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlexp.training.ring.kernels import flash_attn_4
+
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
 # They make a tensor or describe one, and leave its memory as it is.
@@ -115,6 +117,8 @@ def workspace(func: Any, args: Any) -> int:
     if func is torch.ops.c10d._reduce_scatter_base_.default:
         size: int = args[1].nbytes if args[1].device.type == "cpu" else 0
         return size
+    if func is torch.ops.rlexp.flash_attn_4_backward.default:
+        return flash_attn_4.workspace(*args)
     if func is aten._flash_attention_backward.default:
         _, q, k = args[:3]
         (tokens, heads, size), keys = q.shape, k.shape[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
+from rlexp.base.kernel_rates import speed
 from rlexp.config.checks.layout import near
 from rlexp.config.schema import Config, Device, HardwareConfig
 from rlexp.config.schema.models import Precision
@@ -14,14 +15,26 @@ PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.5, 0.8, 0.75
 
 
 @dataclass(frozen=True)
+class Attending:
+    """A call of an attention kernel, as `base/kernel_rates.py` knows their speeds."""
+
+    kernel: str
+    head_size: int
+    tokens: int
+    backward: bool
+
+
+@dataclass(frozen=True)
 class Rates:
     """Rates per second that a kernel reaches; `launch` is the shortest time between two kernels."""
 
     products: float
-    attention: float
+    attention: float  # of a kernel of which no rate was measured
     memory: float
     link: float
     launch: float
+    peak: float = 0.0  # of products
+    generation: int | None = None  # of the GPU
 
     @staticmethod
     def of(cfg: Config, ring: int) -> Rates:
@@ -36,11 +49,20 @@ class Rates:
             memory=hardware.memory_tb_s * 1e12 * MEMORY,
             link=link * 1e9 * LINKS,
             launch=hardware.launch_us * 1e-6,
+            peak=peak,
+            generation=hardware.generation,
         )
 
     def operator(self, flops: int, size: int) -> float:
         """Return the seconds of an operator that computes and moves so much."""
         return max(self.launch, flops / self.products, size / self.memory)
+
+    def attending(self, flops: int, by: Attending | None) -> float:
+        """Return the seconds of an attention kernel's arithmetic, by measured rates if there are any."""
+        known = speed(by.kernel, self.generation, by.head_size, by.tokens) if by is not None else None
+        if by is None or known is None or not known.absolute:
+            return flops / self.attention
+        return flops / (self.peak * (known.backward if by.backward else known.forward))
 
 
 # A core of a common machine, and what two ranks exchange through memory or a network. Round numbers.
@@ -71,8 +93,8 @@ class Clock:
     def operator(self, flops: int, size: int) -> float:
         return self._spend(self.rates.operator(flops, size) if self.rates else 0.0)
 
-    def attending(self, flops: int) -> float:
-        return self._spend(flops / self.rates.attention if self.rates else 0.0)
+    def attending(self, flops: int, by: Attending | None = None) -> float:
+        return self._spend(self.rates.attending(flops, by) if self.rates else 0.0)
 
     def _spend(self, seconds: float) -> float:
         self.now += seconds

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
-from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import COLLECT, Log, peak_of
 from rlexp.preflight.rehearsal.longest_samples import Wordless, parts_of
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
@@ -30,8 +31,6 @@ from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.reference.base import Reference
-from rlexp.training.ring.kernels import BlockKernel, get_kernel
-from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import Sources, build, unprobed
 from rlexp.training.train.choose_task import task_class
@@ -104,14 +103,16 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
     phases = LoggedPhases(device, log)
     loaded: list[Any] = []
     judging: list[nn.Module] = []
+    generation = plan.cfg.hardware.generation or None if plan.gpu else None
     sources = Sources(
         model_config=lambda *_: first_layers(plan.model, plan.layers),
         model=_random_models(plan, device, loaded, real=not isinstance(mode, Rehearsing)),
         tokenizer=lambda _: Wordless(),
         device=lambda _: device,
-        generation=lambda _: None,
+        generation=lambda _: generation,
         memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
-        kernel=lambda *args: CountedKernel((kernel_for if plan.gpu else get_kernel)(*args), log),
+        kernel=functools.partial(rehearsed_kernel, log),
+        here=False,
         decoding_probe=unprobed,
         precomputed=Unknown,
     )
@@ -191,12 +192,6 @@ class LoggedPhases(Phases):
 
     def report(self, meter: Meter) -> None:
         """Report nothing: the log has it all."""
-
-
-def kernel_for(name: str, _device: str, dtype: torch.dtype, _head_size: int | None, _ask: Ask) -> BlockKernel:
-    """Return the kernel that runs on a GPU without a package of its own, or the one that was named."""
-    half = dtype in (torch.bfloat16, torch.float16)
-    return get_kernel(("torch_flash" if half else "plain") if name == "auto" else name, "cuda", dtype)
 
 
 def longest_task(mode: Counting, judging: list[nn.Module]) -> Callable[..., Task]:

@@ -13,10 +13,10 @@ import torch
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ModelError
-from rlexp.base.kernel_needs import fits
+from rlexp.base.kernel_needs import able, fits, installed
 from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
-from rlexp.config.checks.kernel import check_kernel
+from rlexp.config.checks.kernel import check_kernel, tokens_of_rank
 from rlexp.config.checks.layout import Choice, choose, heads_in, windows_in
 from rlexp.config.checks.reference import check_heads, model_of_reference
 from rlexp.config.schema import (
@@ -52,7 +52,7 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.ring.base import Window
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.ring.kernels import BlockKernel, get_kernel
+from rlexp.training.ring.kernels import BlockKernel, generation_here, get_kernel
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
@@ -80,6 +80,7 @@ class Sources:
     generation: Callable[[Device], int | None] = field(default_factory=lambda: gpu_generation)
     kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
     memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
+    here: bool = True  # this machine has the packages of the run
     decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
     precomputed: Callable[..., Reference] = field(default_factory=lambda: precomputed)
 
@@ -167,7 +168,7 @@ def layout_of(cfg: Config, model_config: Any, sources: Sources) -> Choice:
     """Return the layout for the model's heads; refuse a backend or kernel that cannot compute them."""
     heads = heads_in(model_config.to_dict())
     check_backend(cfg, heads)
-    check_kernel(cfg, heads, generation=sources.generation(cfg.launch.device))
+    check_kernel(cfg, heads, here=sources.here, generation=sources.generation(cfg.launch.device))
     return choose(cfg, heads)
 
 
@@ -190,7 +191,7 @@ def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
 
 def gpu_generation(device: Device) -> int | None:
     """Return the major compute capability of this rank's GPU."""
-    return torch.cuda.get_device_capability()[0] if device is Device.cuda and torch.cuda.is_available() else None
+    return generation_here() if device is Device.cuda else None
 
 
 def memory_of(device: torch.device) -> int | None:
@@ -346,12 +347,18 @@ def kernel_for(
     """Return the policy's kernel, which must compute the reference model too, and any of their windows."""
     policy, *others = (heads_in(config.to_dict()) for _, config in models)
     ask, size = Ask(1.0, next(filter(None, windows), None)), policy.size if policy else None
-    kernel = sources.kernel(cfg.parallel.kernel.value, device.type, DTYPES[cfg.train.precision], size, ask)
+    kernel = sources.kernel(
+        cfg.parallel.kernel.value, device.type, DTYPES[cfg.train.precision], size, ask, tokens_of_rank(cfg),
+        sources.generation(cfg.launch.device),
+    )  # fmt: skip
     for heads in filter(None, others):
-        if not fits(kernel.name, heads.size):
+        if not fits(kernel.name, heads.size, kernel.generation):
+            for_it = [each for each in able(kernel.generation, heads.size) if installed(each)]
+            for_both = [each for each in for_it if size is None or fits(each, size, kernel.generation)]
+            instead = [f"parallel.kernel={each}" for each in (*for_both, "plain")]
             raise ModelError(
                 f"reference.path={cfg.reference.path}: has heads of size {heads.size}, which the policy's kernel, "
-                f"{kernel.name}, does not take. Use parallel.kernel=plain."
+                f"{kernel.name}, does not take. Use {' or '.join(instead)}."
             )
     return kernel
 

@@ -10,8 +10,11 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.base.errors import NonFiniteError
+from rlexp.base.kernel_rates import faster
+from rlexp.config.checks.kernel import tokens_of_rank
+from rlexp.config.checks.layout import heads_in
 from rlexp.config.model_names import called
-from rlexp.config.schema import Config, CountTensors, LoggerName
+from rlexp.config.schema import BackendName, Config, CountTensors, LoggerName
 from rlexp.launch import run_folder
 from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
@@ -161,7 +164,8 @@ def header(task: Task, run_dir: Path) -> str:
         f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
-        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n{chosen(run)}{fused(run)}"
+        f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
+        f"{chosen(run)}{installable(run)}{fused(run)}"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
@@ -185,6 +189,16 @@ def fused(run: Run) -> str:
     """Say which of the model's modules compute with fused pieces, where any may."""
     pieces = run.engine.policy.fused
     return "" if pieces is None else f"  fused: {pieces}\n"
+
+
+def installable(run: Run) -> str:
+    """Name a faster kernel that could be installed for the run's GPU."""
+    kernel, heads = run.kernel, heads_in(run.engine.policy.model.config.to_dict())
+    if kernel.generation is None or heads is None or run.cfg.parallel.backend is not BackendName.native:
+        return ""
+    exact = run.cfg.launch.deterministic
+    said = faster(kernel.name, kernel.generation, heads.size, tokens_of_rank(run.cfg), deterministic=exact)
+    return f"  kernel {kernel.name}: {said}\n" if said else ""
 
 
 def sampling(run: Run) -> str:

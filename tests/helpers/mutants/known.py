@@ -84,7 +84,7 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
         "what is trained is set afterwards, and files always have true",
     ("training/model/head.py",
      "return LOGITS if memory is None else max(LOGITS, memory // share // each)",
-     "max(LOGITS, memory // share // each)", "min(LOGITS, memory // SHARE // BYTES)"): SPEED,
+     "max(LOGITS, memory // share // each)", "min(LOGITS, memory // share // each)"): SPEED,
     ("training/model/head.py",
      "return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)",
      "self.total.to(self.weight.dtype)", "self.total"): AUTOGRAD,

@@ -11,17 +11,21 @@ import functools
 import math
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
 
 from rlexp.base import kernel_needs as needs
-from rlexp.base.errors import ConfigError
+from rlexp.base import kernel_rates as rates
+from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config import hardware
 from rlexp.config.checks import kernel as checks
 from rlexp.config.checks.layout import heads_of
@@ -46,6 +50,7 @@ from rlexp.training.train import build
 from rlexp.verify.variants import exact
 from tests.helpers.attention import CALLS, call_of, launches_of
 from tests.helpers.mock_flash import MockFlash
+from tests.helpers.paths import ROOT
 from tests.helpers.ranks import seeded
 
 HEADS, SIZE, SCALE = 8, 16, 0.25
@@ -62,7 +67,11 @@ def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[MockFlash]:
     for name in ("flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, flash)
     _forget()
+    on_cpu = torch.library.Library("rlexp", "IMPL", "CPU")  # the operators are a GPU's alone
+    on_cpu.impl("flash_attn_4_forward", flash_attn_4.forward)
+    on_cpu.impl("flash_attn_4_backward", flash_attn_4.backward)
     yield flash
+    on_cpu._destroy()
     _forget()
 
 
@@ -229,7 +238,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A mock of a machine: its GPU's generation, and the installed kernels."""
 
     def mocked(major: int, *installed: int) -> None:
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+        monkeypatch.setattr(kernels, "generation_here", lambda: major)
         there = {"torch_flash", *({2: "flash_attn"}.get(number, f"flash_attn_{number}") for number in installed)}
         monkeypatch.setattr(kernels, "installed", lambda name: name in there)
 
@@ -243,13 +252,15 @@ def test_auto_takes_the_fastest_kernel_available(machine: Any) -> None:
         return [kernel.name for kernel in found]
 
     machine(9, 2, 3, 4)
-    assert names(torch.bfloat16) == ["flash_attn_3", "flash_attn", "torch_flash", "plain"]
+    assert names(torch.bfloat16) == ["flash_attn_4", "flash_attn_3", "flash_attn", "torch_flash", "plain"]
     assert names(torch.float16, 128) == names(torch.bfloat16)
     assert names(torch.bfloat16, 12) == ["plain"]
     assert names(torch.float32) == names(torch.float64) == ["plain"]
     machine(10, 2, 3, 4)
     assert names(torch.bfloat16) == ["flash_attn_4", "flash_attn", "torch_flash", "plain"]
     assert names(torch.bfloat16, 256) == ["flash_attn", "torch_flash", "plain"]
+    machine(12, 4)
+    assert names(torch.bfloat16) == ["torch_flash", "flash_attn_4", "plain"], "nothing is known of its speed there"
     machine(8, 3, 4)
     assert names(torch.bfloat16) == ["torch_flash", "plain"]
     machine(7, 2)
@@ -289,8 +300,8 @@ def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert flash_attn_3._interface().HERE == 3
     _forget()
     assert needs.installed("torch_flash")
-    monkeypatch.setitem(needs.NEEDS, "a module", needs.Needs(range(1), modules=("no_such_module", "nor_this")))
-    monkeypatch.setitem(needs.NEEDS, "a package", needs.Needs(range(1), distribution="no-such-package"))
+    monkeypatch.setitem(needs.NEEDS, "a module", needs.Needs({}, modules=("no_such_module", "nor_this")))
+    monkeypatch.setitem(needs.NEEDS, "a package", needs.Needs({}, distribution="no-such-package"))
     assert not needs.installed("a module")
     assert not needs.installed("a package")
 
@@ -304,7 +315,8 @@ def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
         ("torch_flash", "cuda", "fp64", "train.precision=fp64. Use parallel.kernel=auto"),
         ("flash_attn", "cuda", "bf16", "not installed. Install it with `pip install -e '.[flash]'`"),
         ("flash_attn_3", "cuda", "bf16", "not installed. Build it from the folder hopper"),
-        ("flash_attn_4", "cuda", "bf16", "not installed. Install it with `pip install flash-attn-4`"),
+        ("flash_attn_4", "cuda", "bf16", "not installed in version 4.0.0b36 or later. Install it with `pip install "
+                                         "'flash-attn-4[cu13]>=4.0.0b36'`, or use parallel.kernel=plain, or parallel."),
     ],
 )  # fmt: skip
 def test_a_kernel_that_cannot_is_refused(
@@ -330,9 +342,14 @@ def test_a_kernel_that_cannot_is_refused(
 @pytest.mark.parametrize(
     ("kernel", "there", "said"),
     [
-        ("flash_attn_4", {9}, "of compute capability 10 to 11, and this machine's have 9. Use parallel.kernel=auto"),
-        ("flash_attn_3", {8, 10}, "of compute capability 9, and this machine's have 8 and 10."),
-        ("torch_flash", {7}, "of compute capability 8 and above, and this machine's have 7."),
+        (
+            "flash_attn_4",
+            {8},
+            "of compute capability 9 to 12, and this run's have 8. Use parallel.kernel=torch_flash, "
+            "parallel.kernel=flash_attn, parallel.kernel=plain, or parallel.kernel=auto, which",
+        ),
+        ("flash_attn_3", {8, 10}, "of compute capability 9, and this run's have 8 and 10. Use "),
+        ("torch_flash", {7}, "of compute capability 8 and above, and this run's have 7. Use parallel.kernel=plain, or"),
         ("flash_attn", {7, 8}, None),  # one of them can
         ("flash_attn_3", set(), None),  # nobody can say
     ],
@@ -340,7 +357,7 @@ def test_a_kernel_that_cannot_is_refused(
 def test_a_kernel_for_other_gpus_is_refused(
     monkeypatch: pytest.MonkeyPatch, kernel: str, there: set[int], said: str | None
 ) -> None:
-    """Otherwise flash-attn 4 would run forward on a Hopper, and fail in the first backward pass."""
+    """Otherwise flash-attn 4 would run forward on an Ampere, and fail in the first backward pass."""
     cfg = a_config()
     cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName[kernel]
     monkeypatch.setattr(checks, "installed", lambda _: True)
@@ -352,9 +369,12 @@ def test_a_kernel_for_other_gpus_is_refused(
         checks.check_kernel(cfg, None)
     assert said in str(error.value)
     checks.check_kernel(cfg, None, here=False)  # the nodes may have others
-    checks.check_kernel(cfg, None, generation=min(needs.NEEDS[kernel].generations))  # a rank knows its own
-    with pytest.raises(ConfigError, match="this machine's have 7"):
+    checks.check_kernel(cfg, None, generation=min(needs.NEEDS[kernel].heads))  # a rank knows its own
+    with pytest.raises(ConfigError, match="this run's have 7"):
         checks.check_kernel(cfg, None, generation=7)
+    cfg.hardware.generation = 7
+    with pytest.raises(ConfigError, match="this run's have 7"):
+        checks.check_kernel(cfg, None, here=False)
 
 
 def test_the_driver_says_what_its_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -369,34 +389,103 @@ def test_the_driver_says_what_its_gpus_are(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_sizes_of_heads_that_kernels_take() -> None:
-    taken = {name: [size for size in (4, 8, 12, 64, 128, 136, 256, 264) if needs.fits(name, size)] for name in FLASH}
-    assert taken.pop("flash_attn_4") == [8, 64, 128]
-    assert all(sizes == [8, 64, 128, 136, 256] for sizes in taken.values())
-    assert needs.fits("plain", 1)
+    def taken(name: str, generation: int | None) -> list[int]:
+        return [size for size in (4, 8, 12, 64, 128, 136, 256, 264) if needs.fits(name, size, generation)]
+
+    up_to = {128: [8, 64, 128], 256: [8, 64, 128, 136, 256], 0: []}
+    for name in FLASH:
+        assert taken(name, None) == up_to[256]
+        assert taken(name, 9) == up_to[256]
+        assert taken(name, 7) == []
+    by_generation = {8: 0, 10: 128, 11: 128, 12: 128, 13: 0}
+    assert {each: taken("flash_attn_4", each) for each in by_generation} == {
+        each: up_to[most] for each, most in by_generation.items()
+    }
+    assert needs.fits("plain", 1, 7)
+
+
+@given(
+    generation=st.sampled_from([None, *range(7, 14)]), size=st.sampled_from([None, *range(8, 300, 4)]),
+    tokens=st.integers(1, 1 << 20), there=st.sets(st.sampled_from(FLASH)), half=st.booleans(), exact=st.booleans(),
+)  # fmt: skip
+def test_auto_takes_a_kernel_that_fits(
+    generation: int | None, size: int | None, tokens: int, there: set[str], half: bool, exact: bool
+) -> None:
+    """For a rehearsal of other hardware as for this machine: one whose package is here, or one without a package."""
+    dtype = torch.bfloat16 if half else torch.float32
+    torch.use_deterministic_algorithms(exact)
+    try:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(kernels, "installed", there.__contains__)
+            kernel = get_kernel("auto", "cuda", dtype, size, tokens=tokens, generation=generation)
+            best, *others = [each.name for each in available("cuda", dtype, size, tokens=tokens, generation=generation)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert kernel.name == best
+    assert dtype in kernel.dtypes
+    assert (best == "plain") == (not others)
+    if best == "plain":
+        assert not half or not any(needs.fits(name, size or 8, generation) for name in there), "one that fits was left"
+        return
+    assert best in there
+    assert size is None or needs.fits(best, size, generation)
+    assert not (exact and generation in needs.NEEDS[best].varies)
+    assert [best, *others[:-1]] == rates.ranked([best, *others[:-1]], generation, size, tokens)
+
+
+def test_versions_of_a_package_are_compared() -> None:
+    ordered = ["4.0.0b5", "4.0.0b36", "4.0.0", "4.0.1b2", "4.1.0", "5.0"]
+    assert sorted(ordered, key=needs._ordered) == ordered
+    assert needs._ordered("4.0.0") == needs._ordered("4.0.0.post1")
+
+
+def test_the_extra_is_what_the_kernel_needs() -> None:
+    extra = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    (asked,) = extra["gpu"]
+    assert asked.partition(";")[0].strip() == needs.FLASH_ATTN_4
+    assert needs.FLASH_ATTN_4.endswith(f">={needs.NEEDS['flash_attn_4'].least}")
 
 
 def test_heads_that_a_kernel_cannot_take_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = a_config()
     cfg.launch.device, cfg.train.precision = Device.cuda, Precision.bf16
     monkeypatch.setattr(checks, "installed", lambda _: True)
-    for hidden_size, kernel, most in (
-        (8 * 12, "torch_flash", 256),
-        (8 * 264, "flash_attn", 256),
-        (8 * 192, "flash_attn_4", 128),
-    ):
-        cfg.model = TinyModelConfig(name="tiny", hidden_size=hidden_size, heads=8, kv_heads=2)
+    for size, kernel, generation, said in (
+        (12, "torch_flash", None, "at most 256, and the model's is 12. Use parallel.kernel=plain, or"),
+        (264, "flash_attn", None, "at most 256, and the model's is 264. Use parallel.kernel=plain, or"),
+        (264, "flash_attn_4", None, "at most 256, and the model's is 264. Use parallel.kernel=plain, or"),
+        (192, "flash_attn_4", 10, "at most 128 on GPUs of compute capability 10, and the model's is 192. Use "
+                                  "parallel.kernel=torch_flash, parallel.kernel=flash_attn, parallel.kernel=plain, or"),
+        (192, "flash_attn_4", 9, None),
+    ):  # fmt: skip
+        cfg.model = TinyModelConfig(name="tiny", hidden_size=8 * size, heads=8, kv_heads=2)
         cfg.parallel.kernel = KernelName[kernel]
-        with pytest.raises(
-            ConfigError, match=f"{kernel}: takes heads whose size is .* at most {most}, .* {hidden_size // 8}"
-        ):
-            checks.check_kernel(cfg, heads_of(cfg.model))
+        if said is None:
+            checks.check_kernel(cfg, heads_of(cfg.model), generation=generation)
+            continue
+        with pytest.raises(ConfigError) as error:
+            checks.check_kernel(cfg, heads_of(cfg.model), generation=generation)
+        assert f"{kernel}: takes heads whose size is a multiple of 8 and {said}" in str(error.value)
+
+
+def test_a_kernel_whose_gradients_vary_is_refused_in_a_deterministic_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = a_config()
+    cfg.launch.device, cfg.train.precision, cfg.parallel.kernel = Device.cuda, Precision.bf16, KernelName.flash_attn_4
+    monkeypatch.setattr(checks, "installed", lambda name: name != "flash_attn")
+    checks.check_kernel(cfg, None, generation=12)
+    cfg.launch.deterministic = True
+    checks.check_kernel(cfg, None, generation=10)
+    with pytest.raises(ConfigError) as error:
+        checks.check_kernel(cfg, None, generation=12)
+    assert "no deterministic backward pass on GPUs of compute capability 12, and launch.deterministic=true. Use " \
+        "parallel.kernel=torch_flash, parallel.kernel=plain, or" in str(error.value)  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kernel", "there", "size", "said"),
     [
         ("flash_attn_3", False, 64, "its package is not installed"),
-        ("flash_attn_4", True, 192, "at most 128, and the model's is 192"),
+        ("flash_attn_4", True, 264, "at most 256, and the model's is 264"),
     ],
 )
 def test_ranks_refuse_what_was_unknown_before_the_start(
@@ -412,6 +501,21 @@ def test_ranks_refuse_what_was_unknown_before_the_start(
     with pytest.raises(ConfigError) as error:
         build.build(cfg)
     assert said in str(error.value)
+
+
+def test_a_reference_with_heads_that_the_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` took the policy's fastest, and the message names those that take both."""
+    cfg = a_config()
+    cfg.launch.device, cfg.train.precision, cfg.reference.path = Device.cuda, Precision.bf16, "other"
+    models = [(cfg.model, LlamaConfig(num_attention_heads=4, head_dim=size)) for size in (128, 256)]
+    monkeypatch.setattr(kernels, "installed", lambda _: True)
+    monkeypatch.setattr(build, "installed", lambda name: name != "flash_attn")
+    sources = build.Sources(generation=lambda _: 10)
+    with pytest.raises(ModelError) as error:
+        build.kernel_for(cfg, models, (), torch.device("cuda"), sources)
+    assert str(error.value).endswith("heads of size 256, which the policy's kernel, flash_attn_4, does not take. Use "
+                                     "parallel.kernel=torch_flash or parallel.kernel=plain.")  # fmt: skip
+    build.kernel_for(cfg, models[:1], (), torch.device("cuda"), sources)
 
 
 @pytest.mark.parametrize(

@@ -74,6 +74,7 @@ class BlockKernel(ABC):
 
     name: str
     dtypes: tuple[torch.dtype, ...] = ANY  # of queries, keys and values
+    generation: int | None = None  # of the GPU: its major compute capability
 
     def refuses(self, ask: Ask) -> str | None:
         """Say what of a layer's request this kernel does not compute."""

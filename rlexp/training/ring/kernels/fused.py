@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Rows, merge_plain
+from rlexp.training.ring.kernels.own_operators import define
 
 
 def merge_rows(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse_qH: Tensor) -> None:
@@ -71,17 +72,9 @@ def _add_shapes(into_k: Tensor, into_v: Tensor, rows: Tensor | None, dk: Tensor,
         assert len(grad) == (len(into) if rows is None else len(rows))
 
 
-def _operators() -> torch.library.Library | None:
-    """Define the operators, unless this process has them already: a module may be imported anew."""
-    if hasattr(torch.ops.rlexp, "merge"):
-        return None
-    library = torch.library.Library("rlexp", "FRAGMENT")
-    library.define("merge(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()")
-    library.define("add_keys(Tensor(a!) into_k, Tensor(b!) into_v, Tensor? rows, Tensor dk, Tensor dv) -> ()")
-    for name, shapes in (("merge", _merge_shapes), ("add_keys", _add_shapes)):
-        library.impl(name, lambda *tensors, name=name: getattr(triton_kernels(), name)(*tensors), "CUDA")
-        torch.library.register_fake(f"rlexp::{name}", shapes, lib=library)
-    return library
-
-
-_OPERATORS = _operators()  # they go when their library does
+for _schema, _shapes in (
+    ("merge(Tensor(a!) out, Tensor(b!) lse, Tensor block_out, Tensor block_lse) -> ()", _merge_shapes),
+    ("add_keys(Tensor(a!) into_k, Tensor(b!) into_v, Tensor? rows, Tensor dk, Tensor dv) -> ()", _add_shapes),
+):
+    _name = _schema.partition("(")[0]
+    define(_schema, _shapes, CUDA=lambda *tensors, name=_name: getattr(triton_kernels(), name)(*tensors))
