@@ -3,6 +3,7 @@
 python -m bench.gpu                                            on this machine's GPUs; prints every section
 python -m bench.gpu --write docs/measured/gpu.md               and writes each into the page as soon as it is complete
 python -m bench.gpu --only training                            one section
+python -m bench.gpu --only rates --keep-rates                  and lets preflight estimate by what was measured
 python -m bench.gpu --rehearse                                 the same on two CPU ranks, small, to see that it runs
 python -m bench.gpu --predict --write docs/measured/gpu.md     no GPU: the longest pair that fits, by ring size
 
@@ -21,7 +22,7 @@ import time
 import traceback
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +38,8 @@ ROOT = Path(__file__).resolve().parent.parent
 NO_GPU = 3  # the exit code
 TESTS = "tests/bench/test_gpu.py"
 ON_CPU = "RLEXP_GPU_TESTS_ON_CPU"  # lets the tests of a GPU run on the CPU
-Section = Callable[["Machine", Sequence[str] | None], tuple[str, list[str]]]  # its text, and what is wrong
+Section = Callable[["Machine", argparse.Namespace], tuple[str, list[str]]]  # its text, and what is wrong
+MEASURED = ROOT / "rlexp" / "preflight" / "rehearsal" / "measured.json"
 
 
 def main() -> int:
@@ -68,6 +70,7 @@ def _arguments() -> argparse.Namespace:
     kind.add_argument("--here", action="store_true", help="only say whether there is a GPU")
     parser.add_argument("--only", choices=tuple(SECTIONS), nargs="+", help="these sections")
     parser.add_argument("--write", type=Path, help="put the sections into this page, between their markers")
+    parser.add_argument("--keep-rates", action="store_true", help="estimate this GPU's steps by what is measured")
     parser.add_argument("--commit", help="the commit to name, where git cannot tell")
     parser.add_argument("--engines", nargs="+", help="train, or predict now, only these")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-longest.json", help="of --predict")
@@ -84,7 +87,7 @@ def measure(options: argparse.Namespace) -> int:
     for name in options.only or SECTIONS:
         began = time.monotonic()
         try:
-            text, wrong = SECTIONS[name](on, options.engines)
+            text, wrong = SECTIONS[name](on, options)
         except Interrupted as stopped:
             return stopped.exit_code
         except Exception as error:  # of a library, of the GPU: what was measured until then counts
@@ -114,7 +117,7 @@ def _headline(options: argparse.Namespace, on: Machine) -> str:
 # ---- the sections ----
 
 
-def tests_section(on: Machine, _engines: Sequence[str] | None) -> tuple[str, list[str]]:
+def tests_section(on: Machine, _options: argparse.Namespace) -> tuple[str, list[str]]:
     """Run the tests that are marked for a GPU, in a Python of their own."""
     environment = dict(os.environ) | ({ON_CPU: "1", "TRITON_INTERPRET": "1"} if on.device == "cpu" else {})
     with tempfile.TemporaryDirectory(prefix="rlexp-") as folder:
@@ -138,16 +141,16 @@ def tests_section(on: Machine, _engines: Sequence[str] | None) -> tuple[str, lis
     return "\n".join(lines), wrong if cases else ["no test was found"]
 
 
-def training(on: Machine, engines: Sequence[str] | None) -> tuple[str, list[str]]:
+def training(on: Machine, options: argparse.Namespace) -> tuple[str, list[str]]:
     from bench.gpu_training import training_section
 
-    return training_section(on, engines)
+    return training_section(on, options.engines)
 
 
-def rates(on: Machine, _engines: Sequence[str] | None) -> tuple[str, list[str]]:
+def rates(on: Machine, options: argparse.Namespace) -> tuple[str, list[str]]:
     from bench.gpu_rates import rates_section
 
-    return rates_section(on)
+    return rates_section(on, MEASURED if options.keep_rates and not options.rehearse else None)
 
 
 SECTIONS: dict[str, Section] = {"tests": tests_section, "training": training, "rates": rates}

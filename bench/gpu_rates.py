@@ -1,15 +1,19 @@
 """Measure the rates by which a step is estimated, as shares of the data sheet's (`rlexp/preflight/rehearsal/rates.py`).
 
+On request, those that were measured are kept for estimates to come (`rlexp/preflight/rehearsal/measured.json`).
+
 Shape letters: T tokens, E hidden size, V vocabulary, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from bench.gpu_here import Machine
@@ -53,10 +57,34 @@ class Rate:
     peak: float
 
 
-def rates_section(machine: Machine) -> tuple[str, list[str]]:
+def rates_section(machine: Machine, keep: Path | None = None) -> tuple[str, list[str]]:
+    """Return the section. With `keep`, what estimates of this hardware assume from now on is written into that file."""
     hardware = compose_elsewhere([*machine.words, "logger=none"]).hardware
     found = [*_alone(machine, hardware), *_between(machine, hardware)]
-    return "\n".join(_table(found, machine)), []
+    text = "\n".join(_table(found, machine, hardware))
+    if keep is None:
+        return text, []
+    if not machine.known:
+        return text, [f"conf/hardware does not describe {machine.name}: its rates cannot be kept"]
+    write_kept(keep, machine, kept(found))
+    return text, []
+
+
+def kept(found: Sequence[Rate]) -> dict[str, float]:
+    """Return the rates that an estimate takes: medians of the products of a layer, and of what moves bytes."""
+    products = [each.rate for each in found if each.what.startswith("product, ") and "head" not in each.what]
+    memory = [each.rate for each in found if each.share == "MEMORY"]
+    (launch,) = (each.rate for each in found if each.share == "hardware.launch_us")
+    rates = {"products_tflops": statistics.median(products), "memory_tb_s": statistics.median(memory),
+             "launch_us": launch}  # fmt: skip
+    return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+
+
+def write_kept(file: Path, machine: Machine, rates: dict[str, float]) -> None:
+    known = json.loads(file.read_text(encoding="utf-8"))
+    known[machine.hardware] = {"card": f"{machine.name}, torch {machine.torch}", "date": time.strftime("%Y-%m-%d"),
+                               **rates}  # fmt: skip
+    file.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _alone(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
@@ -250,9 +278,11 @@ def link_rank(spec: RankSpec, device: str) -> float:
     return statistics.median(found[1:])
 
 
-def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
+def _table(found: list[Rate], machine: Machine, hardware: HardwareConfig) -> Iterator[str]:
     from rlexp.preflight.rehearsal import rates
 
+    measured = rates.measured_rates(hardware)
+    known = {"PRODUCTS": "products_tflops", "MEMORY": "memory_tb_s", "hardware.launch_us": "launch_us"}
     assumed = {"PRODUCTS": rates.PRODUCTS, "ATTENTION": rates.ATTENTION, "MEMORY": rates.MEMORY, "LINKS": rates.LINKS}
     stands = "" if machine.known else f", which is that of {machine.hardware}"
     yield (
@@ -264,6 +294,8 @@ def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
     yield "| --- | ---: | ---: | ---: |"
     for each in found:
         assumes = f"{assumed[each.share]:.0%}" if each.share in assumed else f"{each.peak:g} {each.unit}"
+        if known.get(each.share) in measured:
+            assumes = f"{measured[known[each.share]]:g} {each.unit}, as measured before"
         share = f"{each.rate / each.peak:.0%}" if each.share in assumed else ""
         yield f"| {each.what} | {each.rate:,.4g} {each.unit} | {share} | {assumes} |"
     if machine.ring < 2:

@@ -17,8 +17,10 @@ from bench import gpu, gpu_longest, gpu_training
 from bench.gpu_foretell import Foretold
 from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import RINGS, Option
+from bench.gpu_rates import Rate, kept, write_kept
 from bench.kept_rows import page_of
 from rlexp.base.engine_facts import ENGINES
+from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
@@ -99,6 +101,26 @@ def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
     assert "at commit abc" in text
     assert section(file, "about").startswith("**Rehearsed on a CPU.**")
     assert section(file, "training") == section(file, "longest") == "old"
+
+
+def test_measured_rates_are_kept_for_the_estimates_to_come(tmp_path: Path) -> None:
+    """Medians of a layer's products and of what moves bytes; those of other hardware stay."""
+    found = [
+        Rate("product, queries: 1", "PRODUCTS", 700.0, "TFLOP/s", 989.0),
+        Rate("product, MLP up: 1", "PRODUCTS", 820.04, "TFLOP/s", 989.0),
+        Rate("product, MLP down: 1", "PRODUCTS", 830.0, "TFLOP/s", 989.0),
+        Rate("product, head: 1", "PRODUCTS", 600.0, "TFLOP/s", 989.0),
+        *(Rate(name, "MEMORY", rate, "TB/s", 4.8) for name, rate in (("copy", 4.24), ("AdamW", 3.45), ("merge", 3.54))),
+        Rate("launch of a kernel", "hardware.launch_us", 10.5, "µs", 4.0),
+    ]
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"h100": {"launch_us": 1}}), "utf-8")
+    machine = Machine("cuda", "NVIDIA H200, sm_90", 1, 139 * GIB, "2.11.0, CUDA 13.0", "580", "h200", known=True)
+    write_kept(file, machine, kept(found))
+    now = json.loads(file.read_text("utf-8"))
+    assert now["h100"] == {"launch_us": 1}
+    assert set(now["h200"]) == set(json.loads(MEASURED.read_text("utf-8"))["h200"])
+    assert [now["h200"][name] for name in OF_SHEET] == [820.0, 3.54, 10.5]
 
 
 @pytest.mark.slow
