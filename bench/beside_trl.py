@@ -32,8 +32,7 @@ from bench.tables import commit, put
 
 NO_GPU = 3  # the exit code
 BUDGET = 340.0  # seconds of a section: a variant that would begin later is not tried
-# TODO: a checkpointing that keeps attention's outputs, `attention`, where it is admitted.
-RECOMPUTED = "true"  # how rlexp checkpoints the longest pairs
+RECOMPUTED = "true"  # memory.checkpointing of the longest pairs: the value that is fastest there
 # Largest relative difference of the first step's mean log-probabilities of the answers, and of its loss.
 SAME = {"cuda": 2e-3, "cpu": 1e-5}
 # Tokens of a prompt and its two answers: every 48th pair of HH-RLHF's helpful-base test rows by length, shuffled,

@@ -217,7 +217,8 @@ class Timing:
         yield self.moving("merge of a block", lambda: merge_rows(out, lse, block, block_lse), size)
 
     def launches(self) -> Iterator[Rate]:
-        """Time many kernels that do nearly nothing."""
+        """Time many kernels that do nearly nothing: in a bare loop, and in a small model's passes, with what Python and
+        autograd do between them."""
         import torch
 
         x = torch.zeros(1, device=self.device)
@@ -227,7 +228,45 @@ class Timing:
                 x.add_(1.0)
 
         each = self.seconds(many) / self.scale.launches
-        yield Rate("launch of a kernel", "hardware.launch_us", each * 1e6, "µs", self.hardware.launch_us)
+        yield Rate("launch of a kernel, in a bare loop", "", each * 1e6, "µs", self.hardware.launch_us)
+        both, count = self.small_passes()
+        each = self.seconds(both) / count
+        yield Rate("launch of a kernel, in a model's passes", "hardware.launch_us", each * 1e6, "µs",
+                   self.hardware.launch_us)  # fmt: skip
+
+    def small_passes(self) -> tuple[Callable[[], object], int]:
+        """Return both passes of a Llama so small that the host is slower than the device, and count its launches."""
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        config = LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=8,
+                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(self.device)
+        tokens = torch.arange(64, device=self.device).unsqueeze(0)
+
+        def both() -> None:
+            model(input_ids=tokens, use_cache=False).logits.sum().backward()
+
+        both()  # makes the gradients
+        return both, launches_of(both)
+
+
+def launches_of(work: Callable[[], object]) -> int:
+    """Count the kernels that some work launches, as a rehearsal counts them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from rlexp.preflight.rehearsal.operators import launches
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += launches(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as counting:
+        work()
+    return counting.count
 
 
 class _Shard:

@@ -111,7 +111,8 @@ def test_measured_rates_are_kept_for_the_estimates_to_come(tmp_path: Path) -> No
         Rate("product, MLP down: 1", "PRODUCTS", 830.0, "TFLOP/s", 989.0),
         Rate("product, head: 1", "PRODUCTS", 600.0, "TFLOP/s", 989.0),
         *(Rate(name, "MEMORY", rate, "TB/s", 4.8) for name, rate in (("copy", 4.24), ("AdamW", 3.45), ("merge", 3.54))),
-        Rate("launch of a kernel", "hardware.launch_us", 10.5, "µs", 4.0),
+        Rate("launch of a kernel, in a bare loop", "", 7.5, "µs", 4.0),
+        Rate("launch of a kernel, in a model's passes", "hardware.launch_us", 10.5, "µs", 4.0),
     ]
     file = tmp_path / "measured.json"
     file.write_text(json.dumps({"h100": {"launch_us": 1}}), "utf-8")

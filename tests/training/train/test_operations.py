@@ -36,6 +36,8 @@ FROZEN = "model.freeze=[model.embed_tokens.weight,model.layers.0.*]"
 CASES = {
     "dpo": (1, (), None, 1e-9),
     "dpo on a ring of two": (2, ("parallel.ring_size=2",), None, 1e-9),
+    "dpo in pieces, by ZeRO-3": (2, ("engine=zero3", "parallel.ring_size=2"), None, 1e-9),
+    "dpo in pieces, by FSDP2": (2, ("engine=fsdp2",), None, 1e-9),
     "the reference is stored": (1, ("reference=precompute",), None, 1e-9),
     "lora": (1, ("adapter=lora",), None, 0.012),
     "a frozen layer": (1, (FROZEN,), None, 1e-9),
@@ -74,7 +76,8 @@ def test_the_formula_is_what_operators_count(
     if model is not None:
         (tmp_path / "config.json").write_text(json.dumps(model), encoding="utf-8")
         words = (*words, "model=hf", f"model.path={tmp_path}")
-    cfg = compose_config([*SHORT, "engine=torch", f"launch.nproc={ranks}", *words])
+    named = any(word.startswith("engine=") for word in words)
+    cfg = compose_config([*SHORT, f"launch.nproc={ranks}", *(() if named else ("engine=torch",)), *words])
     found = on_ranks(ranks, both, cfg)
     size = plan(cfg, 0).model
     of_pair = 2 * size.num_attention_heads * (getattr(size, "head_dim", None) or size.hidden_size // 8)
