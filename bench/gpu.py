@@ -3,7 +3,7 @@
 python -m bench.gpu                                            on this machine's GPUs; prints every section
 python -m bench.gpu --write docs/measured/gpu.md               and writes each into the page as soon as it is complete
 python -m bench.gpu --only training                            one section
-python -m bench.gpu --only rates --table                       and writes what parallel.kernel=auto chooses by
+python -m bench.gpu --only rates --keep-rates                  and writes what preflight and parallel.kernel=auto know
 python -m bench.gpu --rehearse                                 the same on two CPU ranks, small, to see that it runs
 python -m bench.gpu --predict --write docs/measured/gpu.md     no GPU: the longest pair that fits, by ring size
 
@@ -40,6 +40,7 @@ NO_GPU = 3  # the exit code
 TESTS = "tests/bench/test_gpu.py"
 ON_CPU = "RLEXP_GPU_TESTS_ON_CPU"  # lets the tests of a GPU run on the CPU
 Section = Callable[["Machine", argparse.Namespace], tuple[str, list[str]]]  # its text, and what is wrong
+MEASURED = ROOT / "rlexp" / "preflight" / "rehearsal" / "measured.json"
 
 
 def main() -> int:
@@ -70,7 +71,7 @@ def _arguments() -> argparse.Namespace:
     kind.add_argument("--here", action="store_true", help="only say whether there is a GPU")
     parser.add_argument("--only", choices=tuple(SECTIONS), nargs="+", help="these sections")
     parser.add_argument("--write", type=Path, help="put the sections into this page, between their markers")
-    parser.add_argument("--table", nargs="?", type=Path, const=TABLE, help=f"put kernels' rates into {TABLE.name}")
+    parser.add_argument("--keep-rates", action="store_true", help="estimate and choose kernels by what is measured")
     parser.add_argument("--commit", help="the commit to name, where git cannot tell")
     parser.add_argument("--engines", nargs="+", help="train, or predict now, only these")
     parser.add_argument("--state", type=Path, default=ROOT / "runs" / "gpu-longest.json", help="of --predict")
@@ -150,7 +151,8 @@ def training(on: Machine, options: argparse.Namespace) -> tuple[str, list[str]]:
 def rates(on: Machine, options: argparse.Namespace) -> tuple[str, list[str]]:
     from bench.gpu_rates import rates_section
 
-    return rates_section(on, table=options.table)
+    keep = options.keep_rates and not options.rehearse
+    return rates_section(on, kernels=TABLE if keep else None, others=MEASURED if keep else None)
 
 
 SECTIONS: dict[str, Section] = {"tests": tests_section, "training": training, "rates": rates}

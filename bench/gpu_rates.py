@@ -1,14 +1,17 @@
 """Measure the rates by which a step is estimated, as shares of the data sheet's (`rlexp/preflight/rehearsal/rates.py`).
 
+On request, those that were measured are kept for estimates to come (`rlexp/preflight/rehearsal/measured.json`).
+
 Shape letters: T tokens, E hidden size, V vocabulary, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -59,16 +62,40 @@ class Rate:
     row: Row | None = None  # of both passes of a kernel, on the backward pass
 
 
-def rates_section(machine: Machine, *, table: Path | None = None) -> tuple[str, list[str]]:
-    """Return the section, and what is wrong. With a table, kernels' rates go there too."""
+def rates_section(
+    machine: Machine, *, kernels: Path | None = None, others: Path | None = None
+) -> tuple[str, list[str]]:
+    """Return the section, and what is wrong. With files, the rates of attention kernels go to the one, and what
+    estimates of this hardware assume from now on to the other."""
     hardware = compose_elsewhere([*machine.words, "logger=none"]).hardware
     found = [*_alone(machine, hardware), *_between(machine, hardware)]
-    wrong = []
-    if table is not None and machine.known:
-        kernel_rates.write([replace(each.row, card=machine.hardware) for each in found if each.row], table)
-    elif table is not None:
-        wrong = [f"no rates of {machine.name} were written: conf/hardware does not describe it, so its peak is unknown"]
-    return "\n".join(_table(found, machine)), wrong
+    text = "\n".join(_table(found, machine, hardware))
+    if kernels is None and others is None:
+        return text, []
+    if not machine.known:
+        return text, [f"no rates of {machine.name} were kept: conf/hardware does not describe it"]
+    if kernels is not None:
+        kernel_rates.write([replace(each.row, card=machine.hardware) for each in found if each.row], kernels)
+    if others is not None:
+        write_kept(others, machine, kept(found))
+    return text, []
+
+
+def kept(found: Sequence[Rate]) -> dict[str, float]:
+    """Return the rates that an estimate takes: medians of the products of a layer, and of what moves bytes."""
+    products = [each.rate for each in found if each.what.startswith("product, ") and "head" not in each.what]
+    memory = [each.rate for each in found if each.share == "MEMORY"]
+    (launch,) = (each.rate for each in found if each.share == "hardware.launch_us")
+    rates = {"products_tflops": statistics.median(products), "memory_tb_s": statistics.median(memory),
+             "launch_us": launch}  # fmt: skip
+    return {name: float(f"{rate:.4g}") for name, rate in rates.items()}
+
+
+def write_kept(file: Path, machine: Machine, rates: dict[str, float]) -> None:
+    known = json.loads(file.read_text(encoding="utf-8"))
+    known[machine.hardware] = {"card": f"{machine.name}, torch {machine.torch}", "date": time.strftime("%Y-%m-%d"),
+                               **rates}  # fmt: skip
+    file.write_text(json.dumps(known, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _alone(machine: Machine, hardware: HardwareConfig) -> list[Rate]:
@@ -213,7 +240,8 @@ class Timing:
         yield self.moving("merge of a block", lambda: merge_rows(out, lse, block, block_lse), size)
 
     def launches(self) -> Iterator[Rate]:
-        """Time many kernels that do nearly nothing."""
+        """Time many kernels that do nearly nothing: in a bare loop, and in a small model's passes, with what Python and
+        autograd do between them."""
         import torch
 
         x = torch.zeros(1, device=self.device)
@@ -223,7 +251,45 @@ class Timing:
                 x.add_(1.0)
 
         each = self.seconds(many) / self.scale.launches
-        yield Rate("launch of a kernel", "hardware.launch_us", each * 1e6, "µs", self.hardware.launch_us)
+        yield Rate("launch of a kernel, in a bare loop", "", each * 1e6, "µs", self.hardware.launch_us)
+        both, count = self.small_passes()
+        each = self.seconds(both) / count
+        yield Rate("launch of a kernel, in a model's passes", "hardware.launch_us", each * 1e6, "µs",
+                   self.hardware.launch_us)  # fmt: skip
+
+    def small_passes(self) -> tuple[Callable[[], object], int]:
+        """Return both passes of a Llama so small that the host is slower than the device, and count its launches."""
+        import torch
+        from transformers import AutoModelForCausalLM, LlamaConfig
+
+        config = LlamaConfig(vocab_size=256, hidden_size=256, intermediate_size=512, num_hidden_layers=8,
+                             num_attention_heads=4, num_key_value_heads=2)  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).to(self.device)
+        tokens = torch.arange(64, device=self.device).unsqueeze(0)
+
+        def both() -> None:
+            model(input_ids=tokens, use_cache=False).logits.sum().backward()
+
+        both()  # makes the gradients
+        return both, launches_of(both)
+
+
+def launches_of(work: Callable[[], object]) -> int:
+    """Count the kernels that some work launches, as a rehearsal counts them."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from rlexp.preflight.rehearsal.operators import launches
+
+    class Counting(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += launches(func)
+            return func(*args, **(kwargs or {}))
+
+    with Counting() as counting:
+        work()
+    return counting.count
 
 
 class _Shard:
@@ -274,9 +340,11 @@ def link_rank(spec: RankSpec, device: str) -> float:
     return statistics.median(found[1:])
 
 
-def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
+def _table(found: list[Rate], machine: Machine, hardware: HardwareConfig) -> Iterator[str]:
     from rlexp.preflight.rehearsal import rates
 
+    measured = rates.measured_rates(hardware)
+    known = {"PRODUCTS": "products_tflops", "MEMORY": "memory_tb_s", "hardware.launch_us": "launch_us"}
     assumed = {"PRODUCTS": rates.PRODUCTS, "ATTENTION": rates.ATTENTION, "MEMORY": rates.MEMORY, "LINKS": rates.LINKS}
     stands = "" if machine.known else f", which is that of {machine.hardware}"
     yield (
@@ -290,6 +358,8 @@ def _table(found: list[Rate], machine: Machine) -> Iterator[str]:
     for each in found:
         share_of = each.assumed or assumed.get(each.share)
         assumes = f"{share_of:.0%}" if share_of else f"{each.peak:g} {each.unit}"
+        if known.get(each.share) in measured:
+            assumes = f"{measured[known[each.share]]:g} {each.unit}, as measured before"
         share = f"{each.rate / each.peak:.0%}" if each.share in assumed else ""
         yield f"| {each.what} | {each.rate:,.4g} {each.unit} | {share} | {assumes} |"
     if machine.ring < 2:

@@ -8,7 +8,8 @@ A page marks them with the measured page and the heading that the table stands u
     | `zero3` | 50,176 | 401,408 |
     <!-- from measured/gpu.md#the-longest-pair: end -->
 
-`bench.tables.put` refreshes them whenever it has written a measured page.
+The README marks them as `docs/measured/gpu.md`. `bench.tables.put` refreshes them whenever it has written a measured
+page.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MEASURED = "measured"  # the folder
+README = "README.md"
 KEPT = re.compile(
-    r"(?P<begin><!-- from (?P<place>measured/[\w-]+\.md#[\w-]+): begin -->\n)"
+    r"(?P<begin><!-- from (?P<place>(?:docs/)?measured/[\w-]+\.md#[\w-]+): begin -->\n)"
     r"(?P<rows>.*?\n)"
     r"(?P<end><!-- from (?P=place): end -->)",
     re.DOTALL,
@@ -33,12 +35,16 @@ def page_of(measured: Path) -> Path:
 
 
 def refresh(measured: Path) -> list[str]:
-    """Copy the kept rows into the page of a measured page. Return what was not found: such a table stays as it was."""
-    page = page_of(measured)
-    if page == measured or not page.exists():
+    """Copy the kept rows into the page of a measured page, and into the README. Return what was not found: such a table
+    stays as it was."""
+    if (page := page_of(measured)) == measured:
         return []
-    text, problems = refreshed(page)
-    page.write_text(text, encoding="utf-8")
+    problems: list[str] = []
+    for each in (page, page.parent.parent / README):
+        if each.exists():
+            text, more = refreshed(each)
+            each.write_text(text, encoding="utf-8")
+            problems += more
     return problems
 
 

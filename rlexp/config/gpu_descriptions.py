@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -9,6 +10,7 @@ from omegaconf import OmegaConf
 from rlexp.config.hardware import hardware_here, memory_here
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import HardwareConfig
+from rlexp.config.schema.models import Precision
 
 TYPICAL = "h100"  # the rates of a GPU that is not known: they rank changes, and decide nothing
 
@@ -18,6 +20,11 @@ def described(option: str) -> dict[str, Any]:
     file = conf_dir() / "hardware" / f"{option}.yaml"
     container = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
     return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+
+
+def peak_flops(sheet: Mapping[str, Any], precision: Precision) -> float:
+    """Return a data sheet's operations per second in a precision; 0 if it does not say."""
+    return 1e12 * float(sheet.get(f"{precision.value}_tflops") or 0.0)
 
 
 def gpu_of(hardware: HardwareConfig, *, here: bool = True) -> HardwareConfig | None:

@@ -75,7 +75,7 @@ def _driver_gpus() -> int:
     return sum(line.startswith("GPU ") for line in _driver_says("-L"))
 
 
-NAMES = {  # how nvidia-smi names a GPU, and the option of `hardware` that describes it; the first that fits
+NAMES = {  # how nvidia-smi and torch name a GPU, and the option of `hardware` that describes it; the first that fits
     "H200": "h200",
     "H100": "h100",
     "A100-SXM4-40GB": "a100_40gb",
@@ -89,8 +89,12 @@ NAMES = {  # how nvidia-smi names a GPU, and the option of `hardware` that descr
 
 def hardware_here() -> str | None:
     """Return the option of `hardware` that describes this machine's first GPU; None if it is unknown, or none."""
-    said = next(iter(_driver_says("--query-gpu=name", "--format=csv,noheader")), "")
-    return next((option for name, option in NAMES.items() if name in said), None)
+    return option_of(next(iter(_driver_says("--query-gpu=name", "--format=csv,noheader")), ""))
+
+
+def option_of(gpu: str) -> str | None:
+    """Return the option of `hardware` that describes a GPU of this name; None if it is unknown."""
+    return next((option for name, option in NAMES.items() if name in gpu), None)
 
 
 AS_CUDA_SEES = 0.993  # of the memory that nvidia-smi reports, which counts what the driver keeps for itself

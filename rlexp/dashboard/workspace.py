@@ -77,6 +77,7 @@ SECTIONS = (
         (
             Panel("Tokens per second", "train/tokens_per_second"),
             Panel("Seconds per step", "train/step_seconds"),
+            Panel("TFLOP/s per GPU", "train/tflops"),
         ),
     ),
 )

@@ -77,17 +77,16 @@ def trains_otherwise(words: str) -> bool:
 def pass_before(cfg: Config, asked: Prediction) -> float:
     """Return the seconds of each step that go into computing the reference before training: the reference's, once for
     all epochs."""
-    counts = asked.counts("reference")
+    took = asked.counts("reference").took
     epochs = (cfg.train.epochs or 1) if cfg.train.max_steps is None else 1
-    return (counts.seconds + counts.waited) / epochs
+    return took / epochs
 
 
 def seconds(prediction: Prediction | None) -> float | None:
     """Return the estimated seconds of a step; None if no step was rehearsed."""
     if prediction is None or prediction.build_alone:
         return None
-    counts = prediction.counts()
-    return counts.seconds + counts.waited
+    return prediction.seconds
 
 
 def needed(prediction: Prediction) -> str:

@@ -88,10 +88,12 @@ def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, c
             for count in (heads.queries, heads.keys, heads.keys)
         )
         out = plan.attend(q, k, v, Ask(1.0, window))
-        forward = log.clock.now
+        forward, launched = log.clock.now, log.counts.launching
         out.backward(torch.empty_like(out))
+        both = log.counts
         log.enter("")  # waits for what is on its way
-    return log.clock.now + (forward if cfg.memory.recomputed is Checkpointing.full else 0.0)
+    again = 1 if cfg.memory.recomputed is Checkpointing.full else 0
+    return max(log.clock.now + again * forward, both.launching + again * launched)
 
 
 def watched(ring: Ring, cfg: Config, log: Log, mode: Rehearsing) -> Ring:

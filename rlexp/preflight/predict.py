@@ -81,6 +81,14 @@ class Prediction:
                 total += each.counts.times(self.grad_acc / 2 if each.phase == COLLECT else more)
         return total.rounded()
 
+    @property
+    def seconds(self) -> float:
+        """The estimated seconds of a step: the host waits for the device between these parts of it, and within none."""
+        phases = {each.phase for each in self.passes} - {"build", "export"}
+        apart = [phase for phase in ("rollout", "score", COLLECT, "optimizer") if phase in phases]
+        parts = [(phase,) for phase in apart] + [tuple(phases.difference(apart))]
+        return sum(self.counts(*part).took for part in parts if part)
+
 
 @dataclass(frozen=True)
 class Grows:

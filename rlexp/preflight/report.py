@@ -156,17 +156,14 @@ def _work(answer: Answer) -> Iterator[str]:
     yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
     yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
     yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
-    yield f"  launches        {counts.launches:,}"
+    yield f"  launches        {counts.launches:,}, {counts.launching:.2g} s of the host while the device computes"
     yield (
         f"  estimated time  {total:.3g} s, of which {counts.waited:.2g} s wait for bytes that computing does not hide "
         f"(a roofline, not a measurement)"
     )
     if answer.cfg.loss.draws:
         drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))
-        yield (
-            f"    of these       {drawn.seconds + drawn.waited:.3g} s draw a rollout and "
-            f"{scored.seconds + scored.waited:.3g} s score it"
-        )
+        yield (f"    of these       {drawn.took:.3g} s draw a rollout and {scored.took:.3g} s score it")
     yield from _waiting(answer)
 
 
@@ -213,6 +210,7 @@ def plain(answer: Answer) -> dict[str, Any]:
             "host_waits": dict(counts.syncs),
             "estimated_seconds": seconds(answer.prediction),
             "estimated_exposed_seconds": counts.waited,
+            "estimated_launching_seconds": counts.launching,
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
     }

@@ -18,9 +18,11 @@ from bench import gpu, gpu_longest, gpu_rates, gpu_training
 from bench.gpu_foretell import Foretold
 from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import RINGS, Option
+from bench.gpu_rates import Rate, kept, write_kept
 from bench.kept_rows import page_of
 from rlexp.base import kernel_rates
 from rlexp.base.engine_facts import ENGINES
+from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
@@ -92,11 +94,11 @@ def rows(text: str) -> list[list[str]]:
 
 def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
     """One page is written, its rates and nothing else; the page of the docs says that nothing was measured."""
-    file = page(tmp_path)
-    table = tmp_path / "rates.csv"
-    told = bench("--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc", "--table", str(table))
+    file, tables = page(tmp_path), (kernel_rates.TABLE, MEASURED)
+    before = [table.read_bytes() for table in tables]
+    told = bench("--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc", "--keep-rates")
     assert told.returncode == 0, told.stderr
-    assert table.read_bytes() == kernel_rates.TABLE.read_bytes(), "a CPU's rates are none of a GPU's"
+    assert [table.read_bytes() for table in tables] == before, "a CPU's rates are none of a GPU's"
     text = section(file, "rates")
     assert {row[3] for row in rows(text)} >= {"70%", "50%", "80%", "75%"}, "each share of rates.py is compared"
     assert "Rehearsed on a CPU, which says nothing of a GPU," in text
@@ -112,14 +114,35 @@ def test_rates_of_a_gpu_go_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_pat
              gpu_rates.Rate("backward", "ATTENTION", 400.0, "TFLOP/s", 2250.0, row=measured)]  # fmt: skip
     monkeypatch.setattr(gpu_rates, "_alone", lambda *_: rates)
     b200 = Machine("cuda", "NVIDIA B200", 1, 178 * GIB, "2.15", "580", "b200", known=True)
-    text, wrong = gpu_rates.rates_section(b200, table=tmp_path / "rates.csv")
+    text, wrong = gpu_rates.rates_section(b200, kernels=tmp_path / "rates.csv")
     assert [row[2:] for row in rows(text)] == [["22%", "25%"], ["18%", "50%"]]
     assert wrong == []
     assert "torch_flash,10,128,4096,500,400,2250,b200,2026-12-01\n" in (tmp_path / "rates.csv").read_text("utf-8")
     other = dataclasses.replace(b200, name="NVIDIA B300", known=False)
-    _, (wrong,) = gpu_rates.rates_section(other, table=tmp_path / "none.csv")
+    _, (wrong,) = gpu_rates.rates_section(other, kernels=tmp_path / "none.csv")
     assert wrong.startswith("no rates of NVIDIA B300 were written")
     assert not (tmp_path / "none.csv").exists()
+
+
+def test_measured_rates_are_kept_for_the_estimates_to_come(tmp_path: Path) -> None:
+    """Medians of a layer's products and of what moves bytes; those of other hardware stay."""
+    found = [
+        Rate("product, queries: 1", "PRODUCTS", 700.0, "TFLOP/s", 989.0),
+        Rate("product, MLP up: 1", "PRODUCTS", 820.04, "TFLOP/s", 989.0),
+        Rate("product, MLP down: 1", "PRODUCTS", 830.0, "TFLOP/s", 989.0),
+        Rate("product, head: 1", "PRODUCTS", 600.0, "TFLOP/s", 989.0),
+        *(Rate(name, "MEMORY", rate, "TB/s", 4.8) for name, rate in (("copy", 4.24), ("AdamW", 3.45), ("merge", 3.54))),
+        Rate("launch of a kernel, in a bare loop", "", 7.5, "µs", 4.0),
+        Rate("launch of a kernel, in a model's passes", "hardware.launch_us", 10.5, "µs", 4.0),
+    ]
+    file = tmp_path / "measured.json"
+    file.write_text(json.dumps({"h100": {"launch_us": 1}}), "utf-8")
+    machine = Machine("cuda", "NVIDIA H200, sm_90", 1, 139 * GIB, "2.11.0, CUDA 13.0", "580", "h200", known=True)
+    write_kept(file, machine, kept(found))
+    now = json.loads(file.read_text("utf-8"))
+    assert now["h100"] == {"launch_us": 1}
+    assert set(now["h200"]) == set(json.loads(MEASURED.read_text("utf-8"))["h200"])
+    assert [now["h200"][name] for name in OF_SHEET] == [820.0, 3.54, 10.5]
 
 
 @pytest.mark.slow

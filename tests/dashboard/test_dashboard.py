@@ -29,7 +29,7 @@ METRICS = {
             for phase in ("collect", "data", "reference", "forward", "backward", "optimizer")
         ),
     ],
-    "Throughput": ["train/tokens_per_second", "train/step_seconds"],
+    "Throughput": ["train/tokens_per_second", "train/step_seconds", "train/tflops"],
 }
 
 

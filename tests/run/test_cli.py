@@ -27,7 +27,7 @@ Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "grad_norm", "learning_rate"),
-    *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "epoch", "global_step"),
+    *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "tflops", "epoch", "global_step"),
     *("ring_tokens", "ring_bytes", "ring_balance", "grad_acc", "micro_batches"),
 }
 MEMORY, TENSORS = (

@@ -312,7 +312,9 @@ class MemoryConfig:
     @property
     def recomputed(self) -> Checkpointing:
         """The value by its name: true and false are as other trainers have it."""
-        return Checkpointing[{True: "full", False: "none"}.get(self.checkpointing, str(self.checkpointing))]
+        if isinstance(self.checkpointing, bool):
+            return Checkpointing.full if self.checkpointing else Checkpointing.none
+        return Checkpointing[self.checkpointing]
 
 
 class Best(Enum):

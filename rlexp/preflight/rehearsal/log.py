@@ -30,7 +30,14 @@ class Counts:
     sent: Counter[str] = field(default_factory=Counter)  # bytes, by collective
     syncs: Counter[str] = field(default_factory=Counter)  # by place in the code and what it waits for
     seconds: float = 0.0  # estimated: of computing
+    launching: float = 0.0  # estimated: of the host, which launches kernels ahead of the device
     waited: float = 0.0  # estimated: for bytes that had not arrived
+
+    @property
+    def took(self) -> float:
+        """Estimated seconds of work in which the host never waits for the device: the device's, or the host's if it
+        needs longer to launch it."""
+        return max(self.seconds + self.waited, self.launching)
 
     def __add__(self, other: Counts) -> Counts:
         return self._with(other, 1)
@@ -135,6 +142,7 @@ class Log:
         counts.flops += flops
         counts.bytes += size
         counts.seconds += self.clock.operator(flops, size)
+        counts.launching += self.clock.launch
 
     def attended(self, flops: int, by: Attending | None = None) -> None:
         """Count the arithmetic of an attention kernel; its launch and its bytes are counted with its operator."""

@@ -1,16 +1,26 @@
-"""The roofline that estimates a step: an operator takes as long as its arithmetic, or as its memory traffic."""
+"""The roofline that estimates a step: an operator takes as long as its arithmetic, or as its memory traffic.
+
+On a GPU the host launches kernels ahead of the device, which works through them. So a launch makes no kernel longer:
+a stretch between two points at which the host waits for the device takes as long as the device's work, or as the
+host's launches, whichever is more. On a CPU both are one, and an operator takes at least as long as its call.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from rlexp.base.kernel_rates import speed
 from rlexp.config.checks.layout import near
+from rlexp.config.gpu_descriptions import described, peak_flops
 from rlexp.config.schema import Config, Device, HardwareConfig
 from rlexp.config.schema.models import Precision
 
-# Shares of the peak that long kernels reach. Round numbers; docs/measured/gpu.md compares estimates with measurements.
+# Shares of the peak that long kernels reach, on a GPU that has not been measured. Round numbers.
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.5, 0.8, 0.75
 
 
@@ -26,13 +36,14 @@ class Attending:
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates per second that a kernel reaches; `launch` is the shortest time between two kernels."""
+    """Rates per second that a kernel reaches, and seconds."""
 
     products: float
     attention: float  # of a kernel of which no rate was measured
     memory: float
     link: float
-    launch: float
+    launch: float  # of the host for a kernel, while the device computes
+    shortest: float = 0.0  # of an operator, where host and device are one
     peak: float = 0.0  # of products
     generation: int | None = None  # of the GPU
 
@@ -41,21 +52,22 @@ class Rates:
         hardware = cfg.hardware
         if cfg.launch.device is Device.cpu:
             return dataclasses.replace(OF_A_CORE, link=BETWEEN_PROCESSES if near(cfg, ring) else BETWEEN_MACHINES)
-        peak = _peak(hardware, cfg.train.precision)
+        peak, measured = peak_flops(vars(hardware), cfg.train.precision), measured_rates(hardware)
+        products = measured.get("products_tflops") if cfg.train.precision is Precision.bf16 else None
         link = hardware.link_gb_s if near(cfg, ring) else hardware.network_gb_s
         return Rates(
-            products=peak * PRODUCTS,
+            products=products * 1e12 if products else peak * PRODUCTS,
             attention=peak * ATTENTION,
-            memory=hardware.memory_tb_s * 1e12 * MEMORY,
+            memory=1e12 * measured.get("memory_tb_s", hardware.memory_tb_s * MEMORY),
             link=link * 1e9 * LINKS,
-            launch=hardware.launch_us * 1e-6,
+            launch=1e-6 * measured.get("launch_us", hardware.launch_us),
             peak=peak,
             generation=hardware.generation,
         )
 
     def operator(self, flops: int, size: int) -> float:
-        """Return the seconds of an operator that computes and moves so much."""
-        return max(self.launch, flops / self.products, size / self.memory)
+        """Return the seconds of an operator that computes and moves so much, without its launch."""
+        return max(self.shortest, flops / self.products, size / self.memory)
 
     def attending(self, flops: int, by: Attending | None) -> float:
         """Return the seconds of an attention kernel's arithmetic, by measured rates if there are any."""
@@ -66,19 +78,24 @@ class Rates:
 
 
 # A core of a common machine, and what two ranks exchange through memory or a network. Round numbers.
-OF_A_CORE = Rates(products=5e10, attention=5e10, memory=1e10, link=0.0, launch=1e-5)
+OF_A_CORE = Rates(products=5e10, attention=5e10, memory=1e10, link=0.0, launch=0.0, shortest=1e-5)
 BETWEEN_PROCESSES, BETWEEN_MACHINES = 2e9, 1e9
 
 
-def _peak(hardware: HardwareConfig, precision: Precision) -> float:
-    return (
-        1e12
-        * {
-            Precision.bf16: hardware.bf16_tflops,
-            Precision.fp32: hardware.fp32_tflops,
-            Precision.fp64: hardware.fp64_tflops,
-        }[precision]
-    )
+MEASURED = Path(__file__).with_name("measured.json")  # by `python -m bench.gpu --only rates --keep-rates`
+OF_SHEET = {"products_tflops": "bf16_tflops", "memory_tb_s": "memory_tb_s", "launch_us": "launch_us"}
+
+
+@functools.cache
+def _measured() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return found
+
+
+def measured_rates(hardware: HardwareConfig) -> dict[str, float]:
+    """Return what was measured on this hardware, without what the user has set to another value than its data sheet."""
+    sheet, found = described(hardware.name), _measured().get(hardware.name, {})
+    return {key: found[key] for key, of in OF_SHEET.items() if key in found and getattr(hardware, of) == sheet.get(of)}
 
 
 @dataclass
@@ -89,6 +106,10 @@ class Clock:
     now: float = 0.0
     link_free: float = 0.0
     waited: float = 0.0  # for bytes that were not there yet
+
+    @property
+    def launch(self) -> float:
+        return self.rates.launch if self.rates else 0.0
 
     def operator(self, flops: int, size: int) -> float:
         return self._spend(self.rates.operator(flops, size) if self.rates else 0.0)

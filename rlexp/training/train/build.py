@@ -59,6 +59,7 @@ from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, refuse_foreign_tokens
+from rlexp.training.train.operations import of_reference, of_training, peak_of
 from rlexp.training.train.parts import Run, Setting
 from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.schedule import Schedule
@@ -140,13 +141,21 @@ def build(
         if trains
         else build_frozen(cfg.engine, policy, world, dtype)
     )
-    parameters, trained = counted(engine)
-    run = Run(**vars(setting), engine=engine, parameters=parameters, trained=trained)
+    run = run_of(setting, engine)
     reference = build_reference(run, models[-1], needs, sources) if needs.reference and stored is None else stored
+    run = replace(run, operations=run.operations + of_reference(reference))
     if needs.decoding:
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
+
+
+def run_of(setting: Setting, engine: Engine) -> Run:
+    parameters, trained = counted(engine)
+    return Run(
+        **vars(setting), engine=engine, parameters=parameters, trained=trained,
+        operations=of_training(engine.policy), peak=peak_of(setting.cfg, setting.device),
+    )  # fmt: skip
 
 
 def counted(engine: Engine) -> tuple[int, int]:

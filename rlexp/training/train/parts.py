@@ -19,6 +19,7 @@ from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ringwise import is_short
 from rlexp.training.ring.layouts.shard import shard_pack
+from rlexp.training.train.operations import Operations
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.types import Ids, Pack, Shard
 from rlexp.training.world.groups import World
@@ -97,3 +98,5 @@ class Run(Setting):
     engine: Engine
     parameters: int  # of the model
     trained: int  # of these, and of an adapter; without a critic
+    operations: Operations  # that the models need for a micro-batch, by formula
+    peak: float | None  # operations per second that the data sheet promises of this rank's GPU; None: not known

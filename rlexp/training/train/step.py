@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlexp.base.errors import NonFiniteError
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.train.operations import note_operations, speed
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Held, Step, Task
 from rlexp.training.types import Shard
@@ -38,6 +39,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
             loss = step.loss(held, meter)
             note_tokens(meter, held.shard)
             note_balance(meter, held.shard)
+            note_operations(meter, held.shard, run.operations)
             tokens += len(held.shard.tokens_t)
             following = next(coming, None)  # packed and copied while the device computes this one
             with run.phases("backward"):
@@ -83,7 +85,7 @@ def row_of(task: Task, step: Step, meter: Meter, optimizer: dict[str, float]) ->
     memory = peaks(values)
     train = {name: value for name, value in values.items() if not name.endswith("@rank")}
     train |= {name: int(train[name]) for name in ("tokens", "ring_tokens", "ring_bytes")}
-    train |= optimizer
+    train |= optimizer | speed(train, run.world.size, run.peak)
     train |= {
         "tokens_per_second": train["tokens"] / train["step_seconds"],
         "epoch": batch.step / task.steps_per_epoch,

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -133,5 +134,8 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-for _schema, _kernel, _shapes in zip(_SCHEMAS, (forward, backward), (_forward_shapes, _backward_shapes), strict=True):
+_WAYS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
+    (forward, _forward_shapes), (backward, _backward_shapes),
+)  # fmt: skip
+for _schema, (_kernel, _shapes) in zip(_SCHEMAS, _WAYS, strict=True):
     define(_schema, _shapes, CUDA=_kernel)
