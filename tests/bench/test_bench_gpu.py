@@ -120,7 +120,7 @@ def test_rates_of_a_gpu_go_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert "torch_flash,10,128,4096,500,400,2250,b200,2026-12-01\n" in (tmp_path / "rates.csv").read_text("utf-8")
     other = dataclasses.replace(b200, name="NVIDIA B300", known=False)
     _, (wrong,) = gpu_rates.rates_section(other, kernels=tmp_path / "none.csv")
-    assert wrong.startswith("no rates of NVIDIA B300 were written")
+    assert wrong.startswith("no rates of NVIDIA B300 were kept")
     assert not (tmp_path / "none.csv").exists()
 
 

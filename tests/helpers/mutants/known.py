@@ -23,8 +23,9 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/ring/kernels/cpu_flash.py",
      "widest = KEYS if seen is None else min(KEYS, max(NARROW, (window or keys) // 8))",
      "(window or keys) // 8", "window or keys"): f"{SPEED}: how wide strips are",
-    ("training/ring/kernels/fused.py", 'torch.library.register_fake(f"rlexp::{name}", shapes, lib=library)',
-     "torch.library.register_fake(f'rlexp::{name}', shapes, lib=library)", "pass"):
+    ("training/ring/kernels/own_operators.py",
+     'torch.library.register_fake(f"{NAMESPACE}::{name}", shapes, lib=library)',
+     "torch.library.register_fake(f'{NAMESPACE}::{name}', shapes, lib=library)", "pass"):
         "planted after the process has its operators; written into the file, `test_fused.py` finds it",
     ("training/ring/transports/heads.py", "if copies > 1:  # heads and ranks do not nest: few models", "copies > 1",
      "copies >= 1"): "one copy is what is there",
