@@ -32,7 +32,7 @@ from bench.tables import commit, put
 
 NO_GPU = 3  # the exit code
 BUDGET = 340.0  # seconds of a section: a variant that would begin later is not tried
-RECOMPUTED = "attention"  # memory.checkpointing of the longest pairs: the value that is fastest there
+RECOMPUTED = "attention"  # memory.checkpointing where TRL checkpoints, whose only way keeps nothing of a layer
 # Largest relative difference of the first step's mean log-probabilities of the answers, and of its loss.
 SAME = {"cuda": 2e-3, "cpu": 1e-5}
 # Tokens of a prompt and its two answers: every 48th pair of HH-RLHF's helpful-base test rows by length, shuffled,
@@ -106,7 +106,7 @@ def long(tokens: int, prompt: int) -> tuple[Lengths, ...]:
 LINES = {
     "hh": Line("HH, 191 tokens", HH, tuple((a // 4 + 2, b // 4 + 2, c // 4 + 2) for a, b, c in HH[:16]), 16, 8, 3, 12),
     "long": Line("8,000 tokens", long(8000, 7000), long(160, 140), 4, 1, 2, 5),
-    "long_checkpointed": Line("8,000 tokens, checkpointing", long(8000, 7000), long(160, 140), 4, 1, 2, 5, "true"),
+    "long_checkpointed": Line("8,000 tokens, checkpointing", long(8000, 7000), long(160, 140), 4, 1, 2, 5, RECOMPUTED),
     "longest": Line("32,000 tokens, checkpointing", long(32000, 30000), long(320, 300), 2, 1, 1, 3, RECOMPUTED),
 }
 

@@ -74,10 +74,13 @@ class PlainEngine(Named):
 
     def grad_norm(self) -> float:
         if self._norm is None:
-            squares = [torch.linalg.vector_norm(m.grad, dtype=torch.float64) for m in self.masters.values()]
-            norm = float(torch.linalg.vector_norm(torch.stack(squares)))
+            norms = torch._foreach_norm(self._gradients(), dtype=torch.float64)
+            norm = float(torch.linalg.vector_norm(torch.stack(norms)))
             self._norm = norm if math.isfinite(norm) else math.inf
         return self._norm
+
+    def _gradients(self) -> list[Tensor]:
+        return [master.grad for master in self.masters.values() if master.grad is not None]
 
     def step(self, lr: float) -> None:
         set_lr(self.optimizer, lr)
@@ -88,16 +91,15 @@ class PlainEngine(Named):
 
     def _clip_and_step(self) -> None:
         clip = (self.grad_norm() + 1e-6) / self.max_grad_norm if self.max_grad_norm else 0.0
-        for master in self.masters.values():
-            if clip > 1 and master.grad is not None:
-                master.grad /= clip
+        if clip > 1:
+            torch._foreach_div_(self._gradients(), clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _copy_down(self) -> None:
         if self.masters is not self.parameters:
-            for name, parameter in self.parameters.items():
-                parameter.data.copy_(self.masters[name].data)
+            low = [parameter.data for parameter in self.parameters.values()]
+            torch._foreach_copy_(low, [self.masters[name].data for name in self.parameters])
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: m.grad.detach().clone() for name, m in self.masters.items() if m.grad is not None}

@@ -124,6 +124,7 @@ class _Pieces(torch.autograd.Function):
             for into_t, values_n in zip(values, found, strict=True):
                 if into_t is not None:
                     into_t.index_copy_(0, at, values_n)
+            del logits_nV  # before the next piece makes its own
         logps_t, norms_t, means_t, entropy_t, likelihoods_t, hits_t = values
         ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t)
         ctx.asked = asked
@@ -147,6 +148,7 @@ class _Pieces(torch.autograd.Function):
                 bias_V += logits_grad_nV.sum(0)
             if of_weight:
                 total.add(narrow_nV, hidden_tE.index_select(0, at))
+            del narrow_nV, logits_grad_nV
         weight_grad = total.rounded() if of_weight else None
         bias_grad = bias_V.to(bias.dtype) if bias_V is not None and of_bias else None
         return weight_grad, bias_grad, hidden_grad_tE, None, None, None
@@ -165,9 +167,10 @@ def _logits_grads(
         logits_nV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
         if asked.fused:
             torch.ops.rlexp.logits_backward(logits_nV, *given)
-            yield at, logits_nV
         else:
-            yield at, plain.logits_gradient(logits_nV, *given)
+            logits_nV = plain.logits_gradient(logits_nV, *given)
+        yield at, logits_nV
+        del logits_nV
 
 
 class _Sum:
@@ -178,10 +181,10 @@ class _Sum:
         self.total: Tensor | None = None
 
     def add(self, grad_nV: Tensor, hidden_nE: Tensor) -> None:
-        dtype = self.weight.dtype if self.pieces == 1 else wide(self.weight.dtype)
         if self.pieces == 1:
             self.total = grad_nV.T @ hidden_nE
             return
+        dtype = wide(self.weight.dtype)
         if self.total is None:
             self.total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
         if dtype is grad_nV.dtype:
