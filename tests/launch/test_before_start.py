@@ -34,8 +34,8 @@ case "$*" in
   *) echo 'GPU 0: a (UUID: x)'; echo 'GPU 1: b (UUID: y)';;
 esac
 """
-# A tiny model on two GPUs of 4.6 MiB. With 5.7 MiB at its peak it does not fit.
-TINY = ("launch.device=cuda", "parallel=ring2", "logger=none", "hardware.memory_gib=0.0045")
+# A tiny model on two GPUs of 3.6 MiB. With 3.8 MiB at its peak it does not fit.
+TINY = ("launch.device=cuda", "parallel=ring2", "logger=none", "hardware.memory_gib=0.0035")
 
 
 def gpus(folder: Path, name: str = "NVIDIA H100 80GB HBM3", memory: str = "81559") -> str:
@@ -126,11 +126,11 @@ def test_a_run_that_cannot_fit_names_a_change_that_does(
     assert told.returncode == 1
     assert told.stdout == ""
     assert "Traceback" not in told.stderr
-    assert re.match(r"rlexp: the run does not fit: it needs 5\.\d MiB at its peak \(\w+\), and ", told.stderr)
-    assert "and a rank may take 4.6 MiB on h100. " in told.stderr
+    assert re.match(r"rlexp: the run does not fit: it needs 3\.\d MiB at its peak \(\w+\), and ", told.stderr)
+    assert "and a rank may take 3.6 MiB on h100. " in told.stderr
     assert "To start it all the same: launch.preflight=off." in told.stderr
-    assert "\npeak memory of rank 0 by phase, MiB\n" in told.stderr
-    assert re.search(r"\n  engine=zero3 +5\.\d MiB ", told.stderr), "the other changes are listed with what they need"
+    assert re.search(r"\npeak memory of rank \d by phase, MiB\n", told.stderr)
+    assert re.search(r"\n  engine=zero3 +\d\.\d MiB ", told.stderr), "the other changes are listed with what they need"
     assert not (tmp_path / "run").exists(), "a refused run leaves no folder"
     change = re.search(r"The cheapest change that fits: (.*) \((\d\.\d) MiB\)\.", told.stderr)
     assert change is not None
