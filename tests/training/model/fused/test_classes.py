@@ -79,6 +79,16 @@ def test_a_model_computes_the_same_with_fused_pieces(
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
 
 
+def test_what_is_fused_and_what_is_left_is_said() -> None:
+    """As a run's header has it."""
+    config, *_ = FAMILIES["a residual stream that is scaled"]
+    said = "2 × rotary positions, 2 × gate, 5 × norm; left as they are: 2 × GraniteDecoderLayer"
+    assert str(fuse(model_of(config))) == said
+    config, *_ = FAMILIES["another kind of norm, MLP and positions"]
+    left = "2 × GPT2Block, 2 × GPT2Attention, 2 × GPT2MLP"
+    assert str(fuse(model_of(config))) == f"nothing of this model; left as they are: {left}"
+
+
 def test_a_copy_of_a_fused_model_computes_with_its_own_weights() -> None:
     model = model_of(LlamaConfig(**SHAPE))
     fuse(model)
