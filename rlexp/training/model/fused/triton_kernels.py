@@ -1,6 +1,7 @@
 """The fused pieces as Triton kernels. What each computes stands in `plain.py`.
 
-One compilation serves all lengths: only the sizes of rows and heads are constants. `ACC` is the dtype in between.
+One compilation serves all lengths: only the sizes of rows and heads, and a model's numbers, are constants. As arguments
+these numbers would be rounded to float32. `ACC` is the dtype in between, and `WARMTH` one over the temperature.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _acc(x: Tensor) -> tl.dtype:
 
 @triton.jit(do_not_specialize=["rows"])
 def _norm(
-    x, residual, weight, out, total, scale, rows, size, eps, offset,
+    x, residual, weight, out, total, scale, rows, size, EPS: tl.constexpr, OFFSET: tl.constexpr,
     ADDS: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -42,19 +43,19 @@ def _norm(
         given = added.to(total.dtype.element_ty)
         tl.store(total + place, given, mask=inside)
     value = given.to(ACC)
-    root = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / size + eps)
-    gain = tl.load(weight + column, mask=column < size, other=0.0).to(ACC) + offset
+    root = 1.0 / tl.sqrt(tl.sum(value * value, axis=1) / size + EPS)
+    gain = tl.load(weight + column, mask=column < size, other=0.0).to(ACC) + OFFSET
     tl.store(out + place, (value * root[:, None] * gain[None, :]).to(out.dtype.element_ty), mask=inside)
     tl.store(scale + row, root, mask=row < rows)
 
 
 @triton.jit(do_not_specialize=["rows", "each"])
 def _norm_backward(
-    dout, dtotal, x, weight, scale, dx, dweight, rows, size, offset, each,
+    dout, dtotal, x, weight, scale, dx, dweight, rows, size, each, OFFSET: tl.constexpr,
     JOINS: tl.constexpr, OF_WEIGHT: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     column = tl.arange(0, SIZE)
-    gain = tl.load(weight + column, mask=column < size, other=0.0).to(ACC) + offset
+    gain = tl.load(weight + column, mask=column < size, other=0.0).to(ACC) + OFFSET
     summed = tl.zeros((SIZE,), dtype=ACC)
     first = tl.program_id(0).to(tl.int64) * each
     for start in range(0, each, ROWS):
@@ -93,7 +94,7 @@ def _call_norm(x, residual, weight, out, total, scale, eps, offset, *, adds):
     if rows:
         width, many = _shape(size)
         _norm[(triton.cdiv(rows, many),)](
-            x, residual, weight, out, total, scale, rows, size, eps, offset,
+            x, residual, weight, out, total, scale, rows, size, EPS=eps, OFFSET=offset,
             ADDS=adds, ROWS=many, SIZE=width, ACC=_acc(x), num_warps=_warps(width * many),
         )  # fmt: skip
 
@@ -108,7 +109,7 @@ def norm_backward(
     dx, parts = torch.empty_like(x), x.new_empty(programs if of_weight else 0, size, dtype=_wide(x))
     if programs:
         _norm_backward[(programs,)](
-            dout, dout if dtotal is None else dtotal, x, weight, scale, dx, parts, rows, size, offset, each,
+            dout, dout if dtotal is None else dtotal, x, weight, scale, dx, parts, rows, size, each, OFFSET=offset,
             JOINS=dtotal is not None, OF_WEIGHT=of_weight, ROWS=many, SIZE=width, ACC=_acc(x),
             num_warps=_warps(width * many),
         )  # fmt: skip
@@ -133,8 +134,11 @@ def _warps(numbers: int) -> int:
 
 
 @triton.jit
-def _rotated(x, out, cos, sin, token, heads, half, x_h, x_t, out_h, out_t, INVERSE, HEADS, HALF, ACC):
-    head, column = tl.arange(0, HEADS), tl.arange(0, HALF)
+def _rotated(
+    x, out, cos, sin, token, heads, half, x_h, x_t, out_h, out_t,
+    INVERSE: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    head, column = tl.arange(0, HEADS).to(tl.int64), tl.arange(0, HALF)
     inside = (head < heads)[:, None] & (column < half)[None, :]
     place = x + token * x_t + head[:, None] * x_h + column[None, :]
     one = tl.load(place, mask=inside, other=0.0).to(ACC)
@@ -258,7 +262,7 @@ def gate_backward(dout: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Te
 
 @triton.jit
 def _read_logits(
-    logits, targets, chosen, norm, mean, entropy, likelihood, hit, size, warmth,
+    logits, targets, chosen, norm, mean, entropy, likelihood, hit, size, WARMTH: tl.constexpr,
     ENTROPY: tl.constexpr, LIKELIHOOD: tl.constexpr, HIT: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -270,7 +274,7 @@ def _read_logits(
     for start in range(0, size, LOGITS):
         column = start + tl.arange(0, LOGITS)
         inside = column < size
-        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(ACC) * warmth
+        value = tl.load(logits + column, mask=inside, other=float("-inf")).to(ACC) * WARMTH
         here = tl.max(value, axis=0)
         if HIT:
             best = tl.where(here > highest, start + tl.argmax(value, axis=0).to(tl.int64), best)
@@ -286,7 +290,7 @@ def _read_logits(
         highest = higher
     target = tl.load(targets + row)
     joint = highest + tl.log(total)
-    tl.store(chosen + row, tl.load(logits + target).to(ACC) * warmth)
+    tl.store(chosen + row, tl.load(logits + target).to(ACC) * WARMTH)
     tl.store(norm + row, joint)
     tl.store(mean + row, plain / size)
     if ENTROPY:
@@ -299,14 +303,14 @@ def _read_logits(
 
 @triton.jit
 def _logits_backward(
-    logits, targets, norm, dlogps, entropy, dentropy, size, warmth,
+    logits, targets, norm, dlogps, entropy, dentropy, size, WARMTH: tl.constexpr,
     ENTROPY: tl.constexpr, LOGITS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * LOGITS + tl.arange(0, LOGITS)
     inside = place < size
     there = logits + row * size + place
-    value = tl.load(there, mask=inside, other=float("-inf")).to(ACC) * warmth
+    value = tl.load(there, mask=inside, other=float("-inf")).to(ACC) * WARMTH
     joint, given = tl.load(norm + row), tl.load(dlogps + row).to(ACC)
     probability = tl.exp(value - joint)
     grad = tl.where(place == tl.load(targets + row), given, 0.0) - probability * given
@@ -314,7 +318,7 @@ def _logits_backward(
         centre = joint - tl.load(entropy + row)
         apart = tl.where(inside, value - centre, 0.0)
         grad -= probability * apart * tl.load(dentropy + row).to(ACC)
-    tl.store(there, (grad * warmth).to(logits.dtype.element_ty), mask=inside)
+    tl.store(there, (grad * WARMTH).to(logits.dtype.element_ty), mask=inside)
 
 
 def read_logits(
@@ -326,7 +330,7 @@ def read_logits(
     results: Any = tuple(logits.new_empty(rows if each else 0, dtype=to) for each in asked)
     if rows:
         _read_logits[(rows,)](
-            logits, targets, *results, size, 1.0 / temperature,
+            logits, targets, *results, size, WARMTH=1.0 / temperature,
             ENTROPY=entropy, LIKELIHOOD=likelihood, HIT=hit, LOGITS=LOGITS, ACC=_acc(logits), num_warps=8,
         )  # fmt: skip
     return results
@@ -341,5 +345,5 @@ def logits_backward(
     if rows:
         _logits_backward[(rows, triton.cdiv(size, LOGITS))](
             logits, targets, norm, dlogps, entropy if joins else norm, dentropy if joins else norm, size,
-            1.0 / temperature, ENTROPY=joins, LOGITS=LOGITS, ACC=_acc(logits), num_warps=8,
+            WARMTH=1.0 / temperature, ENTROPY=joins, LOGITS=LOGITS, ACC=_acc(logits), num_warps=8,
         )  # fmt: skip

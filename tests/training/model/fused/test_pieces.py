@@ -171,19 +171,18 @@ def test_tritons_kernels_are_plain_torch() -> None:
 
 
 COMPILED = {
-    "_norm": {"ADDS": True, "ROWS": 2, "SIZE": 2048},
-    "_norm_backward": {"JOINS": True, "OF_WEIGHT": True, "ROWS": 2, "SIZE": 2048},
+    "_norm": {"ADDS": True, "ROWS": 2, "SIZE": 2048, "EPS": 1e-5, "OFFSET": 1.0},
+    "_norm_backward": {"JOINS": True, "OF_WEIGHT": True, "ROWS": 2, "SIZE": 2048, "OFFSET": 0.0},
     "_rotate": {"INVERSE": True, "Q_HEADS": 32, "K_HEADS": 8, "HALF": 32},
     "_gate": {"KIND": 1, "COLUMNS": 1024},
     "_gate_backward": {"KIND": 2, "COLUMNS": 1024},
-    "_read_logits": {"ENTROPY": True, "LIKELIHOOD": True, "HIT": True, "LOGITS": 8192},
-    "_logits_backward": {"ENTROPY": True, "LOGITS": 8192},
+    "_read_logits": {"ENTROPY": True, "LIKELIHOOD": True, "HIT": True, "LOGITS": 8192, "WARMTH": 1 / 0.7},
+    "_logits_backward": {"ENTROPY": True, "LOGITS": 8192, "WARMTH": 1 / 0.7},
 }
-KINDS = {  # of arguments, by name; others are pointers to bfloat16
+KINDS = {  # of arguments, by name; others are pointers to what a model's tensors hold
     **dict.fromkeys(("rows", "size", "each", "half", "q_heads", "k_heads"), "i32"),
-    **dict.fromkeys(("eps", "offset", "warmth"), "fp32"),
-    **dict.fromkeys(("scale", "dweight", "chosen", "norm", "mean", "entropy", "likelihood", "hit"), "*fp32"),
-    **dict.fromkeys(("dlogps", "dentropy"), "*fp32"),
+    **dict.fromkeys(("scale", "dweight", "chosen", "norm", "mean", "entropy", "likelihood", "hit"), "wide"),
+    **dict.fromkeys(("dlogps", "dentropy"), "wide"),
     "targets": "*i64",
 }
 STRIDES = ("_b", "_h", "_t", "_r")
@@ -191,8 +190,9 @@ generations = [90, *(pytest.param(each, marks=pytest.mark.slow) for each in (80,
 
 
 @needs_triton
+@pytest.mark.parametrize("exact", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["bfloat16", "float64"])
 @pytest.mark.parametrize("generation", generations)
-def test_kernels_compile_for_gpus(generation: int) -> None:
+def test_kernels_compile_for_gpus(generation: int, exact: bool) -> None:
     import triton
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
@@ -201,9 +201,10 @@ def test_kernels_compile_for_gpus(generation: int) -> None:
     from rlexp.training.model.fused import triton_kernels
 
     for name, constants in COMPILED.items():
-        kernel, fixed = getattr(triton_kernels, name), constants | {"ACC": tl.float32}
-        plainly = {each: "i32" if each.endswith(STRIDES) else KINDS.get(each, "*bf16") for each in kernel.arg_names}
-        signature = plainly | dict.fromkeys(fixed, "constexpr")
+        kernel, fixed = getattr(triton_kernels, name), constants | {"ACC": tl.float64 if exact else tl.float32}
+        kinds = {each: "i32" if each.endswith(STRIDES) else KINDS.get(each, "given") for each in kernel.arg_names}
+        dtypes = {"given": "*fp64" if exact else "*bf16", "wide": "*fp64" if exact else "*fp32"}
+        signature = {each: dtypes.get(kind, kind) for each, kind in kinds.items()} | dict.fromkeys(fixed, "constexpr")
         places = {(kernel.arg_names.index(each),): value for each, value in fixed.items()}
         source = ASTSource(fn=kernel, signature=signature, constexprs=places)
         assert triton.compile(source, target=GPUTarget("cuda", generation, 32)).asm["cubin"], name
