@@ -264,23 +264,23 @@ def compare(line: Line, on: Machine, folder: str, variants: Sequence[Variant] = 
     for variant in variants:
         if on.device == "cpu" and any(name in variant.name for name in FOR_GPU):
             continue
-        if time.monotonic() - began > BUDGET:
+        if (left := BUDGET - (time.monotonic() - began)) <= 0:
             results[variant] = {"failed": "not tried: the section's time was over"}
             continue
-        results[variant] = started(variant, work)
+        results[variant] = started(variant, work, left=left)
         print(f"{line.title}, {variant.key}: {results[variant]}", file=sys.stderr, flush=True)
     return Compared(line.title, work, results)
 
 
-def started(variant: Variant, work: Work, *, profiled: bool = False) -> Result:
-    """Run a variant in a process that ends and frees its memory; say why it failed."""
+def started(variant: Variant, work: Work, *, profiled: bool = False, left: float = BUDGET) -> Result:
+    """Run a variant in a process that ends and frees its memory, in the seconds that are left; say why it failed."""
     from rlexp.launch.local import Interrupted, run_ranks
 
     if (why := missing(variant)) is not None:
         return {"failed": why}
     try:
         given = (variant, work, profiled)
-        (result,) = run_ranks(run_variant, 1, given, device=work.device, preload=("torch",), timeout=BUDGET)
+        (result,) = run_ranks(run_variant, 1, given, device=work.device, preload=("torch",), timeout=left)
     except Interrupted:  # by Ctrl-C: nothing goes on
         raise
     except Exception as failure:

@@ -86,4 +86,5 @@ def installed(name: str) -> bool:
 def _ordered(version: str) -> tuple[float, ...]:
     """Return what versions are compared by: their numbers, of which a beta's is below that of the release."""
     numbers, _, beta = version.partition("b")
-    return *(int(each) for each in re.findall(r"\d+", numbers)[:3]), int(beta) if beta.isdecimal() else math.inf
+    digits = re.match(r"\d+", beta)  # a developer's mark may follow
+    return *(int(each) for each in re.findall(r"\d+", numbers)[:3]), int(digits[0]) if digits else math.inf

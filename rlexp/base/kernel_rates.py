@@ -107,7 +107,8 @@ def speed(name: str, generation: int | None, head_size: int | None, tokens: int)
     said = SAID.get((name, generation)) if generation is not None else None
     if said is None or (than := speed(said.than, generation, head_size, tokens)) is None:
         return None
-    return Speed(than.forward * said.forward, than.backward * said.backward, said.source, than.absolute)
+    absolute = than.absolute and said is A_COPY
+    return Speed(than.forward * said.forward, than.backward * said.backward, said.source, absolute)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -53,7 +53,7 @@ class _BothPasses(torch.autograd.Function):
             out, kept = attention.again(q, k, v, next(known))
         else:
             out, kept = attention.forward(q, k, v, ask)
-            if (store := _KEEPING.get()) is not None and any(ctx.needs_input_grad):
+            if (store := _KEEPING.get()) is not None:
                 store.add(*kept[3:])
         ctx.save_for_backward(*kept)
         ctx.attention, ctx.ask, ctx.dtypes = attention, ask, (q.dtype, k.dtype, v.dtype)

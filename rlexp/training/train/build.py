@@ -356,10 +356,20 @@ def kernel_for(
     """Return the policy's kernel, which must compute the reference model too, and any of their windows."""
     policy, *others = (heads_in(config.to_dict()) for _, config in models)
     ask, size = Ask(1.0, next(filter(None, windows), None)), policy.size if policy else None
-    kernel = sources.kernel(
-        cfg.parallel.kernel.value, device.type, DTYPES[cfg.train.precision], size, ask, tokens_of_rank(cfg),
-        sources.generation(cfg.launch.device),
-    )  # fmt: skip
+
+    def chosen(size: int | None) -> BlockKernel:
+        return sources.kernel(
+            cfg.parallel.kernel.value, device.type, DTYPES[cfg.train.precision], size, ask, tokens_of_rank(cfg),
+            sources.generation(cfg.launch.device),
+        )  # fmt: skip
+
+    def takes_all(kernel: BlockKernel) -> bool:
+        sizes = [size, *(heads.size for heads in filter(None, others))]
+        return all(each is None or fits(kernel.name, each, kernel.generation) for each in sizes)
+
+    # `auto` takes the fastest for the policy's heads; or that for the reference model's, if it alone takes both.
+    candidates = [chosen(size), *(chosen(heads.size) for heads in filter(None, others))]
+    kernel = next(filter(takes_all, candidates), candidates[0])
     for heads in filter(None, others):
         if not fits(kernel.name, heads.size, kernel.generation):
             for_it = [each for each in able(kernel.generation, heads.size) if installed(each)]

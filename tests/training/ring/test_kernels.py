@@ -504,13 +504,16 @@ def test_ranks_refuse_what_was_unknown_before_the_start(
 
 
 def test_a_reference_with_heads_that_the_kernel_cannot_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` took the policy's fastest, and the message names those that take both."""
+    """`auto` takes one that takes both; a named one is refused, and the message names those that take both."""
     cfg = a_config()
     cfg.launch.device, cfg.train.precision, cfg.reference.path = Device.cuda, Precision.bf16, "other"
     models = [(cfg.model, LlamaConfig(num_attention_heads=4, head_dim=size)) for size in (128, 256)]
     monkeypatch.setattr(kernels, "installed", lambda _: True)
     monkeypatch.setattr(build, "installed", lambda name: name != "flash_attn")
     sources = build.Sources(generation=lambda _: 10)
+    assert build.kernel_for(cfg, models[:1], (), torch.device("cuda"), sources).name == "flash_attn_4"
+    assert build.kernel_for(cfg, models, (), torch.device("cuda"), sources).name != "flash_attn_4"
+    cfg.parallel.kernel = KernelName.flash_attn_4
     with pytest.raises(ModelError) as error:
         build.kernel_for(cfg, models, (), torch.device("cuda"), sources)
     assert str(error.value).endswith("heads of size 256, which the policy's kernel, flash_attn_4, does not take. Use "

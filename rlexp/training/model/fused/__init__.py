@@ -58,5 +58,6 @@ def fuse(model: nn.Module) -> Fused:
 def _has_own_code(module: nn.Module) -> bool:
     """Say whether a module may compute something between products: it has weights, is none of torch's, and no list,
     model or table of others."""
-    plain = type(module).__module__.startswith("torch.") or isinstance(module, PreTrainedModel | nn.Embedding | Conv1D)
+    known = isinstance(module, PreTrainedModel | nn.Embedding | Conv1D)
+    plain = known or type(module).__module__.startswith(("torch.", "peft."))
     return not plain and any(True for _ in module.parameters())

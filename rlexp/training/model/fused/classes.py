@@ -1,9 +1,9 @@
 """Which modules of a model compute what the fused pieces compute, and the classes that compute it with them.
 
-A module is tried in float64: its own `forward` on random numbers, beside the piece's formula. So no family is listed,
-and what a family computes otherwise is left as it is. What is tried is a bare copy: the module's attributes, with small
-random parameters, and with stand-ins in the places of its children. So the model's weights are not needed, which an
-engine may hold in pieces.
+A module is tried in float64: its own `forward` on random numbers of several sizes, beside the piece's formula. So no
+family is listed, and what a family computes otherwise is left as it is, be it only where numbers are large. What is
+tried is a bare copy: the module's attributes, with small random parameters, and with stand-ins in the places of its
+children. So the model's weights are not needed, which an engine may hold in pieces.
 
 A module that fits gets a subclass of its class, under the same name: what looks for a class by name or inheritance (an
 engine, checkpointing, an export) finds it. Where a call is not what was tried, the subclass calls its base.
@@ -12,6 +12,7 @@ engine, checkpointing, an export) finds it. Where a call is not what was tried, 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -28,13 +29,16 @@ from rlexp.training.model.fused.plain import KINDS, activated
 ROTATES = "apply_rotary_pos_emb"  # the name of the function in transformers' modules
 LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")  # of a layer that norms before it computes
 APART, TOGETHER = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")  # of an MLP with a gate
-CLOSE = 1e-12  # in float64, of numbers about 1
+CLOSE = 1e-12  # relative to the largest number, in float64
+SCALES = (1.0, 1e-2, 30.0, 1e4)  # of what is given: some modules bound their numbers
 AGAIN = object()  # in the place of a residual: there is nothing to add yet
 Made = Mapping[str, Any]  # what a subclass has beside its base
 
 
 def fused_class(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
     """Return what of a module can be fused, and the class that does it; None if nothing."""
+    if "forward" in vars(module) or getattr(module, "_is_fused", False):
+        return None
     for name, tried in _TRIED.items():
         with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -47,7 +51,12 @@ def fused_class(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
 
 @functools.cache
 def _subclass(base: Any, members: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
-    named = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__}
+    named = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "_is_fused": True,
+    }
     return types.new_class(base.__name__, (base,), exec_body=lambda space: space.update(named | dict(members)))
 
 
@@ -63,15 +72,25 @@ def _bare(module: nn.Module, children: Mapping[str, nn.Module], **parameters: Te
     return bare.eval()
 
 
-def _agree(compute: Callable[[], Any], expected: Tensor) -> bool:
-    """Say whether a module's own code gives these numbers. One that takes other arguments does not."""
-    try:
-        with precise(torch.float64), torch.no_grad():
-            found = compute()
-    except Exception:  # whatever a model's own code raises
-        return False
-    same = isinstance(found, Tensor) and found.shape == expected.shape and found.dtype is expected.dtype
-    return same and bool((found - expected).abs().max() <= CLOSE)
+def _agree(compute: Callable[[Tensor], Any], formula: Callable[[Tensor], Tensor], x: Tensor) -> bool:
+    """Say whether a module's own code gives the numbers of a formula. One that takes other arguments does not."""
+    for scale in SCALES:
+        expected = formula(x * scale)
+        try:
+            with precise(torch.float64), torch.no_grad():
+                found = compute(x * scale)
+        except Exception:  # whatever a model's own code raises
+            return False
+        if not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype is not expected.dtype:
+            return False
+        if not bool((found - expected).abs().max() <= CLOSE * expected.abs().max()):
+            return False
+    return True
+
+
+def _takes_one(module: nn.Module) -> bool:
+    """Say whether its class's code is called, with one argument: what another one would mean is not known."""
+    return "forward" not in vars(module) and len(inspect.signature(type(module).forward).parameters) == 2  # with itself
 
 
 def _drawn(*shape: int) -> Tensor:
@@ -87,22 +106,28 @@ def _children(module: nn.Module) -> dict[str, nn.Module]:
 
 def _as_norm(module: nn.Module) -> Made | None:
     """Fit a root-mean-square norm with a gain of `weight`, or of `weight + 1`."""
-    if [name for name, _ in module.named_parameters()] != ["weight"] or _children(module):
+    if [name for name, _ in module.named_parameters()] != ["weight"] or _children(module) or not _takes_one(module):
         return None
     eps = next((vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)), None)
     if not isinstance(eps, float) or isinstance(module, nn.RMSNorm | nn.LayerNorm):
         return None
     weight, x = _drawn(8), _drawn(1, 3, 8) * eps**0.5  # so small that eps counts
+    bare = _bare(module, {}, weight=weight)
     for offset in (0.0, 1.0):
-        expected = plain.norm(x.view(3, 8), weight, eps, offset)[0].view(1, 3, 8)
-        if _agree(lambda: type(module).forward(_bare(module, {}, weight=weight), x), expected):
+        formula = functools.partial(_normed, weight=weight, eps=eps, offset=offset)
+        if _agree(functools.partial(type(module).forward, bare), formula, x):
             return {"forward": _norm_forward, "_eps": eps, "_offset": offset, "_base": type(module)}
     return None
 
 
+def _normed(x: Tensor, *, weight: Tensor, eps: float, offset: float) -> Tensor:
+    return plain.norm(x.flatten(0, 1), weight, eps, offset)[0].view(x.shape)
+
+
 def _norm_forward(self: Any, hidden_states: Tensor, residual: Any = None) -> Any:
     """Return the norm; with a residual stream, the norm of the sum, and the sum."""
-    if hidden_states.dtype is not self.weight.dtype:
+    streams = [residual] if isinstance(residual, Tensor) else []
+    if any(each.dtype is not self.weight.dtype for each in (hidden_states, *streams)):
         return _left(self, hidden_states, residual)
     if isinstance(residual, Tensor):
         return added_and_normed(hidden_states, residual, self.weight, self._eps, self._offset)
@@ -149,9 +174,12 @@ def _with_rotation(forward: Any, own: Callable[..., Any]) -> Any:
 
 @functools.cache
 def _rotates(own: Callable[..., Any]) -> bool:
-    q, k, cos, sin = _drawn(1, 3, 5, 8), _drawn(1, 2, 5, 8), _drawn(1, 5, 8), _drawn(1, 5, 8)
-    expected = plain.rotate(q, k, cos, sin, False)
-    return all(_agree(lambda at=at: own(q, k, cos, sin)[at], expected[at]) for at in (0, 1))  # type: ignore[misc]
+    k, cos, sin = _drawn(1, 2, 5, 8), _drawn(1, 5, 8), _drawn(1, 5, 8)
+    return all(
+        _agree(lambda q, at=at: own(q, q[:, :2] + k, cos, sin)[at],  # type: ignore[misc]
+               lambda q, at=at: plain.rotate(q, q[:, :2] + k, cos, sin, False)[at], _drawn(1, 3, 5, 8))  # type: ignore[misc]
+        for at in (0, 1)
+    )  # fmt: skip
 
 
 # ---- the gate of an MLP ----
@@ -162,7 +190,8 @@ def _as_gate(module: nn.Module) -> Made | None:
     children = _children(module)
     names = next((names for names in (APART, TOGETHER) if set(names) <= set(children)), None)
     rest = set(children) - set(names or ())
-    if names is None or len(rest) > 1 or any(p for p in module.parameters(recurse=False)):
+    own = any(True for _ in module.parameters(recurse=False))
+    if names is None or len(rest) > 1 or own or not _takes_one(module):
         return None
     activation = next((name for name in ("act_fn", "activation_fn") if hasattr(module, name)), None)
     if activation is None or rest - {activation}:
@@ -172,12 +201,14 @@ def _as_gate(module: nn.Module) -> Made | None:
         return None
     sizes = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6), "gate_up_proj": (12, 4)}
     linear = {name: _Linear(_drawn(*sizes[name])) for name in names}
-    held = {name: children[name] for name in rest}
-    x = _drawn(1, 3, 4)
-    up = [linear[name](x) for name in names[:-1]]
-    gate, above = up if names is APART else up[0].chunk(2, dim=-1)
-    expected = linear["down_proj"](activated(gate, kind)[0] * above)
-    if not _agree(lambda: type(module).forward(_bare(module, linear | held), x), expected):
+    bare = _bare(module, linear | {name: children[name] for name in rest})
+
+    def formula(x: Tensor) -> Tensor:
+        up = [linear[name](x) for name in names[:-1]]
+        gate, above = up if names is APART else up[0].chunk(2, dim=-1)
+        return linear["down_proj"](activated(gate, kind)[0] * above)
+
+    if not _agree(functools.partial(type(module).forward, bare), formula, _drawn(1, 3, 4)):
         return None
     return {"forward": _apart_forward if names is APART else _together_forward, "_kind": kind}
 
@@ -193,7 +224,7 @@ class _Linear(nn.Module):
 
 def _kind(activation: Any) -> str | None:
     x = torch.linspace(-6, 6, 49, dtype=torch.float64)
-    return next((kind for kind in KINDS if _agree(lambda: activation(x), activated(x, kind)[0])), None)
+    return next((kind for kind in KINDS if _agree(activation, lambda x, kind=kind: activated(x, kind)[0], x)), None)  # type: ignore[misc]
 
 
 def _apart_forward(self: Any, x: Tensor) -> Any:
@@ -216,12 +247,14 @@ def _as_layer(module: nn.Module) -> Made | None:
     before, attention, after, mlp = (_StandIn(factor) for factor in (0.9, 1.1, 1.3, 0.7))
     attention.gives_tuple = True
     bare = _bare(module, dict(zip(LAYER, (before, attention, after, mlp), strict=True)))
-    x = _drawn(1, 3, 4)
     handed = {name: object() for name in ("position_embeddings", "position_ids", "ring_batch", "decoding")}
     quiet = {"attention_mask": None, "past_key_values": None, "use_cache": False}
-    middle = x + attention.of(before.of(x))
-    expected = middle + mlp.of(after.of(middle))
-    if not _agree(lambda: type(module).forward(bare, x, **quiet, **handed), expected):
+
+    def formula(x: Tensor) -> Tensor:
+        middle = x + attention.of(before.of(x))
+        return middle + mlp.of(after.of(middle))
+
+    if not _agree(lambda x: type(module).forward(bare, x, **quiet, **handed), formula, _drawn(1, 3, 4)):
         return None
     # All that is handed to the layer goes on to its attention, and nothing else does.
     if attention.given != {"hidden_states", *quiet, *handed} or before.given or after.given or mlp.given:
@@ -238,7 +271,7 @@ class _StandIn(nn.Module):
         self.given: set[str] = set()
 
     def of(self, x: Tensor) -> Tensor:
-        return torch.tanh(self.factor * x)
+        return torch.tanh(x) + self.factor * x
 
     def forward(self, *args: Tensor, **named: Any) -> Any:
         self.given = set(named)

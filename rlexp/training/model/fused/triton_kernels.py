@@ -279,8 +279,9 @@ def _read_logits(
         if HIT:
             best = tl.where(here > highest, start + tl.argmax(value, axis=0).to(tl.int64), best)
         higher = tl.maximum(highest, here)
-        shrink = tl.exp(highest - higher)
-        part = tl.exp(value - higher)
+        centre = tl.where(higher == float("-inf"), 0.0, higher)
+        shrink = tl.exp(highest - centre)
+        part = tl.exp(value - centre)
         total = total * shrink + tl.sum(part, axis=0)
         plain += tl.sum(tl.where(inside, value, 0.0), axis=0)
         if ENTROPY:

@@ -24,6 +24,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import fuse
+from rlexp.training.model.fused.classes import fused_class
 from rlexp.training.model.policy import cast_parameters
 from tests.helpers.models import SHAPE
 from tests.helpers.ranks import seeded
@@ -118,8 +119,25 @@ class Centred(LlamaRMSNorm):
 
 
 class Clamped(LlamaMLP):
+    """As some families have it, whose bounds common numbers do not reach."""
+
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(self.act_fn(self.gate_proj(x)).clamp(max=1e-2) * self.up_proj(x))
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(-16, 16))
+
+
+class Gated(LlamaRMSNorm):
+    """A second argument that is no residual stream."""
+
+    def forward(self, hidden_states: Tensor, gate: Tensor | None = None) -> Tensor:
+        return super().forward(hidden_states if gate is None else hidden_states * gate)
+
+
+class Scaled(LlamaMLP):
+    """A parameter of its own, which nothing may ask for its truth."""
+
+    def __init__(self, like: LlamaMLP) -> None:
+        super().__init__(like.config)
+        self.scale = nn.Parameter(torch.ones(2))
 
 
 class Parallel(LlamaDecoderLayer):
@@ -139,8 +157,9 @@ def at(model: Any, place: str) -> nn.Module:
 
 @pytest.mark.parametrize(
     ("place", "other"),
-    [("model.norm", Centred), ("model.layers.0.mlp", Clamped), ("model.layers.1", Parallel), ("model.layers.1", Deaf)],
-)
+    [("model.norm", Centred), ("model.norm", Gated), ("model.layers.0.mlp", Clamped), ("model.layers.1", Parallel),
+     ("model.layers.1", Deaf)],
+)  # fmt: skip
 def test_what_computes_otherwise_is_left_as_it_is(place: str, other: type[nn.Module]) -> None:
     """Under the same names, with the same weights: only its numbers tell."""
     model = model_of(LlamaConfig(**SHAPE))
@@ -150,6 +169,24 @@ def test_what_computes_otherwise_is_left_as_it_is(place: str, other: type[nn.Mod
     assert type(at(model, place)) is other
     for ours, theirs in zip(both_passes(model), both_passes(plain), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-11, atol=1e-12)
+
+
+def test_a_module_with_parameters_of_its_own_is_left() -> None:
+    mlp = LlamaMLP(LlamaConfig(**SHAPE))
+    assert fused_class(mlp) is not None
+    assert fused_class(Scaled(mlp)) is None
+
+
+def test_a_module_is_fused_once() -> None:
+    """And not at all if its instance has a `forward` of its own, which is called in the place of its class's."""
+    model = model_of(LlamaConfig(**SHAPE))
+    fuse(model)
+    before = type(model.model.norm)
+    assert not fuse(model).pieces
+    assert type(model.model.norm) is before
+    norm = LlamaRMSNorm(8)
+    norm.forward = lambda x: x  # type: ignore[method-assign]
+    assert fused_class(norm) is None
 
 
 def test_a_weight_in_another_dtype_is_left_to_the_models_own_code() -> None:
