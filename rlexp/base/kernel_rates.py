@@ -2,7 +2,7 @@
 
 `kernel_rates.csv` has a row for each kernel, generation of GPUs, head size and length: TFLOP/s of both passes of a
 causal call with 32 query and 8 key/value heads in bf16, the data sheet's peak, the card and the date. `python -m
-bench.gpu --only rates --table` measures the rows of a GPU and writes them.
+bench.gpu --only rates --keep-rates` measures the rows of a GPU and writes them.
 
 `parallel.kernel=auto` takes the kernel that needs least time for both passes, and the estimate of a step's time takes
 the measured rates. Other GPUs of a generation are assumed to reach the same share of their peak.

@@ -73,7 +73,7 @@ def total(counts: Counted, what: str) -> int:
 
 @pytest.mark.parametrize("words", [(), ("memory.checkpointing=attention",)], ids=["", "recomputed"])
 def test_fused_pieces_halve_the_launches_and_move_less(words: tuple[str, ...], tmp_path: Path) -> None:
-    """Of a layer in all passes, and of a micro-batch with its head. The host never waits in between."""
+    """A layer in all passes is counted, and a micro-batch with its head. The host never waits in between."""
     fused, plain = (costs(configured(tmp_path, *words, f"model.fused={name}")) for name in ("auto", "off"))
     for ours, theirs in zip(fused[:2], plain[:2], strict=True):
         assert 2 * total(ours, "launches") <= total(theirs, "launches")

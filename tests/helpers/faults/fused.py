@@ -37,7 +37,7 @@ def without_the_stream(original: Any, dout: Tensor, _dtotal: Any, *rest: Any) ->
 
 
 def all_but_the_last(original: Any, *args: Any) -> Any:
-    """Leave the last row out of the gradient of a norm's weight."""
+    """Leave the last part out of the gradient of a norm's weight."""
     dx, parts = original(*args)
     return dx, parts[:-1]
 
@@ -63,7 +63,7 @@ FUSED_FAULTS = (
         base=FUSED),
     one("the residual stream sends no gradient back", OURS + "norm_backward", without_the_stream, "gradient", MODEL,
         base=FUSED),
-    one("a norm's weight misses a row", OURS + "norm_backward", all_but_the_last, "gradient", MODEL, base=FUSED),
+    one("a norm's weight misses rows", OURS + "norm_backward", all_but_the_last, "gradient", MODEL, base=FUSED),
     one("the head's gradient is half", OURS + "logits_backward",
         lambda original, logits, targets, norm, given, *rest: original(logits, targets, norm, given * 0.5, *rest),
         "gradient", MODEL, base=FUSED),

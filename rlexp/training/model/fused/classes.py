@@ -29,7 +29,7 @@ from rlexp.training.model.fused.plain import KINDS, activated
 ROTATES = "apply_rotary_pos_emb"  # the name of the function in transformers' modules
 LAYER = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")  # of a layer that norms before it computes
 APART, TOGETHER = ("gate_proj", "up_proj", "down_proj"), ("gate_up_proj", "down_proj")  # of an MLP with a gate
-CLOSE = 1e-12  # relative to the largest number, in float64
+CLOSE = 1e-12  # relative to the largest number, in float64: rounding is 1e-15
 SCALES = (1.0, 1e-2, 30.0, 1e4)  # of what is given: some modules bound their numbers
 AGAIN = object()  # in the place of a residual: there is nothing to add yet
 Made = Mapping[str, Any]  # what a subclass has beside its base
@@ -175,11 +175,12 @@ def _with_rotation(forward: Any, own: Callable[..., Any]) -> Any:
 @functools.cache
 def _rotates(own: Callable[..., Any]) -> bool:
     k, cos, sin = _drawn(1, 2, 5, 8), _drawn(1, 5, 8), _drawn(1, 5, 8)
-    return all(
-        _agree(lambda q, at=at: own(q, q[:, :2] + k, cos, sin)[at],  # type: ignore[misc]
-               lambda q, at=at: plain.rotate(q, q[:, :2] + k, cos, sin, False)[at], _drawn(1, 3, 5, 8))  # type: ignore[misc]
-        for at in (0, 1)
-    )  # fmt: skip
+
+    def both(rotation: Callable[..., tuple[Tensor, Tensor]], *more: Any) -> Callable[[Tensor], Tensor]:
+        """Return a rotation of queries and keys, side by side, as a function of the queries."""
+        return lambda q: torch.cat(rotation(q, q[:, :2] + k, cos, sin, *more), dim=1)
+
+    return _agree(both(own), both(plain.rotate, False), _drawn(1, 3, 5, 8))
 
 
 # ---- the gate of an MLP ----
@@ -224,7 +225,11 @@ class _Linear(nn.Module):
 
 def _kind(activation: Any) -> str | None:
     x = torch.linspace(-6, 6, 49, dtype=torch.float64)
-    return next((kind for kind in KINDS if _agree(activation, lambda x, kind=kind: activated(x, kind)[0], x)), None)  # type: ignore[misc]
+    return next((kind for kind in KINDS if _agree(activation, functools.partial(_value, kind=kind), x)), None)
+
+
+def _value(x: Tensor, *, kind: str) -> Tensor:
+    return activated(x, kind)[0]
 
 
 def _apart_forward(self: Any, x: Tensor) -> Any:

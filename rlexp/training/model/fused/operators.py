@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.model.fused import plain
-from rlexp.training.model.fused.plain import PARTS, tokens_first, wide
+from rlexp.training.model.fused.plain import parts_of, tokens_first, wide
 from rlexp.training.ring.kernels.own_operators import define
 
 
@@ -30,40 +30,36 @@ def _on_cpu() -> Any:
     return triton_kernels() if os.environ.get("TRITON_INTERPRET") == "1" else plain
 
 
-def _norm_shapes(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _norm_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return torch.empty_like(x), x.new_empty(len(x), dtype=wide(x.dtype))
 
 
-def _add_norm_shapes(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    out, scale = _norm_shapes(x, weight, eps, offset)
+def _add_norm_shapes(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, scale = _norm_shapes(x)
     return out, torch.empty_like(residual), scale
 
 
 def _norm_backward_shapes(
-    dout: Tensor, dtotal: Tensor | None, x: Tensor, weight: Tensor, scale: Tensor, offset: float, of_weight: bool  # noqa: ARG001
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    parts = min(len(x), PARTS) if of_weight else 0
-    return torch.empty_like(x), x.new_empty(parts, x.shape[1], dtype=wide(x.dtype))
+    _dout: Tensor, _dtotal: Tensor | None, x: Tensor, _weight: Tensor, _scale: Tensor, _offset: float, of_weight: bool
+) -> tuple[Tensor, Tensor]:
+    parts, _ = parts_of(*x.shape)
+    return torch.empty_like(x), x.new_empty(parts if of_weight else 0, x.shape[1], dtype=wide(x.dtype))
 
 
-def _rotate_shapes(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _rotate_shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return tokens_first(q), tokens_first(k)
 
 
-def _gate_shapes(gate: Tensor, up: Tensor, kind: str) -> Tensor:  # noqa: ARG001
+def _gate_shapes(gate: Tensor, *_: Any) -> Tensor:
     return gate.new_empty(gate.shape)
 
 
-def _gate_backward_shapes(dout: Tensor, gate: Tensor, up: Tensor, kind: str) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+def _gate_backward_shapes(_dout: Tensor, gate: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return gate.new_empty(gate.shape), up.new_empty(up.shape)
 
 
-def _read_logits_shapes(
-    logits: Tensor, targets: Tensor, temperature: float, entropy: bool, likelihood: bool, hit: bool  # noqa: ARG001
-) -> tuple[Tensor, ...]:  # fmt: skip
-    asked = (True, True, True, entropy, likelihood, hit)
+def _read_logits_shapes(logits: Tensor, _targets: Tensor, _temperature: float, *more: bool) -> tuple[Tensor, ...]:
+    asked = (True, True, True, *more)
     return tuple(logits.new_empty(len(logits) if each else 0, dtype=wide(logits.dtype)) for each in asked)
 
 

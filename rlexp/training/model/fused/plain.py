@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 PARTS = 512  # of the gradient of a norm's weight, at most: on a GPU each program adds up its own rows
+NUMBERS = 4096  # that such a program holds at once
 SILU, GELU_TANH, GELU, RELU_SQUARED = "silu", "gelu_tanh", "gelu", "relu_squared"
 KINDS = (SILU, GELU_TANH, GELU, RELU_SQUARED)
 TANH_SCALE, TANH_CUBE = math.sqrt(2 / math.pi), 0.044715
@@ -57,8 +58,22 @@ def norm_backward(
     dx = scale * (given - normed * (given * normed).mean(-1, keepdim=True))
     if dtotal_rE is not None:
         dx = dx + dtotal_rE.to(to)
-    parts_pE = dout * normed if of_weight else dout.new_empty(0, dout.shape[1])
-    return dx.to(x_rE.dtype), parts_pE
+    parts, each = parts_of(*x_rE.shape)
+    if not of_weight or not parts:
+        return dx.to(x_rE.dtype), dout.new_empty(0, dout.shape[1])
+    padded = torch.nn.functional.pad(dout * normed, (0, 0, 0, parts * each - len(x_rE)))
+    return dx.to(x_rE.dtype), padded.unflatten(0, (parts, each)).sum(1)
+
+
+def parts_of(rows: int, size: int) -> tuple[int, int]:
+    """Return in how many parts the gradient of a norm's weight is added up, and the rows of each."""
+    many = rows_at_once(size)
+    each = many * -(-rows // (many * PARTS))
+    return (-(-rows // each), each) if rows else (0, 0)
+
+
+def rows_at_once(size: int) -> int:
+    return max(1, NUMBERS // (1 << (size - 1).bit_length()))
 
 
 # ---- rotary positions ----

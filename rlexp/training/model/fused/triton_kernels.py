@@ -13,9 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlexp.training.model.fused.plain import GELU, GELU_TANH, KINDS, PARTS, SILU, tokens_first
+from rlexp.training.model.fused.plain import GELU, GELU_TANH, KINDS, SILU, parts_of, rows_at_once, tokens_first
 
-NUMBERS = 4096  # that a program of the norm holds at once
 COLUMNS = 1024  # that a program of the gate takes
 LOGITS = 8192  # of a row that a program of the head reads at once
 SILU_KIND, TANH_KIND, GELU_KIND = (tl.constexpr(KINDS.index(kind)) for kind in (SILU, GELU_TANH, GELU))
@@ -104,8 +103,7 @@ def norm_backward(
 ) -> tuple[Tensor, Tensor]:
     rows, size = x.shape
     width, many = _shape(size)
-    each = many * triton.cdiv(rows, many * PARTS)
-    programs = triton.cdiv(rows, each) if rows else 0
+    programs, each = parts_of(rows, size)
     dx, parts = torch.empty_like(x), x.new_empty(programs if of_weight else 0, size, dtype=_wide(x))
     if programs:
         _norm_backward[(programs,)](
@@ -122,8 +120,7 @@ def _wide(x: Tensor) -> torch.dtype:
 
 def _shape(size: int) -> tuple[int, int]:
     """Return the columns and rows of a program."""
-    width = triton.next_power_of_2(size)
-    return width, max(1, NUMBERS // width)
+    return triton.next_power_of_2(size), rows_at_once(size)
 
 
 def _warps(numbers: int) -> int:

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
-from tests.helpers.fused_pieces import EPS, TOLERANCES, compare
+from tests.helpers.fused_pieces import EPS, TOLERANCES, calls, compare, results
 from tests.helpers.ranks import seeded
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -134,7 +134,7 @@ def test_in_bfloat16_a_piece_is_as_exact_as_what_it_replaces(piece: Piece) -> No
 
 
 def test_shapes_without_numbers_are_those_of_the_kernels() -> None:
-    """Those of the parts of a weight's gradient are a kernel's own: their sum counts."""
+    """Strides and dtypes are compared too."""
     for piece in PIECES.values():
         real = piece.values(torch.bfloat16, fused=True)
         with FakeTensorMode(allow_non_fake_inputs=True):
@@ -143,6 +143,20 @@ def test_shapes_without_numbers_are_those_of_the_kernels() -> None:
             made = [*outs, *torch.autograd.grad(outs, inputs, [torch.empty_like(out) for out in outs])]
         facts = [[(x.shape, x.dtype, x.stride()) for x in found] for found in (real, made)]
         assert facts[0] == facts[1]
+
+
+def test_every_operator_tells_the_shapes_of_its_results() -> None:
+    """A rehearsal makes them without numbers, and counts their bytes."""
+    for name, args in calls(torch.float32):
+        real = results(plain, name, args)
+        with FakeTensorMode() as mode:
+            without = [mode.from_tensor(each) if isinstance(each, Tensor) else each for each in args]
+            made = getattr(torch.ops.rlexp, name)(*without)
+        if made is None:  # it writes into its argument
+            continue
+        found = made if isinstance(made, tuple) else (made,)
+        for one, other in zip(found, real, strict=True):
+            assert (one.shape, one.dtype, one.stride()) == (other.shape, other.dtype, other.stride()), name
 
 
 # ---- Triton's kernels ----
