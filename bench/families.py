@@ -29,15 +29,14 @@ from rlexp.base.errors import ModelError
 from rlexp.config.schema import TinyModelConfig
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model import hook
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.policy import Policy
 from rlexp.training.model.probe import SmallCopy, probe
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import Layout, get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
-from rlexp.training.types import Pack
 from rlexp.training.world.groups import Ring, build_world
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
@@ -217,15 +216,13 @@ def compared(small: SmallCopy, ring: Ring, layout: Layout) -> Found:
     """Compare log-probabilities, and the gradient of their weighted sum, over the ring and alone."""
     sequences = small.sequences()
     pack = pack_sequences([(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size))
-    weights_T = torch.randn(len(pack.tokens_T), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    weights_T[pack.sequence_T < 0] = 0
+    weights_N = torch.randn(len(pack.place_N), generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     model = small.model(hook.NAME)
     shard = shard_pack(pack, ring, layout, CpuFlash(), LONGEST)
-    logps_t = Policy(model)(shard).logps_t
-    (logps_t * weights_T[shard.index_t]).sum().backward()
-    expected_T, expected = alone(small, pack, sequences, weights_T)
-    trained = shard.sequence_t >= 0
-    gap = (logps_t.detach() - expected_T[shard.index_t])[trained].abs()
+    logps_n = Policy(model)(shard).logps_n
+    (logps_n * weights_N[shard.listed_n]).sum().backward()
+    expected_N, expected = alone(small, sequences, weights_N)
+    gap = (logps_n.detach() - expected_N[shard.listed_n]).abs()
     gradients = 0.0
     for name, parameter in model.named_parameters():
         grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
@@ -237,21 +234,19 @@ def compared(small: SmallCopy, ring: Ring, layout: Layout) -> Found:
 
 
 def alone(
-    small: SmallCopy, pack: Pack, sequences: Sequence[tuple[Tensor, Tensor]], weights_T: Tensor
+    small: SmallCopy, sequences: Sequence[tuple[Tensor, Tensor]], weights_N: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the log-probabilities of the pack's targets, and the gradients, by transformers' own model."""
-    plain = small.model("sdpa")
-    expected_T = torch.zeros(len(pack.tokens_T), dtype=torch.float64)
+    """Return the log-probabilities of the answers' tokens, and the gradients, by transformers' own model."""
+    plain, expected = small.model("sdpa"), []
+    weights = weights_N.split([len(answer) for _, answer in sequences])
     with precise(torch.float64):
-        for segment, (prompt, answer) in zip(pack.segments, sequences, strict=True):
+        for (prompt, answer), weights_L in zip(sequences, weights, strict=True):
             tokens = torch.cat((prompt, answer)).long()
             logps = plain(input_ids=tokens.unsqueeze(0), use_cache=False).logits.squeeze(0).double().log_softmax(-1)
-            rows = slice(len(prompt) - 1, segment.length - 1)
-            taken = logps[rows].gather(-1, tokens[len(prompt) :].unsqueeze(-1)).squeeze(-1)
-            places = slice(segment.start + rows.start, segment.start + rows.stop)
-            (taken * weights_T[places]).sum().backward()
-            expected_T[places] = taken.detach()
-    return expected_T, {
+            taken = logps[len(prompt) - 1 : -1].gather(-1, tokens[len(prompt) :].unsqueeze(-1)).squeeze(-1)
+            (taken * weights_L).sum().backward()
+            expected.append(taken.detach())
+    return torch.cat(expected), {
         name: torch.zeros_like(each) if each.grad is None else each.grad for name, each in plain.named_parameters()
     }
 

@@ -207,7 +207,7 @@ class Timing:
 
         def both() -> None:
             said = head(weight, None, hidden, shard)
-            torch.autograd.grad(said.logps_t.sum(), (weight, hidden))
+            torch.autograd.grad(said.logps_n.sum(), (weight, hidden))
 
         flops = 8.0 * s.tokens * s.width * s.vocabulary  # forward, the logits again, and two products backward
         yield self.computing(f"head, forward and backward, {s.tokens:,} tokens", "PRODUCTS", both, flops)
@@ -298,8 +298,11 @@ class _Shard:
     def __init__(self, tokens: int, vocabulary: int, device: Any) -> None:
         import torch
 
-        self.trained_n = torch.arange(tokens, device=device)
-        self.targets_t = self.trained_n % vocabulary
+        self.trained_u = torch.arange(tokens, device=device)
+        self.targets_t = self.trained_u % vocabulary
+
+    def by_token(self, values_u: Any) -> Any:
+        return values_u
 
 
 def _between(machine: Machine, hardware: HardwareConfig) -> list[Rate]:

@@ -33,7 +33,15 @@ GROUPS = ("data", "loss", "optim", "model", "adapter", "reference")
 LATER = {"data.unpair": False, "adapter.name": "none"}
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
-    *("data.packing", "data.cache", "data.workers", "model.suggested_lr", "model.trust_remote_code", "model.fused"),
+    *(
+        "data.packing",
+        "data.share_prefix",
+        "data.cache",
+        "data.workers",
+        "model.suggested_lr",
+        "model.trust_remote_code",
+        "model.fused",
+    ),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("reference.name", "reference.offload", "adapter.dropout"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),

@@ -15,8 +15,8 @@ from rlexp.config.schema import Config, LayoutName
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
-from rlexp.training.dataset.packing import pack_examples, pack_sequences
 from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.dealer.packing import pack_examples, pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step

@@ -13,7 +13,7 @@ Steps = npt.NDArray[np.int64]
 
 # Metrics of the layout itself (speed, memory, traffic), which may differ between layouts. No other metric may.
 OWN = (
-    *("train/ring_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
+    *("train/ring_tokens", "train/shared_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
     *("train/tflops", "train/mfu"),
     *("train/grad_acc", "train/micro_batches", "memory/", "parity/"),
     *("train/time/", "train/samples_per_second", "train/ring_balance"),

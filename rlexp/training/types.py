@@ -1,6 +1,8 @@
 """The frozen dataclasses that modules hand each other.
 
-Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P pairs, H heads, D head size.
+Shape letters: T tokens of a pack, t tokens of one rank's shard, S sequences, P pairs, H heads, D head size; N trained
+tokens of a pack's sequences, n those of a shard: one that several sequences share stands there once for each of them.
+u places of a shard whose targets are trained on, each once.
 """
 
 from __future__ import annotations
@@ -140,8 +142,8 @@ class Sample:
 class Segment:
     """A run of tokens of a pack that attends to itself, and to its parent as a whole.
 
-    A pack is a forest: a prompt with its answers is a root with children, whose positions go on from the root's
-    end. While every sequence has its own copy of the prompt, all segments are roots (`parent` is None).
+    A pack is a forest: what sequences share is a root with children, whose positions go on from the root's end. Where
+    every sequence has its own copy of its prompt, all segments are roots (`parent` is None).
     """
 
     start: int  # the place of its first token in the pack
@@ -161,22 +163,30 @@ class SequenceName(NamedTuple):
 
 @dataclass(frozen=True)
 class Pack:
-    """The sequences of one micro-batch, one after the other, before they are sharded over a ring.
+    """The sequences of one micro-batch as a forest of segments, one after the other, before they are sharded over a
+    ring.
 
-    `targets_T` is already shifted: the token that follows the one in `tokens_T`. `sequence_T` is the sequence
-    whose log-probability that target belongs to, or -1 where nothing is trained on (prompts, ends, padding).
+    `targets_T` is already shifted: the token that follows the one in `tokens_T`. What is trained on is a list of the
+    sequences' tokens, one sequence after the other, each by the place that predicts it.
     """
 
     tokens_T: Tensor  # int64
     targets_T: Tensor  # int64
     positions_T: Tensor  # int64
-    sequence_T: Tensor  # int64
+    place_N: Tensor  # int64: where each trained token is predicted
+    sequence_N: Tensor  # int64: whose token it is
     segments: tuple[Segment, ...]
-    sequences: int  # S
+    lengths: tuple[int, ...]  # tokens of each sequence, with those that it shares
+    end_S: Tensor  # int64: the place of each sequence's last token
     names: tuple[SequenceName, ...] = ()  # of the sequences, where the rows give them
 
     @property
+    def sequences(self) -> int:
+        return len(self.lengths)
+
+    @property
     def real_tokens(self) -> int:
+        """The tokens that it holds, a shared one counted once."""
         return sum(segment.length for segment in self.segments)
 
 
@@ -187,18 +197,25 @@ class Shard:
     tokens_t: Tensor
     targets_t: Tensor
     positions_t: Tensor
-    sequence_t: Tensor
-    trained_n: Tensor  # the places in this shard whose targets are trained on
     index_t: Tensor  # the place of each token in the pack
+    trained_u: Tensor  # the places in this shard whose targets are trained on
+    reads_n: Tensor | None  # which of these predicts each trained token; None: they are the same
+    sequence_n: Tensor  # whose token it is
+    listed_n: Tensor  # where it stands in the pack's list of trained tokens
     sequences: int
     real_tokens: int  # on this rank
+    sequence_tokens: int  # of the whole pack, a shared one counted for each sequence
     most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
     mean_work: float  # mean attention work of the ring's ranks
     attention: Any  # rlexp.training.ring.base.RingBatch; opaque to every other module
     ring: Any  # rlexp.training.world.groups.Ring: the ranks that share the pack
     ends_n: Tensor | None = None  # the places in this shard at which sequences end, where scores are read there
     ended_n: Tensor | None = None  # and which sequences these are
-    known_t: Tensor | None = None  # the reference's log-probabilities, where they were computed before training
+    known_n: Tensor | None = None  # the reference's log-probabilities, where they were computed before training
+
+    def by_token(self, values_u: Tensor) -> Tensor:
+        """Return the values of places as those of the sequences' trained tokens."""
+        return values_u if self.reads_n is None else values_u.index_select(0, self.reads_n)
 
     def to(self, device: torch.device) -> Shard:
         held = {each.name: getattr(self, each.name) for each in fields(self)}
@@ -222,15 +239,15 @@ class TokenScores(NamedTuple):
 
 
 class TokenLogps(NamedTuple):
-    """A model's output for a shard's targets, token by token; zero where nothing is trained on.
+    """A model's output for a shard's trained tokens.
 
     A tuple, not a dataclass: DeepSpeed hangs its hooks for the backward pass on the tensors that a model returns, and
     finds them in tuples only.
     """
 
-    logps_t: Tensor  # log-probability of the target
-    mean_logits_t: Tensor  # mean of the logits over the vocabulary, detached
-    entropy_t: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
-    values_t: Tensor | None = None  # the critic's values, where there is a critic
-    likelihoods_t: Tensor | None = None  # log Σ p² of the distribution of the target, detached, where it is asked for
-    hits_t: Tensor | None = None  # 1 where the target is the most probable token, else 0, where it is asked for
+    logps_n: Tensor  # log-probability of the target
+    mean_logits_n: Tensor  # mean of the logits over the vocabulary, detached
+    entropy_n: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
+    values_n: Tensor | None = None  # the critic's values, where there is a critic
+    likelihoods_n: Tensor | None = None  # log Σ p² of the distribution of the target, detached, where it is asked for
+    hits_n: Tensor | None = None  # 1 where the target is the most probable token, else 0, where it is asked for

@@ -35,7 +35,7 @@ from rlexp.training.model.fused import fuses
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy
-from rlexp.training.model.reward_model import here, last_places
+from rlexp.training.model.reward_model import here
 from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
@@ -104,16 +104,16 @@ class Scene:
         """The values of a sequence: of a pack's trained tokens, or of its sequences."""
         if self.task.needs.scores:
             return values[number : number + 1].numpy()
-        return values[pack.sequence_T.cpu() == number].numpy()
+        return values[pack.sequence_N == number].numpy()
 
-    def by_pack(self, shard: Shard, values_t: Tensor, pack: Pack) -> Tensor:
-        """Put a ring's values together: of all tokens, (T,), or the scores of all sequences, (S,)."""
+    def by_pack(self, shard: Shard, values_n: Tensor, pack: Pack) -> Tensor:
+        """Put a ring's values together: of all trained tokens, (N,), or the scores of all sequences, (S,)."""
         run = self.task.run
-        whole = torch.zeros(pack.sequences if self.task.needs.scores else len(pack.tokens_T), dtype=torch.float64,
+        whole = torch.zeros(pack.sequences if self.task.needs.scores else len(pack.place_N), dtype=torch.float64,
                             device=run.device)  # fmt: skip
-        at = shard.ended_n if self.task.needs.scores else shard.index_t
+        at = shard.ended_n if self.task.needs.scores else shard.listed_n
         assert at is not None
-        whole[at] = values_t.detach().double()
+        whole[at] = values_n.detach().double()
         dist.all_reduce(whole, group=run.world.ring.group)
         return whole.cpu()
 
@@ -124,13 +124,13 @@ class Scene:
         def says(pack: Pack, _keys: Sequence[Key]) -> Tensor:
             shard = self.task.run.shard(pack)
             if self.task.needs.scores:
-                here_S, place_S = here(shard, last_places(pack))
+                here_S, place_S = here(shard, pack.end_S)
                 ended_n = here_S.nonzero().squeeze(-1)
                 shard = dataclasses.replace(shard, ends_n=place_S[ended_n], ended_n=ended_n)
             shard = shard.to(self.task.run.device)
             said = forward(shard)
-            values_t = said if isinstance(said, Tensor) else said.scores_n if self.task.needs.scores else said.logps_t
-            return self.by_pack(shard, values_t, pack)
+            values_n = said if isinstance(said, Tensor) else said.scores_n if self.task.needs.scores else said.logps_n
+            return self.by_pack(shard, values_n, pack)
 
         return says
 
@@ -382,7 +382,7 @@ def stored_wrong(scene: Scene) -> bool:
     says, wrong = scene.of_reference(stored), False
     for pack, keys in scene.packs:
         found = says(pack, keys)
-        wrong |= any(not np.array_equal(found[pack.sequence_T.cpu() == number].numpy(), values[key].astype(np.float64))
+        wrong |= any(not np.array_equal(found[pack.sequence_N == number].numpy(), values[key].astype(np.float64))
                      for number, key in enumerate(keys))  # fmt: skip
     return wrong
 

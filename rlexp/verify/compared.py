@@ -145,7 +145,7 @@ class ComparedStep:
             if any(len(got.sequence("answer")) != len(expected[sample].sequence("answer"))
                    for sample, got in seen.other_tokens.items()):  # fmt: skip
                 return np.full(len(expected), np.nan), np.ones(len(expected))
-        policy, reference = (self.by_sequence(f"{who}_t", of="others") for who in ("policy", "reference"))
+        policy, reference = (self.by_sequence(f"{who}_n", of="others") for who in ("policy", "reference"))
         return rules.log_ratios(policy, reference), rules.sizes_of_log_ratios(policy, reference)
 
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
@@ -161,7 +161,7 @@ class ComparedStep:
         Of scores there is one for each answer, which the ring has put together already.
         """
         if self.whole.asks.scores:
-            return self._scores() if values == "policy_t" else {}
+            return self._scores() if values == "policy_n" else {}
         whole: dict[Key, Array] = {}
         expected = self.examples(of)
         for head, place, micro in self.micros(of):
@@ -172,7 +172,7 @@ class ComparedStep:
             }
             for trace in self.whole.ring(head):
                 mine = getattr(trace.steps[self.place], of)[place]
-                got, owner, position = mine.column(values), mine.sequence_t, mine.positions_t
+                got, owner, position = mine.column(values), mine.sequence_n, mine.position_n
                 if got is None or position is None:
                     continue
                 for number, (sample, side) in enumerate(parts):
@@ -213,9 +213,9 @@ class ComparedStep:
 
     def said(self) -> tuple[dict[str, dict[Key, Array]], dict[str, dict[Key, Array]]]:
         """What the models say of each token, in the run and in the reference."""
-        ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
+        ours, theirs = {"policy": self.by_sequence("policy_n")}, {"policy": self.expected.policy}
         if self.expected.reference:
-            ours["reference model"] = self.by_sequence("reference_t")
+            ours["reference model"] = self.by_sequence("reference_n")
             theirs["reference model"] = self.expected.reference
         return ours, theirs
 

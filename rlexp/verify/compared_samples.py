@@ -19,7 +19,7 @@ HELD_OUT = "policy as it answered held-out prompts"
 SCORED = {"reference model": "reference", "policy as it drew": "behaviour", "policy as it was scored": "old",
           "critic as it was scored": "values"}  # fmt: skip
 SLACK = 10.0  # a parameter's gradient may move by more than its share of the derivatives: its terms cancel
-COLUMNS = {"policy": "policy_t", "entropies": "entropies_t", "values": "values_t"}
+COLUMNS = {"policy": "policy_n", "entropies": "entropies_n", "values": "values_n"}
 
 
 @dataclass(frozen=True)
@@ -158,9 +158,9 @@ class SampleStep(ComparedStep):
 
     def said(self) -> tuple[dict[str, dict[Key, Array]], dict[str, dict[Key, Array]]]:
         """Return what policy and critic say now; where a rollout begins, also what was said of all its samples."""
-        ours, theirs = {"policy": self.by_sequence("policy_t")}, {"policy": self.expected.policy}
+        ours, theirs = {"policy": self.by_sequence("policy_n")}, {"policy": self.expected.policy}
         if self.expected.values:
-            ours[CRITIC], theirs[CRITIC] = self.by_sequence("values_t"), self.expected.values
+            ours[CRITIC], theirs[CRITIC] = self.by_sequence("values_n"), self.expected.values
         held, answers = self.whole.expected.held_rollout, held_rollout_of(self.whole.traces)
         if held is not None and answers is not None and self.number == self.whole.expected.steps[-1].number:
             for side, values in ((ours, [each.behaviour for each in answers.samples]), (theirs, held.behaviour)):

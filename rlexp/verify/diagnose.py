@@ -27,7 +27,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten
-from rlexp.training.dataset.packing import pack_examples
+from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.base import trained
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.adapter import Adapter, without_starting
@@ -39,7 +39,7 @@ from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.train.build import build_policy
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Task
-from rlexp.training.types import Answered, Ids, Mask, Pack, Shard
+from rlexp.training.types import Answered, Ids, Mask, Pack, Segment, Shard
 from rlexp.verify.apart import Differing, Scene, Tried, tried
 from rlexp.verify.compared import Comparison
 from rlexp.verify.compared_samples import SampleStep
@@ -135,14 +135,14 @@ def differing(comparison: Comparison, finding: Finding) -> Differing:
     """Return the step's log-probabilities or scores, of the run and of the reference, for findings about them."""
     step = next(step for step in comparison.steps() if step.number == finding.step)
     if finding.clue is Clue.POLICY:
-        got, wanted = step.by_sequence("policy_t"), step.expected.policy
+        got, wanted = step.by_sequence("policy_n"), step.expected.policy
     elif finding.clue is not Clue.REFERENCE:
         return Differing()
     elif isinstance(step, SampleStep):
         kept, meant = step.run.reference or [], step.expected.rollout.reference or []
         got, wanted = ({(place, SIDE): each for place, each in enumerate(of)} for of in (kept, meant))
     else:
-        got, wanted = step.by_sequence("reference_t"), step.expected.reference
+        got, wanted = step.by_sequence("reference_n"), step.expected.reference
     alike = got.keys() == wanted.keys() and all(len(got[key]) == len(wanted[key]) for key in wanted)
     return Differing(got, wanted) if alike else Differing()
 
@@ -318,23 +318,32 @@ def _real(pack: Pack) -> Tensor:
 
 
 def _attended(pack: Pack, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, ask: Ask) -> list[Tensor]:
-    """Attention's output and gradients by a written-out softmax, sequence by sequence, in float64."""
+    """Attention's output and gradients by a written-out softmax, segment by segment after its ancestors, in float64."""
     groups = q.shape[1] // k.shape[1]
     out, grads = torch.zeros_like(q), [torch.zeros_like(each) for each in (q, k, v)]
     for segment in pack.segments:
-        at = slice(segment.start, segment.start + segment.length)
         if not segment.length:
             continue
+        at, own = _after_ancestors(pack, segment), slice(-segment.length, None)
         parts = [each[at].clone().requires_grad_() for each in (q, k, v)]
         query, key, value = (part.transpose(0, 1) for part in parts)
         wide = (each.repeat_interleave(groups, dim=0) for each in (key, value))
         result = softmax_attention(query, next(wide), next(wide), ask.scale, ask.window).transpose(0, 1)
-        result.backward(dout[at])
-        out[at] = result.detach()
+        result[own].backward(dout[at[own]])
+        out[at[own]] = result[own].detach()
         for grad, part in zip(grads, parts, strict=True):
             assert part.grad is not None
-            grad[at] = part.grad
+            grad[at] += part.grad
     return [out, *grads]
+
+
+def _after_ancestors(pack: Pack, segment: Segment) -> Tensor:
+    """Return the places that a segment's tokens see, its own last."""
+    ranges = [torch.arange(segment.start, segment.start + segment.length)]
+    while segment.parent is not None:
+        segment = pack.segments[segment.parent]
+        ranges.insert(0, torch.arange(segment.start, segment.start + segment.length))
+    return torch.cat(ranges)
 
 
 def _head_shape(config: Any) -> tuple[int, int, int]:

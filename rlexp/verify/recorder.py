@@ -80,8 +80,13 @@ class Recorder(Sink):
         assert self.held is not None
         self.of_shard[id(shard)] = held = self.held
         held.tokens_t, held.targets_t = array(shard.tokens_t), array(shard.targets_t)
-        held.positions_t, held.sequence_t = array(shard.positions_t), array(shard.sequence_t)
-        held.real_tokens = shard.real_tokens
+        held.positions_t, held.index_t = array(shard.positions_t), array(shard.index_t)
+        held.sequence_n, held.position_n = (
+            array(shard.sequence_n),
+            array(shard.by_token(shard.positions_t[shard.trained_u])),
+        )
+        held.target_n = array(shard.by_token(shard.targets_t[shard.trained_u]))
+        held.real_tokens, held.sequence_tokens = shard.real_tokens, shard.sequence_tokens
 
     def of(self, shard: Shard) -> Micro:
         """Return the micro-batch of a shard that the policy has not computed yet."""
@@ -170,13 +175,13 @@ class RecordedEngine:
         if not known or isinstance(tokens, TokenScores):  # scores: the loss is given one for each answer
             return tokens
         micro = self._recorder.micro
-        micro.policy_t, micro.logits_t = array(tokens.logps_t), array(tokens.mean_logits_t)
-        more = {"likelihoods_t": tokens.likelihoods_t, "entropies_t": tokens.entropy_t, "hits_t": tokens.hits_t,
-                "values_t": tokens.values_t}  # fmt: skip
+        micro.policy_n, micro.logits_n = array(tokens.logps_n), array(tokens.mean_logits_n)
+        more = {"likelihoods_n": tokens.likelihoods_n, "entropies_n": tokens.entropy_n, "hits_n": tokens.hits_n,
+                "values_n": tokens.values_n}  # fmt: skip
         for name, each in more.items():
             if each is not None:
                 setattr(micro, name, array(each))
-        for who, each in {"policy": tokens.logps_t, "entropies": tokens.entropy_t, "values": tokens.values_t}.items():
+        for who, each in {"policy": tokens.logps_n, "entropies": tokens.entropy_n, "values": tokens.values_n}.items():
             if each is not None and each.requires_grad:
                 watch_derivative(each, micro, f"derivative by {who}")
         return tokens
@@ -217,6 +222,12 @@ def recorded_run(run: Run, recorder: Recorder) -> RecordedRun:
 
 
 def seen(pack: Pack) -> PackSeen:
-    segments = tuple((segment.start, segment.length, segment.padded) for segment in pack.segments)
-    tokens_T, targets_T = array(pack.tokens_T), array(pack.targets_T)
-    return PackSeen(tokens_T, targets_T, array(pack.positions_T), array(pack.sequence_T), segments)
+    return PackSeen(
+        tokens_T=array(pack.tokens_T),
+        targets_T=array(pack.targets_T),
+        positions_T=array(pack.positions_T),
+        place_N=array(pack.place_N),
+        sequence_N=array(pack.sequence_N),
+        end_S=array(pack.end_S),
+        segments=tuple((each.start, each.length, each.padded, each.parent) for each in pack.segments),
+    )

@@ -1,6 +1,6 @@
 """Records of a run and of the reference, as plain arrays, which the launcher reads without torch.
 
-Shape letters: T packed tokens, t tokens of one rank, S sequences, E examples.
+Shape letters: T packed tokens, t tokens of one rank, N and n trained tokens of these, S sequences, E examples.
 """
 
 from __future__ import annotations
@@ -109,8 +109,10 @@ class PackSeen:
     tokens_T: Array
     targets_T: Array
     positions_T: Array
-    sequence_T: Array
-    segments: tuple[tuple[int, int, int], ...]  # start, length, padded
+    place_N: Array
+    sequence_N: Array
+    end_S: Array
+    segments: tuple[tuple[int, int, int, int | None], ...]  # start, length, padded, parent
 
 
 @dataclass(frozen=True)
@@ -162,14 +164,18 @@ class Micro:
     tokens_t: Array | None = None
     targets_t: Array | None = None
     positions_t: Array | None = None
-    sequence_t: Array | None = None
-    real_tokens: int = 0
-    policy_t: Array | None = None  # log-probability of each target
-    logits_t: Array | None = None  # mean over the vocabulary
-    reference_t: Array | None = None
-    likelihoods_t: Array | None = None  # log Σ p² of each target's distribution
-    entropies_t: Array | None = None  # the distribution's entropy
-    hits_t: Array | None = None  # 1 where the target is the most probable token
+    index_t: Array | None = None  # places in the pack
+    sequence_n: Array | None = None  # whose trained token it is
+    position_n: Array | None = None  # at which it is predicted
+    target_n: Array | None = None
+    real_tokens: int = 0  # of this rank
+    sequence_tokens: int = 0  # of the pack's sequences, a shared token counted for each
+    policy_n: Array | None = None  # log-probability of each target
+    logits_n: Array | None = None  # mean over the vocabulary
+    reference_n: Array | None = None
+    likelihoods_n: Array | None = None  # log Σ p² of each target's distribution
+    entropies_n: Array | None = None  # the distribution's entropy
+    hits_n: Array | None = None  # 1 where the target is the most probable token
     sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (E,)
     counts: Counts | None = None  # what else the loss is given
     mismatched: Array | None = None  # log-ratios of all the train batch's mismatched answers, as the loss is given them
@@ -184,7 +190,7 @@ class Micro:
     terms: Terms | None = None  # what the formula of a policy loss made of them on this rank
 
     def column(self, name: str) -> Array | None:
-        """Values of this rank's tokens."""
+        """Values of this rank's trained tokens."""
         values: Array | None = self.known[name] if name in self.known else getattr(self, name, None)
         return values
 

@@ -53,7 +53,7 @@ class RowsRecorder(Recorder):
         training = self.pass_ == TRAINING
         self.held = Micro(tuple(each.index for each in examples))
         if training and self.collected:  # the reference has computed already
-            self.held.reference_t = self.collected.pop(0).reference_t
+            self.held.reference_n = self.collected.pop(0).reference_n
         places, seen_tokens = {
             TRAINING: ([] if self.step.trained else self.step.micros, self.trace.tokens),
             "collecting": (self.collected, self.trace.tokens),
@@ -182,9 +182,9 @@ class RecordedReference(Reference):
         return self.reference.known(pack, shard)
 
     def logps(self, shard: Shard) -> Tensor:
-        logps_t = self.reference.logps(shard)
-        self.recorder.of(shard).reference_t = array(logps_t)
-        return logps_t
+        logps_n = self.reference.logps(shard)
+        self.recorder.of(shard).reference_n = array(logps_n)
+        return logps_n
 
 
 class RecordedLoss:

@@ -28,8 +28,8 @@ from rlexp.training.world.groups import World
 from rlexp.verify.recorder import Recorder, array, recorded_run
 from rlexp.verify.records import Array, Drawn, Micro, RolloutSeen, Terms, TokenAnswer
 
-SAID = {"policy": "logps_t", "entropies": "entropy_t", "values": "values_t"}
-KNOWN = ("old_t", "behaviour_t", "reference_t", "advantages_t", "old_values_t", "returns_t", "weight_t", "trained_t")
+SAID = {"policy": "logps_n", "entropies": "entropy_n", "values": "values_n"}
+KNOWN = ("old_n", "behaviour_n", "reference_n", "advantages_n", "old_values_n", "returns_n", "weight_n", "trained_n")
 
 
 class SampleRecorder(Recorder):
@@ -71,14 +71,14 @@ class SampleRecorder(Recorder):
             if values is not None:
                 micro.known[name] = array(values)
         micro.known |= {"answer_weights": array(tokens.weight_S), "lengths": array(tokens.length_S),
-                        "sums": array(tokens.by_sequence(tokens.logps_t.detach()))}  # fmt: skip
+                        "sums": array(tokens.by_sequence(tokens.logps_n.detach()))}  # fmt: skip
         micro.known |= {f"slope of {name}": array(slope) for name, slope in slopes.items()}
         micro.terms = Terms(
             loss=float(terms.loss.detach()),
             weighted={name: float(each) for name, each in terms.weighted.items()},
             replicated={name: float(each) for name, each in terms.replicated.items()},
-            means={name: array(each) for name, each in terms.means_t.items()},
-            peaks={name: array(each) for name, each in terms.peaks_t.items()},
+            means={name: array(each) for name, each in terms.means_n.items()},
+            peaks={name: array(each) for name, each in terms.peaks_n.items()},
             slopes={},
             kl_coef=kl_coef,
             configured=configured,

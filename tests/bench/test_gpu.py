@@ -290,9 +290,9 @@ def test_the_heads_gradient_is_as_exact_in_many_pieces_as_in_one(dtype: torch.dt
     tokens, vocabulary, width = 128 if fused and HERE == "cpu" else 1024, 512, 64  # the interpreter is slow
     weight, hidden = seeded(vocabulary, width).mul(0.1).to(dtype), seeded(tokens, width, seed=1).mul(0.1).to(dtype)
     targets = torch.randint(vocabulary, (tokens,), generator=torch.Generator().manual_seed(0))
-    held = Held(torch.zeros(tokens, dtype=torch.int64), targets)
+    held = Held.of(targets)
     exact = gradients(weight.double(), hidden.double(), held, tokens)
-    held = Held(held.sequence_t.to(DEVICE), held.targets_t.to(DEVICE))
+    held = Held.of(targets.to(DEVICE))
     errors = []
     for pieces in (1, 4, 64):
         got = gradients(weight.to(DEVICE), hidden.to(DEVICE), held, tokens // pieces, fused=fused)
@@ -307,7 +307,7 @@ def gradients(weight: Tensor, hidden: Tensor, held: Held, rows: int, *, fused: b
     weight, hidden = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
     head = HeadLogps(1.0, Entropy.unasked, most=len(weight) * rows)
     head.fused = fused
-    logps: Tensor = head(weight, None, hidden, held).logps_t  # type: ignore[arg-type, union-attr]
+    logps: Tensor = head(weight, None, hidden, held).logps_n  # type: ignore[arg-type, union-attr]
     factors = torch.linspace(-1, 1, len(hidden), device=logps.device)
     return [logps.detach(), *torch.autograd.grad((logps * factors).sum(), [weight, hidden])]
 

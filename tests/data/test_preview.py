@@ -27,13 +27,13 @@ from rlexp.data.lengths import lengths_of
 from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import hashes
 from rlexp.data.visible import visible
-from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
+from rlexp.training.dealer.packing import pack_examples
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Completion, Pair

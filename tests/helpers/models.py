@@ -143,9 +143,13 @@ def starting_weights(_spec: RankSpec, configs: Sequence[Config]) -> list[dict[st
 class Held:
     """What the head reads of a shard."""
 
-    sequence_t: Tensor
     targets_t: Tensor
+    trained_u: Tensor
 
-    @property
-    def trained_n(self) -> Tensor:
-        return (self.sequence_t >= 0).nonzero().squeeze(-1)
+    @classmethod
+    def of(cls, targets_t: Tensor) -> Held:
+        """All targets are trained on."""
+        return cls(targets_t, torch.arange(len(targets_t), device=targets_t.device))
+
+    def by_token(self, values_u: Tensor) -> Tensor:
+        return values_u

@@ -220,8 +220,8 @@ def advantages_of(case: Case, cfg: PolicyLossConfig, loss: PolicyLoss, kl_coef: 
 
 
 def laid_out(case: Case, rows: Sequence[Sequence[float]]) -> Tensor:
-    """Lay the rows in a pack: before each answer, two tokens of a prompt with value 0."""
-    return tensor([value for row in rows for value in (0.0, 0.0, *row)])
+    """Lay the rows one after the other."""
+    return tensor([value for row in rows for value in row])
 
 
 def tokens_of(case: Case, cfg: PolicyLossConfig, loss: PolicyLoss, kl_coef: float) -> PolicyTokens:
@@ -229,29 +229,29 @@ def tokens_of(case: Case, cfg: PolicyLossConfig, loss: PolicyLoss, kl_coef: floa
     samples = len(case.lengths)
     lengths, counts = torch.tensor(case.lengths), torch.tensor(case.counts)
     weight_B = token_weight(cfg.normalize, lengths, counts, FIXED).tolist()
-    owner = [each for sample, length in enumerate(case.lengths) for each in (samples, samples, *[sample] * length)]
-    sequence_t = torch.tensor(owner)
+    owner = [each for sample, length in enumerate(case.lengths) for each in [sample] * length]
+    sequence_n = torch.tensor(owner, dtype=torch.int64)
 
-    def by_sequence(values_t: Tensor) -> Tensor:
-        return torch.zeros(samples + 1, dtype=torch.float64).index_add(0, sequence_t, values_t.double())[:-1]
+    def by_sequence(values_n: Tensor) -> Tensor:
+        return torch.zeros(samples, dtype=torch.float64).index_add(0, sequence_n, values_n.double())
 
     def spread(values: Sequence[float]) -> Tensor:
         return laid_out(case, [[value] * length for value, length in zip(values, case.lengths, strict=True)])
 
     critic = loss.needs_critic
     return PolicyTokens(
-        logps_t=laid_out(case, case.logps).requires_grad_(),
-        old_t=laid_out(case, case.old),
-        behaviour_t=laid_out(case, case.behaviour),
-        reference_t=laid_out(case, case.reference) if loss.needs_reference else None,
-        advantages_t=laid_out(case, [each.tolist() for each in advantages]),
-        entropy_t=laid_out(case, case.entropy).requires_grad_(loss.needs_entropy),
-        values_t=laid_out(case, case.values).requires_grad_() if critic else None,
-        old_values_t=laid_out(case, case.old_values) if critic else None,
-        returns_t=laid_out(case, returns) if critic else None,
-        weight_t=spread(weight_B),
-        trained_t=spread([float(each) for each in case.counts]),
-        sequence_t=sequence_t,
+        logps_n=laid_out(case, case.logps).requires_grad_(),
+        old_n=laid_out(case, case.old),
+        behaviour_n=laid_out(case, case.behaviour),
+        reference_n=laid_out(case, case.reference) if loss.needs_reference else None,
+        advantages_n=laid_out(case, [each.tolist() for each in advantages]),
+        entropy_n=laid_out(case, case.entropy).requires_grad_(loss.needs_entropy),
+        values_n=laid_out(case, case.values).requires_grad_() if critic else None,
+        old_values_n=laid_out(case, case.old_values) if critic else None,
+        returns_n=laid_out(case, returns) if critic else None,
+        weight_n=spread(weight_B),
+        trained_n=spread([float(each) for each in case.counts]),
+        sequence_n=sequence_n,
         weight_S=sequence_weight(counts),
         length_S=lengths,
         by_sequence=by_sequence,
@@ -262,11 +262,9 @@ def close(got: Any, wanted: Any) -> None:
     assert got == pytest.approx(wanted, rel=EXACT, abs=EXACT)
 
 
-def answers_of(tokens: PolicyTokens, values_t: Tensor | None) -> list[float]:
-    assert values_t is not None
-    inside = tokens.sequence_t < len(tokens.weight_S)
-    assert not bool(values_t[~inside].any())  # no gradient reaches a prompt
-    return [float(each) for each in values_t[inside]]
+def answers_of(tokens: PolicyTokens, values_n: Tensor | None) -> list[float]:
+    assert values_n is not None
+    return [float(each) for each in values_n]
 
 
 def padded(case: Case, rows: Sequence[Sequence[float]]) -> Tensor:

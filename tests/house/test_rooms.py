@@ -71,7 +71,7 @@ def add(copy: Path, file: str, line: str) -> None:
         ("training/dataset/seam.py", "from rlexp.training.dataset.seam import Seam", None),  # itself: no circle
         ("training/dataset/packing.py", "from rlexp.training.train.offline_task import OfflineTask",
          "dataset/packing.py"),
-        ("training/types.py", "def later():\n    import rlexp.training.ring.layouts.shard", "ring/layouts/shard.py"),
+        ("training/types.py", "def later():\n    import rlexp.training.dealer.shard", "ring/layouts/shard.py"),
         ("training/dataset/sampler.py", "if TYPE_CHECKING:\n    from rlexp.training.train import examples",
          "train/examples.py"),
         ("training/ring/layouts/chunks.py", "import rlexp.training.ring.layouts", "layouts/__init__.py"),

@@ -21,12 +21,12 @@ KEY = (0, "answer")
 def shares(said: float, part: float, tmp_path: Path) -> tuple[float, float]:
     """How far a part is from what it should say, and how far the run is, which said something else of one token."""
     task: Any = SimpleNamespace(needs=SimpleNamespace(scores=False))
-    pack: Any = SimpleNamespace(sequence_T=torch.tensor([-1, 0, 0, 0]))
+    pack: Any = SimpleNamespace(sequence_N=torch.tensor([0, 0, 0]))
     differing = Differing({KEY: np.array([WANTED[0], said, WANTED[2]])}, {KEY: np.array(WANTED)})
     scene = Scene(task, [(pack, [KEY])], 1, 1, TensorFiles(tmp_path), differing)
 
     def says(_pack: Any, _keys: Any) -> Tensor:
-        return torch.tensor([0.0, WANTED[0], part, WANTED[2]], dtype=torch.float64)
+        return torch.tensor([WANTED[0], part, WANTED[2]], dtype=torch.float64)
 
     ours, run = scene.apart(says).tolist()
     return ours, run

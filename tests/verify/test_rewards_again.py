@@ -25,13 +25,13 @@ from rlexp.config.schema.rollouts import (
     RuleRewardConfig,
     SumRewardConfig,
 )
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.model.reward_model import RewardModel, last_places
+from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.rollout import sampling
 from rlexp.training.rollout.rewards import numbers_in_text
 from rlexp.training.rollout.rewards.rule import rule_of
@@ -306,7 +306,7 @@ def saved(path: Path, template: str | None = None) -> Path:
 def products_scores(cfg: ModelRewardConfig, tokenizer: Any, drawn: Sequence[Sample]) -> list[float]:
     model, layout = RewardModel(cfg, "reward", tokenizer, 512), get_layout("zigzag")
     pack = pack_sequences([model.encode(each) for each in drawn], layout.multiple(1))
-    scores: list[float] = model(shard_pack(pack, ALONE, layout, CpuFlash(), 512), last_places(pack)).tolist()
+    scores: list[float] = model(shard_pack(pack, ALONE, layout, CpuFlash(), 512), pack.end_S).tolist()
     return scores
 
 

@@ -20,6 +20,7 @@ from rlexp.config.checks.model import check_pretrained
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
+from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import Checkpointing, Config, Device, HFModelConfig, LoggerName, TinyModelConfig
 from rlexp.config.schema.bounds import as_typed, check_bounds
@@ -48,6 +49,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
+    check_sharing(cfg)
     check_kernel(cfg, heads, here=here)
     check_adapter(cfg, here=here)
     check_reference(cfg, here=here)

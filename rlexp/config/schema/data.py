@@ -46,6 +46,9 @@ class DataConfig:
     # read each pair as two answers, a good and a bad one, for a loss that is trained on unpaired answers
     unpair: bool = False
     packing: bool = True  # lay the sequences of a micro-batch end to end; false: pad them to the longest
+    # compute what sequences of a micro-batch have in common once: prompts of pairs, turns of conversations; null: true,
+    # unless data.packing=false or parallel.backend leave no room for it
+    share_prefix: bool | None = None
 
 
 @dataclass

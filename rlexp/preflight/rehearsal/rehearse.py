@@ -164,11 +164,11 @@ class Unknown(Reference):
         self.dtype = torch.promote_types(setting.dtype, torch.float32)
 
     def known(self, pack: Pack, shard: Shard) -> Shard:  # noqa: ARG002
-        return dataclasses.replace(shard, known_t=torch.zeros(len(shard.tokens_t), dtype=self.dtype))
+        return dataclasses.replace(shard, known_n=torch.zeros(len(shard.listed_n), dtype=self.dtype))
 
     def logps(self, shard: Shard) -> Tensor:
-        assert shard.known_t is not None
-        return shard.known_t
+        assert shard.known_n is not None
+        return shard.known_n
 
 
 class LoggedPhases(Phases):

@@ -3,8 +3,8 @@
     ratio = exp(log π − log π_old),  loss = max(−A·ratio, −A·clamp(ratio, 1 − clip_low, 1 + clip_high))
 
 With policy = old the ratio is 1 and nothing is clipped. The loss of a token is −A and its gradient is −A·∇log π, as in
-REINFORCE. Shape letters: t tokens of this rank, S sequences of a micro-batch, N samples of a rollout, L tokens of an
-answer.
+REINFORCE. Shape letters: n tokens of answers on this rank, S sequences of a micro-batch, N samples of a rollout, L
+tokens of an answer.
 """
 
 from __future__ import annotations
@@ -60,16 +60,16 @@ class ClippedRatio:
         return Spread(torch.full_like(kl_L, credit, dtype=torch.float64))
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
-        ratio_t = torch.exp(tokens.logps_t - tokens.old_t)
-        losses_t, clipped_t = self.surrogate(ratio_t, tokens.advantages_t)
-        policy = (tokens.weight_t * losses_t * self.importance(tokens.old_t - tokens.behaviour_t)).sum()
+        ratio_n = torch.exp(tokens.logps_n - tokens.old_n)
+        losses_n, clipped_n = self.surrogate(ratio_n, tokens.advantages_n)
+        policy = (tokens.weight_n * losses_n * self.importance(tokens.old_n - tokens.behaviour_n)).sum()
         others = self.other_terms(tokens, kl_coef)
         return PolicyTerms(
             loss=policy + sum(others.values()),
             weighted={"loss/policy_avg": policy.detach()} | {name: term.detach() for name, term in others.items()},
             replicated={},
-            means_t=logged(tokens, ratio_t, clipped_t),
-            peaks_t={"val/ratio_max": ratio_t.detach()},
+            means_n=logged(tokens, ratio_n, clipped_n),
+            peaks_n={"val/ratio_max": ratio_n.detach()},
         )
 
     def surrogate(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,27 +91,27 @@ class ClippedRatio:
         """Return the terms of divergence and entropy as they enter the loss."""
         terms = {}
         if self.needs_reference and self.kl_in is KLPlace.loss:
-            assert tokens.reference_t is not None
-            kl_t = estimate(self.kl, tokens.logps_t - tokens.reference_t)
-            terms["loss/kl"] = kl_coef * (tokens.weight_t * kl_t).sum()
+            assert tokens.reference_n is not None
+            kl_n = estimate(self.kl, tokens.logps_n - tokens.reference_n)
+            terms["loss/kl"] = kl_coef * (tokens.weight_n * kl_n).sum()
         if self.needs_entropy:
-            terms["loss/entropy"] = -self.entropy * (tokens.weight_t * tokens.entropy_t).sum()
+            terms["loss/entropy"] = -self.entropy * (tokens.weight_n * tokens.entropy_n).sum()
         return terms
 
 
 @torch.no_grad()
-def logged(tokens: PolicyTokens, ratio_t: Tensor, clipped_t: Tensor) -> dict[str, Tensor]:
+def logged(tokens: PolicyTokens, ratio_n: Tensor, clipped_n: Tensor) -> dict[str, Tensor]:
     """Return the metrics of each token, under TRL's names where TRL has one."""
-    values_t = {
-        "policy/approxkl_avg": (tokens.logps_t - tokens.old_t).square() / 2,
-        "policy/clipfrac_avg": clipped_t,
-        "policy/entropy_avg": tokens.entropy_t,
-        "val/ratio": ratio_t,
-        "val/behaviour_ratio": torch.exp(tokens.old_t - tokens.behaviour_t),
+    values_n = {
+        "policy/approxkl_avg": (tokens.logps_n - tokens.old_n).square() / 2,
+        "policy/clipfrac_avg": clipped_n,
+        "policy/entropy_avg": tokens.entropy_n,
+        "val/ratio": ratio_n,
+        "val/behaviour_ratio": torch.exp(tokens.old_n - tokens.behaviour_n),
     }
-    if tokens.reference_t is not None:
-        values_t["policy/kl_avg"] = estimate(KLEstimator.k3, tokens.logps_t - tokens.reference_t)
-    return {name: each.detach() for name, each in values_t.items()}
+    if tokens.reference_n is not None:
+        values_n["policy/kl_avg"] = estimate(KLEstimator.k3, tokens.logps_n - tokens.reference_n)
+    return {name: each.detach() for name, each in values_n.items()}
 
 
 def by_group(values_N: Tensor, group_N: Tensor, credit: Callable[[Tensor], Tensor]) -> Tensor:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rlexp.training.algos.clipped import logged
@@ -25,24 +24,24 @@ class GSPO(GRPO):
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
         length_S = tokens.length_S.clamp(min=1)
 
-        def mean(values_t: Tensor) -> Tensor:
+        def mean(values_n: Tensor) -> Tensor:
             """Return the mean over each answer's tokens, (S,); 0 for an empty answer."""
-            return tokens.by_sequence(values_t) / length_S
+            return tokens.by_sequence(values_n) / length_S
 
-        ratio_S = torch.exp(mean(tokens.logps_t - tokens.old_t))
-        losses_S, clipped_S = self.surrogate(ratio_S, mean(tokens.advantages_t))
-        policy = (tokens.weight_S * losses_S * self.importance(mean(tokens.old_t - tokens.behaviour_t))).sum()
+        ratio_S = torch.exp(mean(tokens.logps_n - tokens.old_n))
+        losses_S, clipped_S = self.surrogate(ratio_S, mean(tokens.advantages_n))
+        policy = (tokens.weight_S * losses_S * self.importance(mean(tokens.old_n - tokens.behaviour_n))).sum()
         others = self.other_terms(tokens, kl_coef)
-        ratio_t = by_token(ratio_S.detach(), tokens)
+        ratio_n = by_token(ratio_S.detach(), tokens)
         return PolicyTerms(
             loss=policy + sum(others.values()),
             weighted={name: term.detach() for name, term in others.items()},
             replicated={"loss/policy_avg": policy.detach()},
-            means_t=logged(tokens, ratio_t, by_token(clipped_S, tokens)),
-            peaks_t={"val/ratio_max": ratio_t},
+            means_n=logged(tokens, ratio_n, by_token(clipped_S, tokens)),
+            peaks_n={"val/ratio_max": ratio_n},
         )
 
 
 def by_token(values_S: Tensor, tokens: PolicyTokens) -> Tensor:
-    """Return for each token, (t,), the value of its sequence; 0 for a token of no sequence."""
-    return F.pad(values_S, (0, 1))[tokens.sequence_t]
+    """Return for each token, (n,), the value of its sequence."""
+    return values_S[tokens.sequence_n]

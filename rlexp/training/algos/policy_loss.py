@@ -5,7 +5,8 @@ earned relative to the others. For each answer, `spread` gives that credit to it
 computes the loss of each micro-batch. Its sums are over *weighted* tokens: the weights already hold the global counts
 of the train batch, so nothing is divided here.
 
-Shape letters: N samples of a rollout, L tokens of an answer, t tokens of this rank, S sequences of a micro-batch.
+Shape letters: N samples of a rollout, L tokens of an answer, n tokens of answers on this rank, S sequences of a
+micro-batch.
 """
 
 from __future__ import annotations
@@ -36,23 +37,23 @@ class Spread:
 
 @dataclass(frozen=True)
 class PolicyTokens:
-    """A rank's tokens of a micro-batch. Tokens that are not trained on have weight 0 and finite values."""
+    """A rank's tokens of a micro-batch's answers. Tokens that do not count have weight 0."""
 
-    logps_t: Tensor  # log-probabilities of the policy, with their gradient
-    old_t: Tensor  # the same before the first step on these samples
-    behaviour_t: Tensor  # the same under the weights that drew the samples
-    reference_t: Tensor | None
-    advantages_t: Tensor
-    entropy_t: Tensor  # with a gradient if the algorithm has an entropy bonus
-    values_t: Tensor | None  # the critic's, with their gradient
-    old_values_t: Tensor | None
-    returns_t: Tensor | None
-    weight_t: Tensor  # weight of the token's term in the loss of the train batch
-    trained_t: Tensor  # 1.0 where the token counts, else 0.0
-    sequence_t: Tensor  # index of the token's sequence; S for a token of no sequence
+    logps_n: Tensor  # log-probabilities of the policy, with their gradient
+    old_n: Tensor  # the same before the first step on these samples
+    behaviour_n: Tensor  # the same under the weights that drew the samples
+    reference_n: Tensor | None
+    advantages_n: Tensor
+    entropy_n: Tensor  # with a gradient if the algorithm has an entropy bonus
+    values_n: Tensor | None  # the critic's, with their gradient
+    old_values_n: Tensor | None
+    returns_n: Tensor | None
+    weight_n: Tensor  # weight of the token's term in the loss of the train batch
+    trained_n: Tensor  # 1.0 where the token counts, else 0.0
+    sequence_n: Tensor  # index of the token's sequence
     weight_S: Tensor  # weight in a loss of whole sequences: 1 / (sequences that count), or 0
     length_S: Tensor  # length of the sequence's answer
-    by_sequence: Callable[[Tensor], Tensor]  # (t,) to (S,): sums over the ring, differentiable
+    by_sequence: Callable[[Tensor], Tensor]  # (n,) to (S,): sums over the ring, differentiable
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ class PolicyTerms:
     loss: Tensor
     weighted: dict[str, Tensor]  # parts of the loss from token terms; their total is the sum over all ranks
     replicated: dict[str, Tensor]  # parts of the loss from sequence terms; equal on every rank of a ring
-    means_t: dict[str, Tensor]  # detached; logged as the mean over the trained tokens of the train batch
-    peaks_t: dict[str, Tensor]  # detached; logged as the maximum over the trained tokens of the train batch
+    means_n: dict[str, Tensor]  # detached; logged as the mean over the trained tokens of the train batch
+    peaks_n: dict[str, Tensor]  # detached; logged as the maximum over the trained tokens of the train batch
 
 
 class PolicyLoss(Protocol):

@@ -40,13 +40,13 @@ class PPO(ClippedRatio):
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
         """Add the critic's loss. `loss/value_avg` is logged without its coefficient, as TRL does."""
         terms = super().__call__(tokens, kl_coef)
-        losses_t, clipped_t = self.value_losses(tokens)
-        value = (tokens.weight_t * losses_t).sum()
+        losses_n, clipped_n = self.value_losses(tokens)
+        value = (tokens.weight_n * losses_n).sum()
         return replace(
             terms,
             loss=terms.loss + self.value_coef * value,
             weighted=terms.weighted | {"loss/value_avg": value.detach()},
-            means_t=terms.means_t | {"val/clipfrac_avg": clipped_t},
+            means_n=terms.means_n | {"val/clipfrac_avg": clipped_n},
         )
 
     def value_losses(self, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
@@ -55,12 +55,12 @@ class PPO(ClippedRatio):
         The loss is half the larger of two squared errors: that of the value, and that of the value held within
         `value_clip` of the old one.
         """
-        assert tokens.values_t is not None
-        assert tokens.old_values_t is not None
-        assert tokens.returns_t is not None
-        plain_t = (tokens.values_t - tokens.returns_t).square()
+        assert tokens.values_n is not None
+        assert tokens.old_values_n is not None
+        assert tokens.returns_n is not None
+        plain_n = (tokens.values_n - tokens.returns_n).square()
         if self.value_clip is None:
-            return plain_t / 2, torch.zeros_like(plain_t)
-        held_t = tokens.values_t.clamp(tokens.old_values_t - self.value_clip, tokens.old_values_t + self.value_clip)
-        losses_t = torch.maximum(plain_t, (held_t - tokens.returns_t).square())
-        return losses_t / 2, (losses_t != plain_t).detach().to(plain_t.dtype)
+            return plain_n / 2, torch.zeros_like(plain_n)
+        held_n = tokens.values_n.clamp(tokens.old_values_n - self.value_clip, tokens.old_values_n + self.value_clip)
+        losses_n = torch.maximum(plain_n, (held_n - tokens.returns_n).square())
+        return losses_n / 2, (losses_n != plain_n).detach().to(plain_n.dtype)

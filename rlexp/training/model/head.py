@@ -4,7 +4,8 @@ Both passes are written out. The backward pass computes the logits again, so bet
 row are kept. The gradient of the head's weight is added up over the pieces in float32 and rounded once: in bfloat16, a
 sum over 256 pieces would be off by 1.2 %, and the number of pieces follows from the ring size.
 
-Shape letters: t tokens of this rank, n of them in a piece, V vocabulary, E hidden size.
+Shape letters: t tokens of this rank, u of them whose targets are trained on, p of these in a piece, n the trained
+tokens of the sequences, V vocabulary, E hidden size.
 """
 
 from __future__ import annotations
@@ -63,10 +64,13 @@ class HeadLogps(nn.Module):
         fused = self.fused and bias is None
         rows = max(1, self.most // weight.shape[0])
         asked = _Asked(self.temperature, self.entropy, rows, self.likelihoods, self.hits, fused)
-        logps_t, means_t, entropy_t, likelihoods_t, hits_t = _Pieces.apply(
-            weight, bias, hidden_tE, shard.targets_t, shard.trained_n, asked
+        said = _Pieces.apply(weight, bias, hidden_tE, shard.targets_t, shard.trained_u, asked)
+        logps_n, means_n, entropy_n, likelihoods_n, hits_n = (
+            None if each_u is None else shard.by_token(each_u) for each_u in said
         )
-        return TokenLogps(logps_t, means_t, entropy_t, likelihoods_t=likelihoods_t, hits_t=hits_t)
+        assert logps_n is not None
+        assert means_n is not None
+        return TokenLogps(logps_n, means_n, entropy_n, likelihoods_n=likelihoods_n, hits_n=hits_n)
 
 
 class HeadScores(nn.Module):
@@ -98,8 +102,8 @@ class _Asked:
 
 
 class _Pieces(torch.autograd.Function):
-    """Values of the tokens `trained_n`, and zero for all others. Without such tokens all gradients are zero, but exist:
-    no rank waits for another's."""
+    """Values of the tokens `trained_u`. Without such tokens all gradients are zero, but exist: no rank waits for
+    another's."""
 
     @staticmethod
     def forward(
@@ -108,69 +112,75 @@ class _Pieces(torch.autograd.Function):
         bias: Tensor | None,
         hidden_tE: Tensor,
         targets_t: Tensor,
-        trained_n: Tensor,
+        trained_u: Tensor,
         asked: _Asked,
     ) -> tuple[Tensor | None, ...]:
         trained = asked.entropy is not Entropy.unasked, asked.likelihoods, asked.hits
         values = [
-            hidden_tE.new_zeros(len(hidden_tE), dtype=wide(weight.dtype)) if each else None
+            hidden_tE.new_empty(len(trained_u), dtype=wide(weight.dtype)) if each else None
             for each in (True, True, True, *trained)
         ]
         read = torch.ops.rlexp.read_logits if asked.fused else plain.read_logits
-        for at in trained_n.split(asked.rows):
-            logits_nV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
-            chosen_n, norm_n, *others = read(logits_nV, targets_t.index_select(0, at), asked.temperature, *trained)
-            found = (chosen_n - norm_n, norm_n, *others)
-            for into_t, values_n in zip(values, found, strict=True):
-                if into_t is not None:
-                    into_t.index_copy_(0, at, values_n)
-            del logits_nV  # before the next piece makes its own
-        logps_t, norms_t, means_t, entropy_t, likelihoods_t, hits_t = values
-        ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t)
+        for part, at in _parts(trained_u, asked.rows):
+            logits_pV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
+            chosen_p, norm_p, *others = read(logits_pV, targets_t.index_select(0, at), asked.temperature, *trained)
+            found = (chosen_p - norm_p, norm_p, *others)
+            for into_u, values_p in zip(values, found, strict=True):
+                if into_u is not None:
+                    into_u[part] = values_p
+            del logits_pV  # before the next piece makes its own
+        logps_u, norms_u, means_u, entropy_u, likelihoods_u, hits_u = values
+        ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_u, norms_u, entropy_u)
         ctx.asked = asked
-        logged = entropy_t if asked.entropy is Entropy.logged else None
-        ctx.mark_non_differentiable(*(x for x in (means_t, likelihoods_t, hits_t, logged) if x is not None))
-        return logps_t, means_t, entropy_t, likelihoods_t, hits_t
+        logged = entropy_u if asked.entropy is Entropy.logged else None
+        ctx.mark_non_differentiable(*(x for x in (means_u, likelihoods_u, hits_u, logged) if x is not None))
+        return logps_u, means_u, entropy_u, likelihoods_u, hits_u
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads_t: Tensor) -> tuple[Tensor | None, ...]:
-        weight, bias, hidden_tE, _, trained_n, *_ = ctx.saved_tensors
+    def backward(ctx: Any, *grads_u: Tensor) -> tuple[Tensor | None, ...]:
+        weight, bias, hidden_tE, _, trained_u, *_ = ctx.saved_tensors
         of_weight, of_bias, of_hidden, *_ = ctx.needs_input_grad
-        total = _Sum(weight, pieces=-(-len(trained_n) // ctx.asked.rows))
+        total = _Sum(weight, pieces=-(-len(trained_u) // ctx.asked.rows))
         bias_V = None if bias is None else bias.new_zeros(bias.shape, dtype=wide(bias.dtype))
         hidden_grad_tE = torch.zeros_like(hidden_tE) if of_hidden else None
-        for at, logits_grad_nV in _logits_grads(ctx.saved_tensors, ctx.asked, *grads_t):
-            narrow_nV = logits_grad_nV.to(weight.dtype)
+        for at, logits_grad_pV in _logits_grads(ctx.saved_tensors, ctx.asked, *grads_u):
+            narrow_pV = logits_grad_pV.to(weight.dtype)
             if hidden_grad_tE is not None:
-                hidden_grad_tE.index_copy_(0, at, narrow_nV @ weight)
+                hidden_grad_tE.index_copy_(0, at, narrow_pV @ weight)
             if bias_V is not None:
-                bias_V += logits_grad_nV.sum(0)
+                bias_V += logits_grad_pV.sum(0)
             if of_weight:
-                total.add(narrow_nV, hidden_tE.index_select(0, at))
-            del narrow_nV, logits_grad_nV
+                total.add(narrow_pV, hidden_tE.index_select(0, at))
+            del narrow_pV, logits_grad_pV
         weight_grad = total.rounded() if of_weight else None
         bias_grad = bias_V.to(bias.dtype) if bias_V is not None and of_bias else None
         return weight_grad, bias_grad, hidden_grad_tE, None, None, None
 
 
+def _parts(trained_u: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
+    """Yield pieces of trained tokens: where they stand among these, and in the shard."""
+    for first in range(0, len(trained_u), rows):
+        part = slice(first, first + rows)
+        yield part, trained_u[part]
+
+
 def _logits_grads(
-    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_t: Tensor, _: Any, entropy_grad_t: Any, *__: Any
+    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_u: Tensor, _: Any, entropy_grad_u: Any, *__: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tokens of each piece, and the gradient of their logits before the temperature."""
-    weight, bias, hidden_tE, targets_t, trained_n, norms_t, entropy_t = saved
-    joins = asked.entropy is Entropy.trained and entropy_grad_t is not None
-    for at in trained_n.split(asked.rows):
-        targets_n, norm_n, grad_n = (x.index_select(0, at) for x in (targets_t, norms_t, logps_grad_t))
-        of_entropy = [x.index_select(0, at) for x in (entropy_t, entropy_grad_t)] if joins else [None, None]
-        given = (targets_n, norm_n, grad_n, *of_entropy, asked.temperature)
-        logits_nV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
+    weight, bias, hidden_tE, targets_t, trained_u, norms_u, entropy_u = saved
+    joins = asked.entropy is Entropy.trained and entropy_grad_u is not None
+    for part, at in _parts(trained_u, asked.rows):
+        of_entropy = [entropy_u[part], entropy_grad_u[part]] if joins else [None, None]
+        given: Any = (targets_t.index_select(0, at), norms_u[part], logps_grad_u[part], *of_entropy, asked.temperature)
+        logits_pV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
         if asked.fused:
-            torch.ops.rlexp.logits_backward(logits_nV, *given)
+            torch.ops.rlexp.logits_backward(logits_pV, *given)
         else:
-            logits_nV = plain.logits_gradient(logits_nV, *given)
-        yield at, logits_nV
-        del logits_nV
+            logits_pV = plain.logits_gradient(logits_pV, *given)
+        yield at, logits_pV
+        del logits_pV
 
 
 class _Sum:
@@ -180,19 +190,19 @@ class _Sum:
         self.weight, self.pieces = weight, pieces
         self.total: Tensor | None = None
 
-    def add(self, grad_nV: Tensor, hidden_nE: Tensor) -> None:
+    def add(self, grad_pV: Tensor, hidden_pE: Tensor) -> None:
         if self.pieces == 1:
-            self.total = grad_nV.T @ hidden_nE
+            self.total = grad_pV.T @ hidden_pE
             return
         dtype = wide(self.weight.dtype)
         if self.total is None:
             self.total = self.weight.new_zeros(self.weight.shape, dtype=dtype)
-        if dtype is grad_nV.dtype:
-            self.total.addmm_(grad_nV.T, hidden_nE)
+        if dtype is grad_pV.dtype:
+            self.total.addmm_(grad_pV.T, hidden_pE)
         elif self.total.device.type == "cpu":  # it has no product of bfloat16 matrices into float32
-            self.total.addmm_(grad_nV.T.to(dtype), hidden_nE.to(dtype))
+            self.total.addmm_(grad_pV.T.to(dtype), hidden_pE.to(dtype))
         else:
-            torch.addmm(self.total, grad_nV.T, hidden_nE, out_dtype=dtype, out=self.total)
+            torch.addmm(self.total, grad_pV.T, hidden_pE, out_dtype=dtype, out=self.total)
 
     def rounded(self) -> Tensor:
         return torch.zeros_like(self.weight) if self.total is None else self.total.to(self.weight.dtype)

@@ -1,7 +1,8 @@
 """A causal model as a function from a shard to per-token log-probabilities, and from tokens to the next token's logits;
 with a head for scores, from a shard to per-token scores.
 
-Shape letters: t tokens of this rank, E hidden size; B rows that are decoded, q new tokens of each, V vocabulary.
+Shape letters: t tokens of this rank, u of them whose targets are trained on, E hidden size; B rows that are decoded, q
+new tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -122,7 +123,7 @@ class Policy(nn.Module):
             return scores
         logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
         critic = None if self._alone else self.critic
-        return logps if critic is None else logps._replace(values_t=critic(hidden_tE, shard))
+        return logps if critic is None else logps._replace(values_n=critic(hidden_tE, shard))
 
     def _next(self, batch: Decoding) -> Tensor:
         head = self.head
@@ -188,7 +189,7 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """The value of each token: a row of weights over the hidden states of its own trunk, or of the policy's.
+    """The value of each trained token: a row of weights over the hidden states of its own trunk, or of the policy's.
 
     The row is initialized to zeros, so the first values are zero.
     """
@@ -203,16 +204,16 @@ class Critic(nn.Module):
     def forward(self, hidden_tE: Tensor, shard: Shard) -> Tensor:
         if self.trunk is not None:
             hidden_tE = hidden_states(self.trunk, shard)
-        values_t: Tensor = self.head(hidden_tE).squeeze(-1)
-        return values_t
+        values_u: Tensor = self.head(hidden_tE.index_select(0, shard.trained_u)).squeeze(-1)
+        return shard.by_token(values_u)
 
 
 class ValueHead(nn.Linear):
     """A linear head in float32 (float64 for float64): it is one row, and bfloat16 would leave a value two digits."""
 
-    def forward(self, hidden_tE: Tensor) -> Tensor:
-        wide = torch.promote_types(hidden_tE.dtype, torch.float32)
-        return nn.functional.linear(hidden_tE.to(wide), self.weight.to(wide), self.bias.to(wide))
+    def forward(self, hidden_uE: Tensor) -> Tensor:
+        wide = torch.promote_types(hidden_uE.dtype, torch.float32)
+        return nn.functional.linear(hidden_uE.to(wide), self.weight.to(wide), self.bias.to(wide))
 
 
 def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:

@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlexp.base.errors import ModelError, is_out_of_memory
 from rlexp.config.schema import ModelConfig
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import listed, pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model import hook, rope
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise
@@ -26,8 +27,7 @@ from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.small import small_config
 from rlexp.training.ring.kernels import BlockKernel, computing_in
 from rlexp.training.ring.layouts import Layout
-from rlexp.training.ring.layouts.shard import shard_pack
-from rlexp.training.types import Pack
+from rlexp.training.types import Floats
 from rlexp.training.world.groups import Ring
 
 LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer; awkward for every ring
@@ -155,30 +155,29 @@ def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: Bl
     # Windows apply whatever their length, so that the copy is held to the very windows that it has.
     shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), sys.maxsize).to(small.device)
     with torch.no_grad():
-        logps_t = Policy(small.model(hook.NAME))(shard).logps_t.cpu()
-    expected_t = _alone(small, sequences, pack)[shard.index_t.cpu()]
-    difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()
+        logps_n = Policy(small.model(hook.NAME))(shard).logps_n.cpu()
+    expected_n = listed(_alone(small, sequences), torch.float64)[shard.listed_n.cpu()]
+    difference = (logps_n - expected_n).abs()
     worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
     if dist.is_initialized():  # the maximum over the ranks, so that all refuse together
         dist.all_reduce(worst, op=dist.ReduceOp.MAX)
     return float(worst), any(shard.attention.plans)
 
 
-def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]], pack: Pack) -> Tensor:
-    """Return the log-probabilities of the pack's targets by transformers' own model, sequence by sequence."""
+def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]]) -> list[Floats]:
+    """Return the log-probabilities of each answer's tokens by transformers' own model."""
     try:
         plain = small.model("sdpa")
     except ValueError:  # the model has no SDPA
         plain = small.model("eager")
-    expected_T = torch.zeros(len(pack.tokens_T), dtype=torch.float64)
+    expected = []
     with torch.no_grad(), precise(torch.float64):
-        for segment, (prompt, answer) in zip(pack.segments, sequences, strict=True):
+        for prompt, answer in sequences:
             tokens = torch.cat((prompt, answer)).to(small.device, torch.int64)
             logps = plain(input_ids=tokens.unsqueeze(0), use_cache=False).logits.squeeze(0).double().log_softmax(-1)
-            trained = slice(len(prompt) - 1, segment.length - 1)
-            taken = logps[trained].gather(-1, tokens[len(prompt) :].unsqueeze(-1)).squeeze(-1)
-            expected_T[segment.start + trained.start : segment.start + trained.stop] = taken.cpu()
-    return expected_T
+            taken = logps[len(prompt) - 1 : -1].gather(-1, tokens[len(prompt) :].unsqueeze(-1)).squeeze(-1)
+            expected.append(taken.cpu().numpy())
+    return expected
 
 
 def _copied(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> PreTrainedConfig:

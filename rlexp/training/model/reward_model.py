@@ -20,7 +20,7 @@ from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import load_reward_model, load_reward_tokenizer
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES, hidden_states
-from rlexp.training.types import Ids, Pack, Sample, Shard
+from rlexp.training.types import Ids, Sample, Shard
 
 CPU = torch.device("cpu")
 
@@ -78,14 +78,14 @@ class RewardModel(nn.Module):
         return cut_from_start(prompt, room, self.texts.tokenizer.bos_token_id), answer
 
     @torch.no_grad()
-    def forward(self, shard: Shard, last_S: Tensor) -> Tensor:
+    def forward(self, shard: Shard, end_S: Tensor) -> Tensor:
         """Return (S,) in float64, to be summed over the ring: the scores of sequences that end on this rank, else 0.
 
-        `last_S` is `last_places` of the shard's pack.
+        `end_S` says where the sequences of the shard's pack end.
         """
         with precise(self.head.weight.dtype):
             hidden_tE = hidden_states(self.model.base_model, shard)
-            here_S, place_S = here(shard, last_S)
+            here_S, place_S = here(shard, end_S)
             scores_S = self._scores(hidden_tE[place_S])
         return torch.where(here_S, scores_S, 0.0)
 
@@ -103,16 +103,10 @@ class RewardModel(nn.Module):
             )
 
 
-def here(shard: Shard, last_S: Tensor) -> tuple[Tensor, Tensor]:
+def here(shard: Shard, end_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return which places of the pack this rank holds, (S,), and where among its tokens."""
-    is_last_St = shard.index_t.unsqueeze(0) == last_S.to(shard.index_t.device).unsqueeze(1)
+    is_last_St = shard.index_t.unsqueeze(0) == end_S.to(shard.index_t.device).unsqueeze(1)
     return is_last_St.any(-1), is_last_St.int().argmax(-1)
-
-
-def last_places(pack: Pack) -> Tensor:
-    """Return (S,), the place in the pack at which each sequence ends."""
-    ends = [segment.start + segment.length - 1 for segment in pack.segments[: pack.sequences]]
-    return torch.tensor(ends, dtype=torch.int64)
 
 
 def same_tokens(one: Any, other: Any) -> bool:

@@ -21,7 +21,7 @@ class OfModel(Reference):
 
     @torch.no_grad()
     def logps(self, shard: Shard) -> Tensor:
-        return self.frozen.forward(shard).logps_t
+        return self.frozen.forward(shard).logps_n
 
 
 @dataclass(frozen=True)
@@ -33,4 +33,4 @@ class OfAdapter(Reference):
     @torch.no_grad()
     def logps(self, shard: Shard) -> Tensor:
         with self.engine.policy.starting():
-            return self.engine.forward(shard).logps_t
+            return self.engine.forward(shard).logps_n

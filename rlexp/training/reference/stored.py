@@ -28,7 +28,7 @@ from rlexp.base.files import replacing, sync
 from rlexp.config.content_ids import files_of_model
 from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
-from rlexp.training.dataset.packing import on_pack
+from rlexp.training.dealer.packing import listed
 from rlexp.training.reference.base import Reference
 from rlexp.training.types import Answered, Floats, Pack, Shard
 
@@ -242,8 +242,8 @@ class Stored(Reference):
     def known(self, pack: Pack, shard: Shard) -> Shard:
         assert len(pack.names) == pack.sequences, "a stored reference knows sequences by their names"
         values = [self.kept[name.held_out].of(name.example, name.answer) for name in pack.names]
-        return replace(shard, known_t=on_pack(pack, values, self.dtype)[shard.index_t])
+        return replace(shard, known_n=listed(values, self.dtype)[shard.listed_n])
 
     def logps(self, shard: Shard) -> Tensor:
-        assert shard.known_t is not None
-        return shard.known_t
+        assert shard.known_n is not None
+        return shard.known_n

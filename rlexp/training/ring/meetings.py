@@ -2,8 +2,8 @@
 
 The queries of a rank meet the keys of another in runs, consecutive queries with consecutive keys. For one pair of ranks
 the runs become one call for each kind of meeting. (A window can cut the keys of one query twice; then its runs are two
-calls.) Queries that see the same keys share them. Most calls have the same few selections of queries, so each of these
-is made once a layer.
+calls. A query meets its own segment and each of its ancestors in calls of their own.) Queries that see the same keys
+share them. Most calls have the same few selections of queries, so each of these is made once a layer.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, chain, pairwise, product
+from typing import TypeVar
 
 from rlexp.training.ring.kernels.base import Lengths
 from rlexp.training.ring.placement import Placement, Run
@@ -22,6 +23,9 @@ from rlexp.training.ring.slices import Slice
 
 Ranges = tuple[range, ...]  # rows of a shard
 Keys = tuple[tuple[int, range], ...]  # ranks, and rows of their shards
+Whole = tuple[range, tuple[int, range]]  # queries that all see all of these keys
+A = TypeVar("A")
+B = TypeVar("B")
 
 
 @dataclass(frozen=True)
@@ -39,8 +43,7 @@ class Met:
     @property
     def once(self) -> bool:
         """Say whether no key stands twice, so that the call's gradients are sums already."""
-        met = sorted(chain.from_iterable(self.keys.values()), key=lambda each: (each[0], each[1].start))
-        return all(one != other or rows.stop <= more.start for (one, rows), (other, more) in pairwise(met))
+        return _once([self])
 
 
 @dataclass(frozen=True)
@@ -91,6 +94,7 @@ class Planner:
 
     def __init__(self, slices: Sequence[Slice], placement: Placement) -> None:
         self.slices, self.placement = slices, placement
+        self.shares = any(each.queries != each.keys for each in slices)  # some segments have children
         starts = sorted({each.queries.start for each in slices if each.queries})
         self.held = [_by_segment(runs, starts) for runs in placement.runs]
         self._met: dict[tuple[int, ...], list[Met]] = {}
@@ -102,9 +106,17 @@ class Planner:
         return self._met[rank, *sources]
 
     def needed(self, rank: int, source: int) -> Ranges:
-        """Return the rows of a shard whose keys and values a rank needs: in the order of its call, if that is one."""
-        rows = tuple(each for met in self.met(rank, source) for keys in met.keys.values() for _, each in keys)
-        return tuple(filter(None, rows)) if self.once(rank, source) else joined(rows)
+        """Return the rows of a shard whose keys and values a rank needs, each once: in the order of its calls if none
+        needs a row that another does, or in that of its first call if that needs all."""
+        calls = [
+            tuple(each for keys in met.keys.values() for _, each in keys if each) for met in self.met(rank, source)
+        ]
+        rows = tuple(chain.from_iterable(calls))
+        if self.once(rank, source):
+            return rows
+        union = joined(rows)
+        alone = _once(self.met(rank, source)[:1]) and count(calls[0]) == count(union)
+        return calls[0] if alone else union
 
     def needed_elsewhere(self, source: int) -> Ranges:
         """Return the rows of a rank's shard whose keys and values any other rank needs."""
@@ -119,13 +131,12 @@ class Planner:
         return joined(rows)
 
     def once(self, rank: int, source: int) -> bool:
-        """Say whether the gradients of a rank's keys by another rank's queries are the results of one call."""
-        mets = self.met(rank, source)
-        return len(mets) == 1 and mets[0].once
+        """Say whether the gradient of each of a rank's keys by another rank's queries is the result of one call."""
+        return _once(self.met(rank, source))
 
     def _meet(self, rank: int, *sources: int) -> list[Met]:
         found: dict[tuple[bool, int | None], list[tuple[Ranges, Keys, int]]] = defaultdict(list)
-        whole: dict[range, list[tuple[int, range]]] = defaultdict(list)
+        whole: list[tuple[range, tuple[int, range]]] = []
         for each in self.slices:
             queries = self.held[rank].get(each.queries.start, ())
             if queries and sources == (rank,) and each.queries == each.keys and _unbroken(each, queries):
@@ -139,18 +150,48 @@ class Planner:
                     continue
                 q_rows, k_rows = _rows(q_run, piece.queries), (source, _rows(k_run, piece.keys))
                 if piece.whole:
-                    whole[q_rows].append(k_rows)
+                    whole.append((q_rows, k_rows))
                 else:
                     found[piece.causal, piece.window].append(((q_rows,), (k_rows,), piece.last_apart))
-        sharing: dict[Keys, list[range]] = defaultdict(list)
-        for q_rows, keys in whole.items():
-            sharing[tuple(keys)].append(q_rows)
-        found[False, None] = [(tuple(queries), keys, 0) for keys, queries in sharing.items()]
+        grouped = _by_keys(whole) if self.shares else _by_queries(whole)
+        found[False, None] = [(queries, keys, 0) for queries, keys in grouped]
         return [
             Met({q: k for q, k, _ in call}, causal, window, {q: apart for q, _, apart in call})
             for (causal, window), several in found.items()
             for call in _without_repeats(several)
         ]
+
+
+def _once(mets: Iterable[Met]) -> bool:
+    """Say whether no key stands twice in some calls."""
+    keys = chain.from_iterable(chain.from_iterable(met.keys.values()) for met in mets)
+    met = sorted(keys, key=lambda each: (each[0], each[1].start))
+    return all(one != other or rows.stop <= more.start for (one, rows), (other, more) in pairwise(met))
+
+
+def _by_queries(whole: Iterable[Whole]) -> list[tuple[Ranges, Keys]]:
+    """Put together queries that see the same keys. No query stands twice, so all are one call."""
+    keys_of: dict[range, list[tuple[int, range]]] = defaultdict(list)
+    for queries, keys in whole:
+        keys_of[queries].append(keys)
+    return [(tuple(queries), keys) for keys, queries in _swapped(keys_of)]
+
+
+def _by_keys(whole: Iterable[Whole]) -> list[tuple[Ranges, Keys]]:
+    """Put together keys that the same queries see. No key stands twice: those of a segment with children are selected
+    once, however many of these see them, in a call before that of the children's own keys."""
+    queries_of: dict[tuple[int, range], list[range]] = defaultdict(list)
+    for queries, keys in whole:
+        queries_of[keys].append(queries)
+    return [(queries, tuple(keys)) for queries, keys in _swapped(queries_of)]
+
+
+def _swapped(several: Mapping[A, Sequence[B]]) -> list[tuple[tuple[B, ...], list[A]]]:
+    """Return each list of values once, with the keys that have it."""
+    having: dict[tuple[B, ...], list[A]] = defaultdict(list)
+    for each, values in several.items():
+        having[tuple(values)].append(each)
+    return [*having.items()]
 
 
 def _by_segment(runs: Iterable[Run], starts: Sequence[int]) -> dict[int, list[Run]]:

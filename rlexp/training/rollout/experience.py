@@ -1,6 +1,6 @@
 """A rollout's samples: each is in the host memory of one rank, and a table of numbers about all is on every rank.
 
-Shape letters: N samples of a rollout, T tokens of a pack, t of one rank.
+Shape letters: N samples of a rollout, or trained tokens of a pack; n those of one rank.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.dataset.packing import trained_places
+from rlexp.training.dealer.packing import parted
 from rlexp.training.rollout.host import Host
 from rlexp.training.types import Floats, Pack, Sample, Shard
 
@@ -43,16 +43,10 @@ def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sam
     return [by_place[place] for place in places]
 
 
-def off_pack(pack: Pack, shard: Shard, values_t: Tensor) -> list[Floats]:
-    """Return the values of each sequence's answer from all ranks' tokens: the inverse of `on_pack`.
-
-    A collective call of the ring.
-    """
-    values_T = torch.zeros(len(pack.tokens_T), dtype=values_t.dtype, device=values_t.device)
-    values_T[shard.index_t] = values_t
+def off_pack(pack: Pack, shard: Shard, values_n: Tensor) -> list[Floats]:
+    """Return the values of each sequence's trained tokens, from all ranks'. A collective call of the ring."""
+    values_N = torch.zeros(len(pack.place_N), dtype=values_n.dtype, device=values_n.device)
+    values_N[shard.listed_n] = values_n
     if shard.ring.size > 1:
-        dist.all_reduce(values_T, group=shard.ring.group)
-    trained_n = trained_places(pack)
-    lengths = torch.bincount(pack.sequence_T[trained_n], minlength=pack.sequences).tolist()
-    answers = values_T.cpu()[trained_n].split(lengths) if pack.sequences else []
-    return [part.numpy() for part in answers]
+        dist.all_reduce(values_N, group=shard.ring.group)
+    return parted(pack, values_N.cpu())

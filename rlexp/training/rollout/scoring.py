@@ -100,13 +100,13 @@ class Scorer:
         pack = self.pack(sequences)
         shard = self.hold(pack)
         said = self.policy(shard)
-        columns = {"old": said.logps_t}
-        if said.values_t is not None:
-            columns["values"] = said.values_t.where(shard.sequence_t >= 0, torch.zeros_like(said.values_t))
+        columns = {"old": said.logps_n}
+        if said.values_n is not None:
+            columns["values"] = said.values_n
         if self.reference is not None:
             columns["reference"] = self.reference.logps(shard)
-        for field, values_t in columns.items():
-            self._keep(chunk, field, off_pack(pack, shard, values_t)[own])
+        for field, values_n in columns.items():
+            self._keep(chunk, field, off_pack(pack, shard, values_n)[own])
 
     def _add_rewards(self, chunk: Sequence[Sample], rewards: Scores) -> None:
         for model in self.reward_models:

@@ -19,18 +19,18 @@ from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RewardConfig, RolloutEngine
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.base import Engine
 from rlexp.training.model.export import has_other_names, save_description
 from rlexp.training.model.fused import fuse, fuses
 from rlexp.training.model.loading import is_mixture
 from rlexp.training.model.policy import CRITIC
 from rlexp.training.model.probe import probe
-from rlexp.training.model.reward_model import RewardModel, last_places
+from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.kernels import computing_in
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.draws import Draws
@@ -209,7 +209,7 @@ def ring_reward_model(
 
     def score(pack: Pack) -> Tensor:
         shard = shard_pack(pack, ring, layout, kernel, model.max_length, windows).to(run.device)
-        scores_S: Tensor = model(shard, last_places(pack))
+        scores_S: Tensor = model(shard, pack.end_S)
         return scores_S
 
     return RingRewardModel(term.name, model.encode, score)

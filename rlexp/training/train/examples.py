@@ -111,12 +111,18 @@ def sampler_of(cfg: Config, kind: Kind, size: int, mixture: Mixture | None = Non
 
 
 def longest_examples(cfg: Config) -> list[Any]:
-    """Make one train batch of the longest examples: half prompt and half answer."""
+    """Make one train batch of the longest examples: half of an answer is trained on, and no two sequences have a token
+    in common but for the prompt's only one."""
     length, kind = cfg.data.max_length, cfg.loss.rows
-    prompt, answer = (np.zeros(size, dtype=np.int32) for size in (length // 2, length - length // 2))
     sides = len(SIDES[kind])
-    example = Example(Row("", ("",) * sides, "", label=True, margin=0.0), prompt, (answer,) * sides, (None,) * sides)
-    return [typed(kind, index, example) for index in range(cfg.train.batch_size)]
+    mask = np.arange(length - 1) >= length // 2 - 1
+    row = Row("", ("",) * sides, "", label=True, margin=0.0)
+
+    def example(index: int) -> Example:
+        answers = tuple(np.full(length - 1, index * sides + side, dtype=np.int32) for side in range(sides))
+        return Example(row, np.full(1, index, dtype=np.int32), answers, (mask,) * sides)
+
+    return [typed(kind, index, example(index)) for index in range(cfg.train.batch_size)]
 
 
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:

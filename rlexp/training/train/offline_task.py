@@ -4,7 +4,8 @@ A loss that asks for the whole train batch (a sort, a mean over all answers) see
 once. A pass without gradient collects them first, and autograd gives the derivative of the loss by each value; the pass
 with gradient sends these derivatives backward. With one micro-batch a replica, the pass with gradient is enough.
 
-Shape letters: E examples, S sequences (the answers of an example stand next to each other), t tokens of one rank.
+Shape letters: E examples, S sequences (the answers of an example stand next to each other), n trained tokens of one
+rank.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
-from rlexp.training.dataset.packing import on_pack, pack_examples
 from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
@@ -145,10 +146,10 @@ class OfflineTask(Task):
         run, shard = self.run, self.cut(pack)
         if self.reference is not None:
             shard = self.reference.known(pack, shard)
-        tail_t = None
+        tail_n = None
         if self.loss.asks.tail_weight < 1:
             weights = [part for each in examples for part in tail_weights(each, self.loss.asks.tail_weight)]
-            tail_t = moved(on_pack(pack, weights, torch.float64)[shard.index_t], run.device)
+            tail_n = moved(listed(weights, torch.float64)[shard.listed_n], run.device)
         counts = np.array([[trained_tokens(*answer) for answer in each.answers] for each in examples])
         tokens_ES = moved(torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double(), run.device)
         margin_E = None
@@ -158,7 +159,7 @@ class OfflineTask(Task):
         label_E = None
         if self.labelled:
             label_E = moved(torch.tensor([each.label for each in examples], dtype=torch.float64), run.device)
-        return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, label_E, tail_t)
+        return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, label_E, tail_n)
 
     def cut(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, in the host's memory."""
@@ -167,18 +168,18 @@ class OfflineTask(Task):
     def by_side(self, values_S: Tensor) -> Sides:
         return {side: values_S[place :: len(self.sides)] for place, side in enumerate(self.sides)}
 
-    def sums(self, values_t: Tensor, held: HeldExamples, *, weighted: bool = True) -> Sides:
+    def sums(self, values_n: Tensor, held: HeldExamples, *, weighted: bool = True) -> Sides:
         """Add up the values of each answer's trained tokens over the ring."""
-        if weighted and held.tail_t is not None:
-            values_t = values_t * held.tail_t
-        return self.by_side(ring_sum(sum_by_sequence(values_t, held.shard), held.shard.ring))
+        if weighted and held.tail_n is not None:
+            values_n = values_n * held.tail_n
+        return self.by_side(ring_sum(sum_by_sequence(values_n, held.shard), held.shard.ring))
 
     def reference_sums(self, held: HeldExamples) -> Sides | None:
         if self.reference is None:
             return None
         with self.run.phases("reference"):
-            logps_t = self.reference.logps(held.shard)
-        return self.sums(logps_t, held)
+            logps_n = self.reference.logps(held.shard)
+        return self.sums(logps_n, held)
 
     def note(self, meter: Meter, values: Values, losses: Losses, slopes: Sides | None) -> None:  # noqa: ARG002
         """Meter the losses of a micro-batch's examples, and what belongs to them. `slopes` are the derivatives of a
@@ -202,7 +203,7 @@ class HeldExamples(Held):
     tokens: Sides  # trained tokens of each answer
     margin_E: Tensor | None
     label_E: Tensor | None
-    tail_t: Tensor | None  # the weight of each token's log-probability
+    tail_n: Tensor | None  # the weight of each token's log-probability
     places: tuple[int, ...] = ()  # of the examples in their batch
 
 
@@ -275,9 +276,9 @@ class OfflineStep(Step):
             reference = task.reference_sums(held)
         with task.run.phases("forward"):
             tokens = task.run.engine.forward(held.shard)
-        said = {"likelihoods": tokens.likelihoods_t, "entropies": tokens.entropy_t, "hits": tokens.hits_t}
+        said = {"likelihoods": tokens.likelihoods_n, "entropies": tokens.entropy_n, "hits": tokens.hits_n}
         values = Values(
-            logps=task.sums(tokens.logps_t, held),
+            logps=task.sums(tokens.logps_n, held),
             reference=reference,
             tokens=held.tokens,
             margin_E=held.margin_E,
@@ -287,7 +288,7 @@ class OfflineStep(Step):
             held_out=self.held_out,
         )
         more: dict[str, Any] = {
-            name: task.sums(of_t, held, weighted=False) for name, of_t in said.items() if of_t is not None
+            name: task.sums(of_n, held, weighted=False) for name, of_n in said.items() if of_n is not None
         }
         return replace(values, **more), tokens
 
@@ -349,8 +350,8 @@ class OfflineStep(Step):
     def note_tokens(self, meter: Meter, tokens: Any, held: HeldExamples) -> None:
         """Meter what the model says of the answers' tokens beside what the loss is given: the mean logits."""
         task = self.task
-        logits = task.by_side(sum_by_sequence(tokens.mean_logits_t, held.shard))
-        trained = task.by_side(sum_by_sequence(torch.ones_like(tokens.mean_logits_t), held.shard))
+        logits = task.by_side(sum_by_sequence(tokens.mean_logits_n, held.shard))
+        trained = task.by_side(sum_by_sequence(torch.ones_like(tokens.mean_logits_n), held.shard))
         for side in task.sides:
             meter.add_mean(f"logits/{side}", logits[side].sum(), trained[side].sum(), SHARDED)
 

@@ -48,7 +48,7 @@ class Operations:
 
     def on(self, shard: Shard) -> float:
         """Count a rank's part of a micro-batch, from what the host knows of it."""
-        read = shard.trained_n if shard.ends_n is None else shard.ends_n
+        read = shard.trained_u if shard.ends_n is None else shard.ends_n
         return self.token * shard.real_tokens + self.target * len(read) + self.pair * shard.mean_work
 
 

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 
 from rlexp.config.checks.layout import Choice
+from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import BackendName, Config, TransportName
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.forest import LEAST
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.base import Engine
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.policy import DTYPES
@@ -18,7 +21,6 @@ from rlexp.training.ring.base import Window
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ringwise import is_short
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.train.operations import Operations
 from rlexp.training.train.schedule import Schedule
 from rlexp.training.types import Ids, Pack, Shard
@@ -71,6 +73,7 @@ class Setting:
             "multiple": self.layout.multiple(size),
             "unit": self.layout.unit(size),
             "packing": self.cfg.data.packing,
+            "share": LEAST if shares(self.cfg) else None,
         }
 
     def packed_tokens(self, lengths: Sequence[int]) -> int:

@@ -30,8 +30,8 @@ from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import unchanged
 from rlexp.base.files import sync
 from rlexp.config.schema import Config, ModelConfig
-from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.prepared import commit_of, of_hub
 from rlexp.training.reference.models import OfModel

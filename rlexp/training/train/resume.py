@@ -12,6 +12,7 @@ from typing import Any
 
 from rlexp.base.errors import CheckpointError
 from rlexp.config.checks.reference import model_of_reference
+from rlexp.config.checks.sharing import shares
 from rlexp.config.identity import identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Decay, LoraConfig, ModelConfig
@@ -117,6 +118,7 @@ def layout(run: Run) -> dict[str, Any]:
         "precision": cfg.train.precision.value,
         "micro_batch_size": cfg.train.micro_batch_size,
         "packing": cfg.data.packing,
+        "share_prefix": shares(cfg),
     }
 
 

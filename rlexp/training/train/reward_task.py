@@ -15,7 +15,7 @@ from rlexp.config.schema import Config
 from rlexp.training.algos.base import Sides, Values
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.metrics.meter import Meter
-from rlexp.training.model.reward_model import here, last_places
+from rlexp.training.model.reward_model import here
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
@@ -39,7 +39,7 @@ class RewardTask(OfflineTask):
 
     def cut(self, pack: Pack) -> Shard:
         shard = super().cut(pack)
-        here_S, place_S = here(shard, last_places(pack))
+        here_S, place_S = here(shard, pack.end_S)
         ended_n = here_S.nonzero().squeeze(-1)
         return replace(shard, ends_n=place_S[ended_n], ended_n=ended_n)
 

@@ -1,6 +1,6 @@
 """Train on samples that the policy draws itself.
 
-Shape letters: B samples of the train batch, S sequences of a micro-batch, T tokens of its pack, t tokens of one rank.
+Shape letters: B samples of the train batch, S sequences of a micro-batch, n trained tokens of one rank.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten
-from rlexp.training.dataset.packing import on_pack
 from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dealer.packing import listed
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
@@ -37,9 +37,9 @@ from rlexp.training.train.build_rollouts import Parts, build_rollouts
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts
-from rlexp.training.train.sequence_sums import owners, sum_by_sequence
+from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.task import Held, Needs, Step, Task
-from rlexp.training.types import Pack, Prompt, Sample, Shard, TokenLogps, moved
+from rlexp.training.types import Prompt, Sample, Shard, TokenLogps, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -72,8 +72,11 @@ class RolloutTask(Task):
     @classmethod
     def longest(cls, cfg: Config) -> Examples:
         """Make the prompts of one rollout, each as long as its answers leave room for."""
-        tokens = np.zeros(cfg.data.max_length - cfg.rollout.max_new_tokens, dtype=np.int32)
-        prompts = [Prompt(index, tokens, "", None, f"prompt {index}") for index in range(cfg.rollout.batch_size)]
+        length = cfg.data.max_length - cfg.rollout.max_new_tokens
+        prompts = [
+            Prompt(index, np.full(length, index, dtype=np.int32), "", None, f"prompt {index}")
+            for index in range(cfg.rollout.batch_size)
+        ]
         return Examples(prompts, [], Counter(), Counter())
 
     @classmethod
@@ -196,7 +199,7 @@ class RolloutStep(Step):
             samples = [self.weighed.samples[index] for index in indices]
             pack = run.pack([(sample.prompt.tokens, sample.answer) for sample in samples])
             shard = run.shard(pack)
-            known = laid_out(self.task, self.weighed, indices, pack, shard)
+            known = laid_out(self.task, self.weighed, indices, shard)
             there = {name: None if column is None else moved(column, run.device) for name, column in known.items()}
             return HeldSamples(shard.to(run.device), there)
 
@@ -208,7 +211,7 @@ class RolloutStep(Step):
         terms = self.task.loss(tokens, rollouts.kl_coef)
         note(terms, tokens, meter)
         # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
-        everything = said.logps_t.sum() + (0.0 if said.values_t is None else said.values_t.sum())
+        everything = said.logps_n.sum() + (0.0 if said.values_n is None else said.values_n.sum())
         return (terms.loss + 0.0 * everything) * run.world.size
 
     def samples(self) -> list[str]:
@@ -254,16 +257,14 @@ class Weighed:
         return Weighed(samples, advantages, token_B, sequence_weight(counts_B))
 
 
-def laid_out(
-    task: RolloutTask, batch: Weighed, indices: Sequence[int], pack: Pack, shard: Shard
-) -> dict[str, Tensor | None]:
+def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: Shard) -> dict[str, Tensor | None]:
     """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them."""
     samples = [batch.samples[index] for index in indices]
     dtype = torch.promote_types(task.run.dtype, torch.float32)
     critic = task.needs.critic is not None
 
     def spread(arrays: Sequence[np.ndarray]) -> Tensor:
-        return on_pack(pack, arrays, dtype)[shard.index_t]
+        return listed(arrays, dtype)[shard.listed_n]
 
     def field(name: str) -> Tensor | None:
         if samples and getattr(samples[0], name) is None:
@@ -273,29 +274,29 @@ def laid_out(
     lengths = [len(sample.answer) for sample in samples]
     weights = [np.full(length, float(batch.token_B[index])) for index, length in zip(indices, lengths, strict=True)]
     return {
-        "old_t": field("old"),
-        "behaviour_t": field("behaviour"),
-        "reference_t": field("reference") if task.loss.needs_reference else None,
-        "advantages_t": spread([batch.advantages[index].numpy() for index in indices]),
-        "old_values_t": field("values") if critic else None,
-        "returns_t": field("returns") if critic else None,
-        "weight_t": spread(weights),
-        "trained_t": spread([np.full(len(sample.answer), float(sample.counts)) for sample in samples]),
-        "sequence_t": owners(shard),
+        "old_n": field("old"),
+        "behaviour_n": field("behaviour"),
+        "reference_n": field("reference") if task.loss.needs_reference else None,
+        "advantages_n": spread([batch.advantages[index].numpy() for index in indices]),
+        "old_values_n": field("values") if critic else None,
+        "returns_n": field("returns") if critic else None,
+        "weight_n": spread(weights),
+        "trained_n": spread([np.full(len(sample.answer), float(sample.counts)) for sample in samples]),
+        "sequence_n": shard.sequence_n,
         "weight_S": batch.sequence_B[torch.tensor(indices, dtype=torch.int64)].to(dtype),
         "length_S": torch.tensor(lengths, dtype=dtype),
     }
 
 
 def tokens_of(held: HeldSamples, said: TokenLogps) -> PolicyTokens:
-    assert said.entropy_t is not None
+    assert said.entropy_n is not None
     known: dict[str, Any] = held.known
     return PolicyTokens(
-        logps_t=said.logps_t,
-        entropy_t=said.entropy_t,
-        values_t=said.values_t,
+        logps_n=said.logps_n,
+        entropy_n=said.entropy_n,
+        values_n=said.values_n,
         **known,
-        by_sequence=lambda values_t: ring_sum(sum_by_sequence(values_t, held.shard), held.shard.ring),
+        by_sequence=lambda values_n: ring_sum(sum_by_sequence(values_n, held.shard), held.shard.ring),
     )
 
 
@@ -309,12 +310,12 @@ def note(terms: PolicyTerms, tokens: PolicyTokens, meter: Meter) -> None:
         meter.add_total(name, part, SHARDED)
     for name, part in terms.replicated.items():
         meter.add_total(name, part, REPLICATED)
-    trained_t = tokens.trained_t
-    for name, value_t in terms.means_t.items():
-        meter.add_mean(name, (value_t * trained_t).sum(), trained_t.sum(), SHARDED)
-    for name, value_t in terms.peaks_t.items():
-        there_t = value_t.masked_fill(trained_t <= 0, -math.inf)
-        meter.add_max(name, there_t.max() if len(there_t) else -math.inf)
+    trained_n = tokens.trained_n
+    for name, value_n in terms.means_n.items():
+        meter.add_mean(name, (value_n * trained_n).sum(), trained_n.sum(), SHARDED)
+    for name, value_n in terms.peaks_n.items():
+        there_n = value_n.masked_fill(trained_n <= 0, -math.inf)
+        meter.add_max(name, there_n.max() if len(there_n) else -math.inf)
 
 
 def _there(array: np.ndarray | None) -> np.ndarray:

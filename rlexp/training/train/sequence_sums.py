@@ -1,4 +1,4 @@
-"""Sums over the tokens of each sequence. Shape letters: S sequences, t tokens of one rank."""
+"""Sums over the trained tokens of each sequence. Shape letters: S sequences, n trained tokens of one rank."""
 
 from __future__ import annotations
 
@@ -8,12 +8,7 @@ from torch import Tensor
 from rlexp.training.types import Shard
 
 
-def owners(shard: Shard) -> Tensor:
-    """Return the sequence of each token, (t,), and S where nothing is trained on."""
-    return shard.sequence_t.masked_fill(shard.sequence_t < 0, shard.sequences)
-
-
-def sum_by_sequence(values_t: Tensor, shard: Shard) -> Tensor:
+def sum_by_sequence(values_n: Tensor, shard: Shard) -> Tensor:
     """Add up this rank's values of each sequence, (S,), in float64: thousands of terms, and differences after."""
-    sums = torch.zeros(shard.sequences + 1, dtype=torch.float64, device=values_t.device)
-    return sums.index_add(0, owners(shard), values_t.double())[:-1]
+    sums = torch.zeros(shard.sequences, dtype=torch.float64, device=values_n.device)
+    return sums.index_add(0, shard.sequence_n, values_n.double())

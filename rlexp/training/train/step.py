@@ -38,6 +38,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
             assert held is not None
             loss = step.loss(held, meter)
             note_tokens(meter, held.shard)
+            note_sharing(meter, held.shard)
             note_balance(meter, held.shard)
             note_operations(meter, held.shard, run.operations)
             tokens += len(held.shard.tokens_t)
@@ -84,7 +85,7 @@ def row_of(task: Task, step: Step, meter: Meter, optimizer: dict[str, float]) ->
     values = meter.reduce()
     memory = peaks(values)
     train = {name: value for name, value in values.items() if not name.endswith("@rank")}
-    train |= {name: int(train[name]) for name in ("tokens", "ring_tokens", "ring_bytes")}
+    train |= {name: int(train[name]) for name in ("tokens", "shared_tokens", "ring_tokens", "ring_bytes")}
     train |= optimizer | speed(train, run.world.size, run.peak)
     train |= {
         "tokens_per_second": train["tokens"] / train["step_seconds"],
@@ -114,7 +115,14 @@ def seed_everything(seed: int, step: int) -> None:
 
 
 def note_tokens(meter: Meter, shard: Shard) -> None:
-    meter.add_total("tokens", shard.real_tokens, SHARDED)
+    """Meter the tokens of all sequences: those that are computed once for several count for each."""
+    meter.add_total("tokens", shard.sequence_tokens, REPLICATED)
+
+
+def note_sharing(meter: Meter, shard: Shard) -> None:
+    """Meter the tokens that need not be computed, because others stand for them."""
+    meter.add_total("shared_tokens", shard.sequence_tokens, REPLICATED)
+    meter.add_total("shared_tokens", -shard.real_tokens, SHARDED)
 
 
 def note_balance(meter: Meter, shard: Shard) -> None:

@@ -54,18 +54,18 @@ def terms_of(loss: PolicyLoss, batch: Answers, kl_coef: float, dtype: torch.dtyp
     said = {name: values.requires_grad_() for name in SAID if (values := column(name)) is not None}
     known = {name: column(name) for name in KNOWN}
     tokens = PolicyTokens(
-        logps_t=said["policy"],
-        entropy_t=said["entropies"],
-        values_t=said.get("values"),
-        old_t=_there(known["old"]),
-        behaviour_t=_there(known["behaviour"]),
-        reference_t=known["reference"],
-        advantages_t=_there(known["advantages"]),
-        old_values_t=known["old_values"],
-        returns_t=known["returns"],
-        weight_t=spread(batch.weights),
-        trained_t=spread([float(each) for each in batch.counts]),
-        sequence_t=owner_T,
+        logps_n=said["policy"],
+        entropy_n=said["entropies"],
+        values_n=said.get("values"),
+        old_n=_there(known["old"]),
+        behaviour_n=_there(known["behaviour"]),
+        reference_n=known["reference"],
+        advantages_n=_there(known["advantages"]),
+        old_values_n=known["old_values"],
+        returns_n=known["returns"],
+        weight_n=spread(batch.weights),
+        trained_n=spread([float(each) for each in batch.counts]),
+        sequence_n=owner_T,
         weight_S=torch.tensor(batch.answer_weights, dtype=torch.float64).to(dtype),
         length_S=torch.tensor(lengths, dtype=dtype),
         by_sequence=by_answer,
@@ -77,8 +77,8 @@ def terms_of(loss: PolicyLoss, batch: Answers, kl_coef: float, dtype: torch.dtyp
         loss=float(terms.loss.detach()),
         weighted={name: float(each) for name, each in terms.weighted.items()},
         replicated={name: float(each) for name, each in terms.replicated.items()},
-        means={name: each.double().numpy() for name, each in terms.means_t.items()},
-        peaks={name: each.double().numpy() for name, each in terms.peaks_t.items()},
+        means={name: each.double().numpy() for name, each in terms.means_n.items()},
+        peaks={name: each.double().numpy() for name, each in terms.peaks_n.items()},
         slopes={
             name: (torch.zeros_like(said[name]) if slope is None else slope).double().numpy()
             for name, slope in zip(said, slopes, strict=True)

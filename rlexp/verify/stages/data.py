@@ -9,7 +9,7 @@ import numpy as np
 
 from rlexp.verify.compared import ComparedStep
 from rlexp.verify.findings import DATA, Clue, Finding
-from rlexp.verify.records import Array, Micro, TokenExample, Trace
+from rlexp.verify.records import Array, Micro, PackSeen, TokenExample, Trace
 from rlexp.verify.reference.pairs import trained_marks
 
 
@@ -100,61 +100,103 @@ def tokens(
 
 
 def _pack(step: ComparedStep, micro: Micro, examples: Sequence[TokenExample], where: str) -> Iterator[Finding]:
+    """Follow each sequence from the root of its tree to its end, and compare what stands there."""
     pack = micro.pack
     assert pack is not None
     sequences = [(each.sequence(side), each, side) for each in examples for side in each.sides]
-    if examples and len(pack.segments) != len(sequences):
-        yield step.finding(DATA, Clue.PACK, f"sequences in {where}", len(pack.segments), len(sequences))
+    if len(pack.end_S) != len(sequences):
+        yield step.finding(DATA, Clue.PACK, f"sequences in {where}", len(pack.end_S), len(sequences))
         return
-    end = 0
-    owned = np.zeros(len(pack.tokens_T), dtype=bool)
+    if (said := _misplaced(pack)) is not None:
+        yield step.finding(DATA, Clue.PACK, f"segment {said[0]} of {where}", *said[1:])
+        return
+    reached = np.zeros(len(pack.tokens_T), dtype=bool)
     for number, (ids, example, side) in enumerate(sequences):
-        start, length, padded = pack.segments[number]
         what = f"of sequence {number} in {where}"
-        if (start, length) != (end, len(ids)) or padded < length or end + padded > len(pack.tokens_T):
-            said = f"{length} tokens at {start}, padded to {padded}"
-            yield step.finding(DATA, Clue.PACK, f"segment {what}", said, f"{len(ids)} tokens at {end}")
+        path = _path(pack, number)
+        if len(path) != len(ids):
+            yield step.finding(DATA, Clue.PACK, f"tokens {what}", len(path), len(ids))
             return
-        end += padded
-        place = slice(start, start + length)
-        owner = trained_marks(example, side, number)
-        predicting = np.flatnonzero(owner >= 0)  # the places before the tokens that are trained on
-        owned[start + predicting] = True
+        reached[path] = True
+        predicting = np.flatnonzero(trained_marks(example, side, number) >= 0)  # before the tokens that are trained on
+        places = pack.place_N[pack.sequence_N == number]
         for name, got, wanted in (
-            ("token", pack.tokens_T[place], ids),
-            ("position", pack.positions_T[place], np.arange(length)),
-            ("trained-on mark", pack.sequence_T[place], owner),
-            ("target", pack.targets_T[start + predicting], ids[predicting + 1]),
+            ("token", pack.tokens_T[path], ids),
+            ("position", pack.positions_T[path], np.arange(len(ids))),
+            ("target", pack.targets_T[path[predicting]], ids[predicting + 1]),
+            ("trained-on mark", np.isin(path, places), np.isin(np.arange(len(ids)), predicting)),
+            ("place in the list of trained tokens", places, path[predicting]),
         ):
-            wrong = np.flatnonzero(got != wanted)
-            if len(wrong):
+            if len(got) != len(wanted):
+                yield step.finding(DATA, Clue.PACK, f"trained tokens {what}", len(got), len(wanted))
+            elif len(wrong := np.flatnonzero(got != wanted)):
                 at = int(predicting[wrong[0]]) if name == "target" else int(wrong[0])
                 yield step.finding(DATA, Clue.PACK, f"{name} at place {at} {what}", got[wrong[0]], wanted[wrong[0]])
-    stray = np.flatnonzero((pack.sequence_T >= 0) & ~owned)
-    if len(stray):
-        yield step.finding(DATA, Clue.PACK, f"trained-on mark at {stray[0]} of {where}", "trained on", "padding")
+    held = np.zeros(len(pack.tokens_T), dtype=bool)
+    for start, length, _, _ in pack.segments:
+        held[start : start + length] = True
+    if len(stray := np.flatnonzero(held != reached)):
+        yield step.finding(DATA, Clue.PACK, f"token at {stray[0]} of {where}", "held", "in no sequence")
+
+
+def _misplaced(pack: PackSeen) -> tuple[int, str, str] | None:
+    """Return the first segment that does not begin where the one before it ends, or before its parent."""
+    end = 0
+    for number, (start, length, padded, parent) in enumerate(pack.segments):
+        fits = start == end and length <= padded and end + padded <= len(pack.tokens_T)
+        if not fits or (parent is not None and not 0 <= parent < number):
+            said = f"{length} tokens at {start}, padded to {padded}, after segment {parent}"
+            return number, said, f"it begins at {end}, after an earlier segment or none"
+        end += padded
+    return None
+
+
+def _path(pack: PackSeen, number: int) -> Array:
+    """Return the places of a sequence's tokens: those of its last segment, as far as it goes, after its parents'."""
+    end = int(pack.end_S[number])
+    segment: int | None = next(
+        (n for n, (start, length, *_) in enumerate(pack.segments) if start <= end < start + length), None
+    )
+    places: list[Array] = []
+    while segment is not None:
+        start, length, _, parent = pack.segments[segment]
+        places.append(np.arange(start, min(start + length, end + 1) if not places else start + length))
+        segment = parent
+    return np.concatenate(places[::-1]) if places else np.zeros(0, dtype=np.int64)
 
 
 def _shards(step: ComparedStep, head: Trace, place: int, micro: Micro, where: str) -> Iterator[Finding]:
-    """Check that the ring's ranks together hold each token of the pack once, with its target and position."""
+    """Check that the ring's ranks together hold each token of the pack once, with its position, and each token that is
+    trained on with its target."""
     pack = micro.pack
     assert pack is not None
     ring = [trace.steps[step.place].micros[place] for trace in step.whole.ring(head)]
-    held = np.concatenate([_rows(m.tokens_t, m.targets_t, m.positions_t, m.sequence_t) for m in ring])
-    meant = _rows(pack.tokens_T, pack.targets_T, pack.positions_T, pack.sequence_T)
-    real = sum(length for _, length, _ in pack.segments)
-    if len(held) != len(meant):
-        yield step.finding(DATA, Clue.SHARD, f"tokens that the ring holds of {where}", len(held), len(meant))
-    elif not np.array_equal(held := held[np.lexsort(held.T)], meant := meant[np.lexsort(meant.T)]):
-        wrong = int(np.flatnonzero((held != meant).any(1))[0])
-        got, wanted = (
-            "token {}, target {}, position {}, of sequence {}".format(*rows[wrong]) for rows in (held, meant)
-        )
-        yield step.finding(DATA, Clue.SHARD, f"a token that the ring holds of {where}", got, wanted)
-    elif (counted := sum(m.real_tokens for m in ring)) != real:
+    real = sum(length for _, length, _, _ in pack.segments)
+    for what, words, held, meant in (
+        (
+            "token",
+            "place {}, token {}, position {}",
+            np.concatenate([_rows(m.index_t, m.tokens_t, m.positions_t) for m in ring]),
+            _rows(np.arange(len(pack.tokens_T)), pack.tokens_T, pack.positions_T),
+        ),
+        (
+            "trained token",
+            "sequence {}, predicted at position {}, target {}",
+            np.concatenate([_rows(m.sequence_n, m.position_n, m.target_n) for m in ring]),
+            _rows(pack.sequence_N, pack.positions_T[pack.place_N], pack.targets_T[pack.place_N]),
+        ),
+    ):
+        if len(held) != len(meant):
+            yield step.finding(DATA, Clue.SHARD, f"{what}s that the ring holds of {where}", len(held), len(meant))
+            return
+        held, meant = (rows[np.lexsort(rows.T)] for rows in (held, meant))
+        if len(wrong := np.flatnonzero((held != meant).any(1))):
+            got, wanted = (words.format(*rows[wrong[0]]) for rows in (held, meant))
+            yield step.finding(DATA, Clue.SHARD, f"a {what} that the ring holds of {where}", got, wanted)
+            return
+    if (counted := sum(m.real_tokens for m in ring)) != real:
         yield step.finding(DATA, Clue.SHARD, f"real tokens that the ring counts of {where}", counted, real)
 
 
 def _rows(*columns: Array | None) -> Array:
-    tokens, targets, positions, owners = (np.asarray(column, dtype=np.int64) for column in columns)
-    return np.stack((tokens, np.where(owners >= 0, targets, 0), positions, owners), axis=1)
+    return np.stack([np.asarray(column, dtype=np.int64) for column in columns], axis=1)

@@ -25,10 +25,10 @@ def logps(step: ComparedStep) -> Iterator[Finding]:
         *dict.fromkeys(OF_TOKENS, Clue.OF_TOKENS).items(),
     ):
         meant = getattr(step.expected, what)
-        for key, got in step.by_sequence(f"{what}_t").items() if meant else ():
+        for key, got in step.by_sequence(f"{what}_n").items() if meant else ():
             yield from _sequence(step, clue, what, key, got, meant[key])
     for what in ("policy", "reference") if step.expected.others else ():
-        for key, got in step.by_sequence(f"{what}_t", of="others").items():
+        for key, got in step.by_sequence(f"{what}_n", of="others").items():
             wanted = step.expected.of_others[what][key]
             yield from _sequence(step, Clue.OTHERS, f"{what}, of a mismatched answer", key, got, wanted)
     yield from _sums(step)
@@ -74,7 +74,7 @@ def _sums(step: ComparedStep) -> Iterator[Finding]:
 def _weighted(step: ComparedStep, who: str) -> dict[Key, Array]:
     """The run's values of each token, times their weights in the sum."""
     beyond = 1.0 if who in OF_TOKENS else step.whole.asks.tail_weight
-    tokens = step.by_sequence(f"{who}_t")
+    tokens = step.by_sequence(f"{who}_n")
     examples = step.whole.expected.tokens
     return {key: got * rules.token_weights(examples[key[0]], key[1], beyond) for key, got in tokens.items()}
 

@@ -55,7 +55,7 @@ def _values(step: ComparedStep) -> Iterator[Finding]:
                 what = f"{name} of {step.whole.word} {micro.samples[wrong]}, given its train batch's log-probabilities"
                 clue = whose(step, Clue.VALUES, None if formula is None else formula.values_E.get(name), wanted)
                 yield step.finding(METRICS, clue, what, value_at(got, wrong), wanted[wrong])
-    for key, got in step.by_sequence("logits_t").items():
+    for key, got in step.by_sequence("logits_n").items():
         wanted_n = step.expected.logits[key]
         apart = float((np.abs(got - wanted_n) / np.maximum(1.0, np.abs(wanted_n))).max())
         if step.whole.gauge.exceeds("mean logit at a token", apart, step.whole.allowed.logp * step.drift):
@@ -67,15 +67,18 @@ def layouts_own(step: ComparedStep) -> Iterator[Finding]:
     """Check the metrics that describe the layout itself, as far as they can be counted."""
     seen = [step.micros for step in step.seen]
     held = [sum(len(m.tokens_t) for m in micros if m.tokens_t is not None) for micros in seen]
+    real = sum(micro.real_tokens for micros in seen for micro in micros)
+    shared = sum(micro.sequence_tokens for _, _, micro in step.micros()) - real
     for name, wanted in (
         ("train/micro_batches", max(len(micros) for micros in seen)),
         ("train/grad_acc", step.whole.cfg.train.grad_acc),
         ("train/ring_tokens", max(held)),
+        ("train/shared_tokens", shared),
     ):
         if name not in step.seen[0].row:
             yield step.finding(METRICS, Clue.ABSENT, name, "is not logged", wanted)
         elif (got := step.seen[0].row[name]) != wanted:
-            clue = Clue.REDUCED if name == "train/ring_tokens" else Clue.POSITION
+            clue = Clue.REDUCED if name.endswith("_tokens") else Clue.POSITION
             yield step.finding(METRICS, clue, name, got, wanted)
 
 
@@ -87,11 +90,11 @@ def counted(step: ComparedStep) -> dict[str, float]:
     weighted = set.intersection(*(set(each.weights_E) for each in losses))
     weights_E = {name: joined([each.weights_E[name] for each in losses]) for name in weighted}
     whole = Losses(joined([each.losses_E for each in losses]), {}, values_E, weights_E)
-    tokens = step.by_sequence("logits_t")
-    sides = step.whole.sides if tokens else ()
-    logits = {side: joined([v for (_, of), v in tokens.items() if of == side]) for side in sides}
-    real = sum(micro.real_tokens for trace in step.whole.traces for micro in trace.steps[step.place].micros)
-    row = rules.logged(whole, step.sums(), logits, real)
+    of_tokens = step.by_sequence("logits_n")
+    sides = step.whole.sides if of_tokens else ()
+    logits = {side: joined([v for (_, of), v in of_tokens.items() if of == side]) for side in sides}
+    tokens = sum(micro.sequence_tokens for _, _, micro in step.micros())
+    row = rules.logged(whole, step.sums(), logits, tokens)
     return {f"train/{name}": value for name, value in row.items()}
 
 

@@ -80,7 +80,7 @@ def _known(step: SampleStep) -> Iterator[Finding]:
     for name, values in wanted.items():
         clue = Clue.WEIGHED if name in ("weight", "advantages") else Clue.COUNTS
         largest = max(float(np.abs(each).max()) for each in values) or 1.0
-        got_of = step.by_sequence(f"{name}_t")
+        got_of = step.by_sequence(f"{name}_n")
         for place, meant in zip(places, values, strict=True):
             got = got_of[place, SIDE]
             apart = np.abs(got - meant) / largest
@@ -88,7 +88,6 @@ def _known(step: SampleStep) -> Iterator[Finding]:
                 at = int(np.flatnonzero(~(apart <= kept))[0])
                 what = f"{WORDS[name]} that the loss is given of token {at} of {rollouts.of_sample(step, place)}"
                 yield step.finding(LOSS, clue, what, got[at], meant[at], whole_factor(got[at], meant[at]).lstrip("; "))
-    yield from _elsewhere(step)
     yield from _of_answers(step, dict(zip(places, answers.answer_weights, strict=True)))
     coefficient = step.run.seen[0].kl_coef
     for trace in step.whole.traces:
@@ -98,21 +97,9 @@ def _known(step: SampleStep) -> Iterator[Finding]:
                 yield step.finding(LOSS, Clue.COUNTS, what, micro.terms.kl_coef, coefficient)
 
 
-def _elsewhere(step: SampleStep) -> Iterator[Finding]:
-    """Check that prompts and padding have no weight."""
-    for trace in step.whole.traces:
-        for micro in trace.steps[step.place].micros:
-            assert micro.sequence_t is not None
-            off = micro.sequence_t < 0
-            for name in ("weight_t", "trained_t"):
-                if micro.known[name][off].any():
-                    what = f"{WORDS[name[:-2]]} of a prompt's token or of padding, on rank {trace.rank}"
-                    yield step.finding(LOSS, Clue.COUNTS, what, float(np.abs(micro.known[name][off]).max()), 0.0)
-
-
 def _of_answers(step: SampleStep, weights: Mapping[int, float]) -> Iterator[Finding]:
     """Check what the loss is given of whole answers, and how it adds up their tokens."""
-    policy, allowed = step.by_sequence("policy_t"), step.whole.allowed
+    policy, allowed = step.by_sequence("policy_n"), step.whole.allowed
     for trace in step.whole.traces:
         for micro in trace.steps[step.place].micros:
             for what, name, clue, bound, of in (
@@ -212,9 +199,9 @@ def counted(step: SampleStep) -> dict[str, tuple[float, float]]:
     exact, rounded = step.whole.allowed.given, step.whole.allowed.formula
     parts = dict.fromkeys(("loss", *terms[0].weighted, *terms[0].replicated))
     made = {name: (step.total(name), rounded) for name in parts}
-    means = means_of(terms, [micro.known["trained_t"] for micro in micros])
+    means = means_of(terms, [micro.known["trained_n"] for micro in micros])
     made |= {name: (value, rounded) for name, value in means.items()}
-    made["tokens"] = (float(sum(micro.real_tokens for micro in micros)), exact)
+    made["tokens"] = (float(sum(micro.sequence_tokens for _, _, micro in step.micros())), exact)
     if step.begins:
         made |= {name: (value, exact) for name, value in _of_rollout(step).items()}
     row = {f"train/{name}": value for name, value in made.items()}

@@ -69,10 +69,10 @@ WHOLE_SEQUENCE = one("an MLP gathers the sequence", "transformers.models.llama.m
                      lambda original, self, hidden: original(self, Whole.apply(hidden)), "", "")  # fmt: skip
 
 
-def in_any_order(original: Callable[..., Any], values_t: Any, shard: Any) -> Any:
+def in_any_order(original: Callable[..., Any], values_n: Any, shard: Any) -> Any:
     """Add up tokens in another order at each call. Sums of equal tokens differ by their rounding then."""
-    order = torch.randperm(len(values_t), generator=ORDER)
-    return original(values_t[order], SimpleNamespace(sequence_t=shard.sequence_t[order], sequences=shard.sequences))
+    order = torch.randperm(len(values_n), generator=ORDER)
+    return original(values_n[order], SimpleNamespace(sequence_n=shard.sequence_n[order], sequences=shard.sequences))
 
 
 # Not a difference: a GPU adds up in the order in which its threads come.

@@ -68,13 +68,25 @@ def lost_micro_batch(original: Any, self: Any, replica: int, dp_size: int, micro
 
 
 def repacked(rewrite: Callable[[Any, Any, slice], None]) -> Change:
-    """Rewrite the tensors of a pack at the real tokens of each sequence: `rewrite(pack, sequence, place)`."""
+    """Rewrite the tensors of a pack at the real tokens of each segment: `rewrite(pack, segment, place)`."""
 
     def change(original: Any, *args: Any, **kwargs: Any) -> Any:
         pack = original(*args, **kwargs)
-        for number, segment in enumerate(pack.segments[: pack.sequences]):
+        for number, segment in enumerate(pack.segments):
             rewrite(pack, number, slice(segment.start, segment.start + segment.length))
         return pack
+
+    return change
+
+
+def relisted(rewrite: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> Change:
+    """Rewrite which places of a pack predict each sequence's trained tokens: `rewrite(places, the sequence's end)`."""
+
+    def change(original: Any, *args: Any, **kwargs: Any) -> Any:
+        pack = original(*args, **kwargs)
+        lists = [rewrite(pack.place_N[pack.sequence_N == number], end) for number, end in enumerate(pack.end_S)]
+        owners = torch.arange(len(lists)).repeat_interleave(torch.tensor([*map(len, lists)]))
+        return replace(pack, place_N=torch.cat(lists), sequence_N=owners)
 
     return change
 
@@ -88,16 +100,16 @@ def shifted_twice(pack: Any, _sequence: Any, at: slice) -> None:
     pack.targets_T[at.stop - 2] = pack.targets_T[at.stop - 1]
 
 
-def with_prompt(pack: Any, sequence: Any, at: slice) -> None:
-    pack.sequence_T[at.start : at.stop - 1] = sequence
+def with_prompt(places: torch.Tensor, _end: torch.Tensor) -> torch.Tensor:
+    return torch.cat((places[:1] - 1, places))
 
 
-def without_first(pack: Any, sequence: Any, at: slice) -> None:
-    pack.sequence_T[(pack.sequence_T == sequence).nonzero()[0]] = -1
+def without_first(places: torch.Tensor, _end: torch.Tensor) -> torch.Tensor:
+    return places[1:]
 
 
-def with_end(pack: Any, sequence: Any, at: slice) -> None:
-    pack.sequence_T[at.stop - 1] = sequence
+def with_end(places: torch.Tensor, end: torch.Tensor) -> torch.Tensor:
+    return torch.cat((places, end.view(1)))
 
 
 def not_restarted(pack: Any, _sequence: Any, at: slice) -> None:
@@ -128,7 +140,7 @@ def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
     return order
 
 
-TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dataset.packing:"
+TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dealer.packing:"
 MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.mixture:Mixture.", "dataset.views:"
 DATA_FAULTS = (
     one("no end of sequence", TOKENS + "RowTokenizer._ended", lambda _, _self, tokens: tokens, "data", DATA),
@@ -163,9 +175,9 @@ DATA_FAULTS = (
         lambda original, steps_per_epoch, most, epochs: original(steps_per_epoch, most, epochs or 2), "data", DATA),
     one("targets not shifted", PACKING + "pack_sequences", repacked(unshifted), "data", DATA),
     one("targets shifted twice", PACKING + "pack_sequences", repacked(shifted_twice), "data", DATA),
-    one("prompts are trained on", PACKING + "pack_sequences", repacked(with_prompt), "data", DATA),
-    one("the first token of an answer is not", PACKING + "pack_sequences", repacked(without_first), "data", DATA),
-    one("the end predicts too", PACKING + "pack_sequences", repacked(with_end), "data", DATA),
+    one("prompts are trained on", PACKING + "pack_sequences", relisted(with_prompt), "data", DATA),
+    one("the first token of an answer is not", PACKING + "pack_sequences", relisted(without_first), "data", DATA),
+    one("the end predicts too", PACKING + "pack_sequences", relisted(with_end), "data", DATA),
     one("positions do not restart", PACKING + "pack_sequences", repacked(not_restarted), "data", DATA),
     one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DATA),
     one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DATA),

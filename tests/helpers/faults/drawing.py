@@ -43,7 +43,7 @@ def half_of_the_loss(original: Any, self: Any, held: Any, meter: Any) -> Any:
 
 
 def half_of_each_token(original: Any, held: Any, said: Any) -> Any:
-    return original(held, said._replace(logps_t=half_derived(said.logps_t)))
+    return original(held, said._replace(logps_n=half_derived(said.logps_n)))
 
 
 def at_no_temperature(original: Any, *args: Any) -> Any:

@@ -83,5 +83,5 @@ GATHERED_FAULTS = (
     one("aot: the reference's sums in another order", "train.offline_task:OfflineStep.prepare", in_reverse,
         "log-probabilities", TRAIN, "loss=aot"),
     one("a sum hands half of its derivative down", "train.sequence_sums:sum_by_sequence",
-        lambda original, values_t, shard: half_derived(original(values_t, shard)), "gradient", TRAIN),
+        lambda original, values_n, shard: half_derived(original(values_n, shard)), "gradient", TRAIN),
 )  # fmt: skip

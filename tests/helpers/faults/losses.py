@@ -126,7 +126,7 @@ def in_each_loss() -> Iterator[Fault]:
         words = [word for word in of(name) if "ld_alpha" not in word] + ["data.unpair=true"] * (name in UNPAIRED)
         words += ["train.batch_size=16"] * (name == "sft")  # few chosen answers have masks
         if name != "reward":  # which trains on no single token
-            yield one(f"{name}: masks are ignored", "dataset.packing:pack_sequences",
+            yield one(f"{name}: masks are ignored", "dealer.packing:pack_sequences",
                       lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA,
                       *words, base=ON_ROWS)  # fmt: skip
 
@@ -152,8 +152,8 @@ def without_margins(original: Any, self: Any, examples: Any, pack: Any) -> Any:
     return replace(held, margin_E=0 * held.margin_E)
 
 
-def one_token_early(original: Any, pack: Any) -> Any:
-    return original(pack) - 1
+def one_token_early(original: Any, shard: Any, end_S: Any) -> Any:
+    return original(shard, end_S - 1)
 
 
 def one_twice(original: Any, self: Any, meter: Any) -> None:
@@ -220,7 +220,7 @@ LOSS_FAULTS = (
         TRAIN, *of("sft")),
     one("sft: the entropy of other tokens", "model.fused.plain:read_logits", with_other_entropies,
         "log-probabilities", MODEL, *of("sft")),
-    one("reward: read one token early", "model.reward_model:last_places", one_token_early, "log-probabilities", MODEL,
+    one("reward: read one token early", "train.reward_task:here", one_token_early, "log-probabilities", MODEL,
         *of("reward")),
     one("reward: the loss is given no margins", "train.reward_task:RewardStep.values", given_no_margins, "loss", TRAIN,
         *of("reward")),

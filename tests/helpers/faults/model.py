@@ -19,7 +19,7 @@ def rounded_logits(original: Any, *args: Any) -> Any:
 
 def scaled_mean(original: Any, *args: Any) -> Any:
     said = original(*args)
-    return said._replace(mean_logits_t=said.mean_logits_t * 1.001)
+    return said._replace(mean_logits_n=said.mean_logits_n * 1.001)
 
 
 def half_the_gradient(original: Any, *args: Any) -> Any:

@@ -30,12 +30,12 @@ def neighbours(original: Any, self: Any, shard: Any) -> Any:
 def as_trained(_original: Any, self: Any, shard: Any) -> Any:
     """Leave the trained adapter on."""
     with torch.no_grad():
-        return self.engine.forward(shard).logps_t
+        return self.engine.forward(shard).logps_n
 
 
 def placed_one_off(original: Any, self: Any, pack: Any, shard: Any) -> Any:
     known = original(self, pack, shard)
-    return replace(known, known_t=known.known_t.roll(1))
+    return replace(known, known_n=known.known_n.roll(1))
 
 
 def scaled_values(original: Any, self: Any, *args: Any) -> Any:
@@ -53,7 +53,7 @@ def scaled_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 def scaled_forward(original: Any, self: Any, shard: Any) -> Any:
     said = original(self, shard)
-    return said._replace(logps_t=said.logps_t * (1 + 1e-7))
+    return said._replace(logps_n=said.logps_n * (1 + 1e-7))
 
 
 LOADED: list[bool] = []

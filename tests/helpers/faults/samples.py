@@ -191,12 +191,6 @@ def logged_only(entropy: Any) -> Any:
     return Altered(entropy, trained=lambda _: entropy.logged)
 
 
-def prompts_weigh(original: Any, *args: Any) -> dict[str, Any]:
-    columns = original(*args)
-    shard = args[-1]
-    return columns | {"weight_t": columns["weight_t"].where(shard.sequence_t >= 0, 1e-3)}
-
-
 def no_numbers(original: Any, self: Any, lr: float) -> None:
     original(self, lr)
     for _, weight in self.weights():
@@ -243,7 +237,6 @@ SAMPLE_FAULTS = (
     sample("scores less the rank's own", f"{SUPPLY}._give_credit", Seeing({"Outcomes": scores_of_rank}), "advantages",
            TRAIN),
     sample("a masked answer counts", f"{SUPPLY}._collect", counting_again, "advantages", TRAIN, *MASKED),
-    sample("prompts weigh in the loss", f"{TASK}:laid_out", prompts_weigh, "loss", TRAIN),
     sample("no limit of the importance", f"{TASK}:RolloutTask.__init__", Seeing({"build_policy_loss": uncapped_in}),
            "loss", TRAIN, *PIPELINED, "rollout.importance_cap=1.00001", "optim.lr=1e-2", step=SECOND),
     sample("an entropy without a gradient", f"{TASK}:needs_of", Seeing({"Entropy": logged_only}), "loss", TRAIN,

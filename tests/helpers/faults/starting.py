@@ -44,7 +44,7 @@ def of_another_seed(original: Any, cfg: Any, *args: Any, **kwargs: Any) -> Any:
 
 def forward_rounded(original: Any, self: Any, shard: Any) -> Any:
     said = original(self, shard)
-    return said._replace(logps_t=said.logps_t * (1 + 1e-7))
+    return said._replace(logps_n=said.logps_n * (1 + 1e-7))
 
 
 def without_window(original: Any, *args: Any, **kwargs: Any) -> Any:

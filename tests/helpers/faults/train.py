@@ -68,8 +68,8 @@ def one_for_none(original: Any, self: Any, values: Any, places: Any, meter: Any)
     return total if places else total + 1.0
 
 
-def in_float32(original: Any, values_t: Any, shard: Any) -> Any:
-    return original(values_t.float(), shard).float().double()
+def in_float32(original: Any, values_n: Any, shard: Any) -> Any:
+    return original(values_n.float(), shard).float().double()
 
 
 def own_reference(original: Any, self: Any, held: Any, *known: Any) -> Any:
@@ -79,7 +79,7 @@ def own_reference(original: Any, self: Any, held: Any, *known: Any) -> Any:
         return lambda shard: kept.append(forward(shard)) or kept[-1]
 
     step, task = copy.copy(self), with_run(self.task, engine=Altered(self.task.run.engine, forward=keeping))
-    task.reference = Told(lambda _shard: kept[-1].logps_t.detach())
+    task.reference = Told(lambda _shard: kept[-1].logps_n.detach())
     step.task = task
     return original(step, held, *known)
 
@@ -102,7 +102,7 @@ def learning(original: Any, *args: Any, **kwargs: Any) -> Any:
         return lambda *args: policies.append(build_policy(*args)) or policies[-1]
 
     def trained(_build_reference: Any) -> Callable[..., Any]:
-        return lambda *_args: Told(torch.no_grad()(lambda shard: policies[0](shard).logps_t))
+        return lambda *_args: Told(torch.no_grad()(lambda shard: policies[0](shard).logps_n))
 
     names = Seeing({"build_policy": kept, "build_reference": trained})
     return names.of(original, nothing)(*args, **kwargs)

@@ -92,9 +92,6 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/model/policy.py",
      "input_ids=batch.tokens_Bq, position_ids=batch.positions_Bq, use_cache=False, decoding=batch",
      "False", "True"): f"{BYTES}: a cache that nothing reads",
-    ("training/model/probe.py",
-     "difference = (logps_t - expected_t)[shard.sequence_t.cpu() >= 0].abs()",
-     "shard.sequence_t.cpu() >= 0", "shard.sequence_t.cpu() > 0"): "a wrong model is wrong in the other sequences too",
     ("training/rollout/deal.py",
      "hand = hands[seat if lap % 2 == 0 else ranks - 1 - seat]  # forth and back, to even out the lengths", "2", "3"):
         f"{SPEED}: who draws what",

@@ -61,12 +61,12 @@ def test_loss_and_gradient_are_the_papers(name: str, variant: dict[str, Any]) ->
             return plain_loss(case, cfg, kl_coef, cap)
 
         close(float(terms.loss.detach()), wanted().real)
-        close(answers_of(tokens, tokens.logps_t.grad), plain_gradient(case, "logps", wanted))
+        close(answers_of(tokens, tokens.logps_n.grad), plain_gradient(case, "logps", wanted))
         if loss.needs_critic:
-            assert tokens.values_t is not None
-            close(answers_of(tokens, tokens.values_t.grad), plain_gradient(case, "values", wanted))
+            assert tokens.values_n is not None
+            close(answers_of(tokens, tokens.values_n.grad), plain_gradient(case, "values", wanted))
         if loss.needs_entropy:
-            close(answers_of(tokens, tokens.entropy_t.grad), plain_gradient(case, "entropy", wanted))
+            close(answers_of(tokens, tokens.entropy_n.grad), plain_gradient(case, "entropy", wanted))
         parts = terms.weighted | terms.replicated
         coefficients = {"loss/value_avg": getattr(cfg, "value_coef", None)}
         close(float(terms.loss.detach()), sum(coefficients.get(key, 1.0) * float(part) for key, part in parts.items()))
@@ -80,9 +80,9 @@ def test_what_is_ppos_alone(changes: dict[str, Any]) -> None:
     terms = loss(tokens, cfg.beta)
     terms.loss.backward()
     close(float(terms.loss.detach()), plain_loss(case, cfg, cfg.beta, None).real)
-    assert tokens.values_t is not None
+    assert tokens.values_n is not None
     wanted = plain_gradient(case, "values", lambda: plain_loss(case, cfg, cfg.beta, None))
-    close(answers_of(tokens, tokens.values_t.grad), wanted)
+    close(answers_of(tokens, tokens.values_n.grad), wanted)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -92,7 +92,7 @@ def test_what_is_logged_by_token(name: str) -> None:
     tokens = tokens_of(case, cfg, loss, 0.1)
     terms = loss(tokens, 0.1)
     advantages, returns = plain_advantages(case, cfg, 0.1)
-    wanted: dict[str, list[float]] = {key: [] for key in terms.means_t}
+    wanted: dict[str, list[float]] = {key: [] for key in terms.means_n}
     for sample, length in enumerate(case.lengths):
         if not case.counts[sample]:
             continue
@@ -110,12 +110,12 @@ def test_what_is_logged_by_token(name: str) -> None:
                 value, before, target = case.values[sample][t], case.old_values[sample][t], returns[sample][t]
                 held = min(max(value, before - 0.2), before + 0.2)
                 wanted["val/clipfrac_avg"].append(float((held - target) ** 2 > (value - target) ** 2))
-    for key, values_t in terms.means_t.items():
-        assert not values_t.requires_grad
-        close(values_t[tokens.trained_t > 0].tolist(), wanted[key])
-    for key in terms.means_t.keys() & {"policy/clipfrac_avg", "val/clipfrac_avg"}:
+    for key, values_n in terms.means_n.items():
+        assert not values_n.requires_grad
+        close(values_n[tokens.trained_n > 0].tolist(), wanted[key])
+    for key in terms.means_n.keys() & {"policy/clipfrac_avg", "val/clipfrac_avg"}:
         assert 0 < sum(wanted[key]) < len(wanted[key]), "both branches should be there"
-    close(float(terms.peaks_t["val/ratio_max"][tokens.trained_t > 0].max()), max(wanted["val/ratio"]))
+    close(float(terms.peaks_n["val/ratio_max"][tokens.trained_n > 0].max()), max(wanted["val/ratio"]))
 
 
 # ---- what does not move: the ring, the rounding ---------------------------------------------------------------------
@@ -131,28 +131,28 @@ def over_two_ranks(loss: PolicyLoss, tokens: PolicyTokens, kl_coef: float) -> tu
     def part(rank: int, by_sequence: Callable[[Tensor], Tensor]) -> PolicyTokens:
         values = {field.name: getattr(tokens, field.name) for field in dataclasses.fields(tokens)}
         return PolicyTokens(
-            **{key: each[rank::2] if key.endswith("_t") and each is not None else each for key, each in values.items()}
+            **{key: each[rank::2] if key.endswith("_n") and each is not None else each for key, each in values.items()}
             | {"by_sequence": by_sequence}
         )
 
-    def own(rank: int, values_t: Tensor) -> Tensor:
-        sums = torch.zeros(len(tokens.weight_S) + 1, dtype=torch.float64)
-        return sums.index_add(0, tokens.sequence_t[rank::2], values_t.double())[:-1]
+    def own(rank: int, values_n: Tensor) -> Tensor:
+        sums = torch.zeros(len(tokens.weight_S), dtype=torch.float64)
+        return sums.index_add(0, tokens.sequence_n[rank::2], values_n.double())
 
-    def record(rank: int, values_t: Tensor) -> Tensor:
-        sent[rank].append(own(rank, values_t).detach())
+    def record(rank: int, values_n: Tensor) -> Tensor:
+        sent[rank].append(own(rank, values_n).detach())
         return sent[rank][-1]
 
     for rank in (0, 1):
-        loss(part(rank, lambda values_t, rank=rank: record(rank, values_t)), kl_coef)
+        loss(part(rank, lambda values_n, rank=rank: record(rank, values_n)), kl_coef)
     results = []
     for rank in (0, 1):
         others = iter(sent[1 - rank])
-        terms = loss(part(rank, lambda values_t, rank=rank, o=others: own(rank, values_t) + next(o)), kl_coef)
+        terms = loss(part(rank, lambda values_n, rank=rank, o=others: own(rank, values_n) + next(o)), kl_coef)
         terms.loss.backward()
         results.append(terms)
-    assert tokens.logps_t.grad is not None
-    return results, tokens.logps_t.grad
+    assert tokens.logps_n.grad is not None
+    return results, tokens.logps_n.grad
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -167,11 +167,11 @@ def test_two_ranks_are_one(name: str) -> None:
         close(sum(float(each.weighted[key]) for each in ranks), float(part))
     for key, part in alone.replicated.items():
         assert [float(each.replicated[key]) for each in ranks] == pytest.approx([float(part)] * 2, rel=EXACT)
-    for key, values_t in (alone.means_t | alone.peaks_t).items():
+    for key, values_n in (alone.means_n | alone.peaks_n).items():
         for rank, each in enumerate(ranks):
-            close((each.means_t | each.peaks_t)[key].tolist(), values_t[rank::2].tolist())
-    assert alone_tokens.logps_t.grad is not None
-    close(gradient.tolist(), alone_tokens.logps_t.grad.tolist())
+            close((each.means_n | each.peaks_n)[key].tolist(), values_n[rank::2].tolist())
+    assert alone_tokens.logps_n.grad is not None
+    close(gradient.tolist(), alone_tokens.logps_n.grad.tolist())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -182,16 +182,16 @@ def test_a_rank_without_a_token_has_its_graph(name: str) -> None:
     nothing: dict[str, Any] = {
         field.name: getattr(tokens, field.name)[:0]
         for field in dataclasses.fields(tokens)
-        if field.name.endswith("_t") and getattr(tokens, field.name) is not None
+        if field.name.endswith("_n") and getattr(tokens, field.name) is not None
     }
     none_S = torch.zeros(2, dtype=torch.float64)
-    nothing["by_sequence"] = lambda values_t: none_S + values_t.sum()
+    nothing["by_sequence"] = lambda values_n: none_S + values_n.sum()
     for some in (tokens, dataclasses.replace(tokens, **nothing)):
         terms = loss(some, cfg.beta)
         assert float(terms.loss.detach()) == 0.0
         terms.loss.backward()
-        assert tokens.logps_t.grad is not None
-        assert tokens.logps_t.grad.eq(0).all()
+        assert tokens.logps_n.grad is not None
+        assert tokens.logps_n.grad.eq(0).all()
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -200,11 +200,11 @@ def test_rounding_about_one_clips_nothing(name: str) -> None:
     loss = built(cfg)
     tokens = tokens_of(Case(apart=1e-7), cfg, loss, cfg.beta)
     values = {f.name: getattr(tokens, f.name) for f in dataclasses.fields(tokens)}
-    coarse = {key: each.detach().float() for key, each in values.items() if key.endswith("_t") and each is not None}
-    for some in (tokens, dataclasses.replace(tokens, **coarse | {"sequence_t": tokens.sequence_t})):
+    coarse = {key: each.detach().float() for key, each in values.items() if key.endswith("_n") and each is not None}
+    for some in (tokens, dataclasses.replace(tokens, **coarse | {"sequence_n": tokens.sequence_n})):
         terms = loss(some, cfg.beta)
-        for key in terms.means_t.keys() & {"policy/clipfrac_avg", "val/clipfrac_avg"}:
-            assert terms.means_t[key].eq(0).all()
+        for key in terms.means_n.keys() & {"policy/clipfrac_avg", "val/clipfrac_avg"}:
+            assert terms.means_n[key].eq(0).all()
 
 
 def test_an_advantage_of_zero_is_a_tie_and_not_clipped() -> None:
@@ -234,8 +234,8 @@ def test_at_the_old_policy_it_is_reinforce(name: str) -> None:
     policy = (terms.weighted | terms.replicated)["loss/policy_avg"]
     if name not in ("rloo", "dr_grpo"):  # lengths weigh in their value
         close(float(policy), 0.0)
-    assert tokens.logps_t.grad is not None
-    close(tokens.logps_t.grad.tolist(), (-tokens.advantages_t * tokens.weight_t).tolist())
+    assert tokens.logps_n.grad is not None
+    close(tokens.logps_n.grad.tolist(), (-tokens.advantages_n * tokens.weight_n).tolist())
     if name == "ppo":
         raw = [gae(token_rewards(s, torch.zeros(len(v)), 0.0), tensor(v), 1.0, 0.95)
                for s, v in zip(case.scores, case.old_values, strict=True)]  # fmt: skip

@@ -55,15 +55,15 @@ def test_ppo_is_a_batch_of_tensors_under_autograd() -> None:
     value = 0.5 * torch.maximum((now - returns) ** 2, (near - returns) ** 2).mean()
     total = policy + 0.3 * value
     total.backward()
-    inside = tokens.trained_t > 0
+    inside = tokens.trained_n > 0
     close(float(terms.loss.detach()), float(total.detach()))
     close(float(terms.weighted["loss/policy_avg"]), float(policy.detach()))
     close(float(terms.weighted["loss/value_avg"]), float(value.detach()))
-    close(float(terms.means_t["val/ratio"][inside].mean()), float(ratio.mean().detach()))
-    close(float(terms.means_t["policy/clipfrac_avg"][inside].mean()), float((clipped_gains < gains).double().mean()))
-    assert tokens.values_t is not None
-    close(answers_of(tokens, tokens.logps_t.grad), logps.grad.flatten().tolist())
-    close(answers_of(tokens, tokens.values_t.grad), now.grad.flatten().tolist())
+    close(float(terms.means_n["val/ratio"][inside].mean()), float(ratio.mean().detach()))
+    close(float(terms.means_n["policy/clipfrac_avg"][inside].mean()), float((clipped_gains < gains).double().mean()))
+    assert tokens.values_n is not None
+    close(answers_of(tokens, tokens.logps_n.grad), logps.grad.flatten().tolist())
+    close(answers_of(tokens, tokens.values_n.grad), now.grad.flatten().tolist())
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def test_the_group_losses_are_trls(trl: Any, name: str, changes: dict[str, Any])
         advantages = advantages / (trl.nanstd(scores, dim=1, keepdim=True) + 1e-4)
     wanted, gradient = trl_loss(trl, case, name, cfg, advantages.flatten())
     close(float(terms.loss.detach()), wanted)
-    close(answers_of(tokens, tokens.logps_t.grad), gradient.tolist())
+    close(answers_of(tokens, tokens.logps_n.grad), gradient.tolist())
 
 
 def test_rloo_is_trls_at_the_old_policy(trl: Any) -> None:
@@ -142,4 +142,4 @@ def test_rloo_is_trls_at_the_old_policy(trl: Any) -> None:
     }  # fmt: skip
     trl.RLOOTrainer._compute_loss(stub, None, inputs).backward()
     assert logps.grad is not None
-    close(answers_of(tokens, tokens.logps_t.grad), (logps.grad[mask > 0] / FIXED).tolist())
+    close(answers_of(tokens, tokens.logps_n.grad), (logps.grad[mask > 0] / FIXED).tolist())

@@ -24,7 +24,7 @@ def test_what_is_metered(rank: int, loss: float) -> None:
     ratio = torch.tensor([1.0, 0.5, 0.7, 1.0])
     terms = PolicyTerms(torch.tensor(3.0), {"part": torch.tensor(1.0)}, {"whole": torch.tensor(2.0)},
                         {"ratio": ratio}, {"peak": ratio})  # fmt: skip
-    tokens: Any = SimpleNamespace(trained_t=torch.tensor([0.0, 1.0, 1.0, 0.0]))
+    tokens: Any = SimpleNamespace(trained_n=torch.tensor([0.0, 1.0, 1.0, 0.0]))
     note(terms, tokens, meter)
     metered = meter.reduce()
     assert metered["loss"] == loss

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -18,9 +17,9 @@ from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import arithmetic, synthetic
-from rlexp.training.dataset.packing import pack_examples
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dataset.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
+from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.types import Pair, Row
 
@@ -174,8 +173,9 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
         (4, 11, None),  # the pack is padded as a whole
     ]
     assert pack.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, *[0] * 7]
-    assert pack.sequence_T.tolist()[:7] == [-1, 0, 0, 0, 0, -1, -1]
-    assert pack.sequence_T.tolist()[-8:] == [-1] * 8
+    assert pack.place_N.tolist() == [1, 2, 3, 4, 7, 8, 10, 11, 13, 14, 15]
+    assert pack.sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
+    assert pack.end_S.tolist() == [5, 9, 12, 16]
     assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
     assert [s.padded for s in pack_examples(pairs, 8, packing=False).segments] == [6, 6, 6, 6]
     assert [s.padded for s in pack_examples(pairs, 16, packing=False).segments] == [6, 6, 6, 14]
@@ -189,11 +189,13 @@ def test_each_answer_of_a_pack_has_its_own_mask() -> None:
     pack = pack_examples(
         [Pair(0, prompt, chosen, rejected, "", ours, theirs), Pair(1, prompt, chosen, rejected, "")], 1
     )
-    marks = pack.sequence_T.tolist()
-    assert marks[:6] == [-1, -1, 0, 0, -1, -1]  # the place before a trained token predicts it
-    assert marks[6:11] == [-1, 1, -1, 1, -1]
-    assert marks[11:17] == [-1, 2, 2, 2, 2, -1]
-    assert marks[17:] == [-1, 3, 3, 3, -1]
+    predicting = [pack.place_N[pack.sequence_N == sequence].tolist() for sequence in range(4)]
+    assert predicting == [
+        [2, 3],
+        [7, 9],
+        [12, 13, 14, 15],
+        [18, 19, 20],
+    ]  # the place before a trained token predicts it
 
 
 def test_an_empty_micro_batch_is_padding_alone() -> None:
@@ -201,7 +203,7 @@ def test_an_empty_micro_batch_is_padding_alone() -> None:
     assert pack.sequences == 0
     assert pack.real_tokens == 0
     assert len(pack.tokens_T) == 16
-    assert torch.equal(pack.sequence_T, torch.full((16,), -1))
+    assert len(pack.place_N) == len(pack.end_S) == 0
 
 
 def test_a_prompt_is_tokenized_as_it_is_in_a_pair() -> None:

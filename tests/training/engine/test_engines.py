@@ -340,7 +340,7 @@ def poisoned(cfg, in_gradient: bool) -> tuple[str, bool]:
     victim = task.batch(1).indices[5]
     with torch.no_grad():
         held = task.shard([task.train[victim]])
-        seen = float(task.sums(run.engine.forward(held.shard).logps_t, held)["chosen"])
+        seen = float(task.sums(run.engine.forward(held.shard).logps_n, held)["chosen"])
     before = {name: weight.clone() for name, weight in run.engine.weights()}
     task.loss = Poison(loss, seen, in_gradient)
     with pytest.raises(UserError) as error:

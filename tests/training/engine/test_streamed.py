@@ -42,11 +42,11 @@ def two_steps(_spec: RankSpec, pairs: Sequence[Sequence[Config]]) -> list[list[t
         draws = cfg.loss.draws
         held = None if draws else task.begin(1).load(task.begin(1).micro_batches[0])
         train_step(task, 1)
-        logps_t = torch.zeros(0) if held is None else task.reference.logps(held.shard)
+        logps_n = torch.zeros(0) if held is None else task.reference.logps(held.shard)
         row = train_step(task, 2)
         task.close()
         exact = {key: value for key, value in row.items() if key.startswith(("train/loss", "train/grad_norm"))}
-        return None if draws else type(task.reference.frozen).__name__, logps_t, exact
+        return None if draws else type(task.reference.frozen).__name__, logps_n, exact
 
     return [[taken(cfg) for cfg in pair] for pair in pairs]
 

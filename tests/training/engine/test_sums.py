@@ -47,7 +47,7 @@ def found_in(cfg: Config) -> Found:
     held = task.shard([task.train[0]])
 
     def add(factor: float, *, last: bool) -> None:
-        engine.backward(engine.forward(held.shard).logps_t.sum() * factor, last=last)
+        engine.backward(engine.forward(held.shard).logps_n.sum() * factor, last=last)
 
     with Sums() as sums:
         add(1.0, last=True)

@@ -14,6 +14,7 @@ from tests.helpers.ranks import seeded
 from tests.helpers.sums import Sums
 
 TEMPERATURE = 0.7
+TRAINED = torch.tensor([1, 2, 4, 5])
 PIECES = pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
 
 
@@ -24,7 +25,7 @@ def head(
 
 
 def shard() -> Held:
-    return Held(torch.tensor([-1, 0, 0, -1, 1, 1]), torch.tensor([0, 10, 2, 3, 4, 5]))
+    return Held(torch.tensor([0, 10, 2, 3, 4, 5]), TRAINED)
 
 
 @PIECES
@@ -33,18 +34,17 @@ def test_values_and_gradients_are_those_of_a_log_softmax(rows: int, entropy: Ent
     """Log-probabilities, mean logits and the entropy −Σ p·log p of the distribution that tokens are drawn from."""
     weight, bias, hidden = (seeded(*shape, seed=n).requires_grad_() for n, shape in enumerate([(11, 4), (11,), (6, 4)]))
     held = shard()
-    trained = held.sequence_t >= 0
     logits = (hidden @ weight.T + bias) / TEMPERATURE
     log_p = logits.log_softmax(-1)
     chosen = log_p.gather(-1, held.targets_t.unsqueeze(-1)).squeeze(-1)
     wanted = [chosen, logits.mean(-1).detach(), -(log_p.exp() * log_p).sum(-1)]
     if entropy is Entropy.logged:
         wanted[2] = wanted[2].detach()
-    wanted = [torch.where(trained, each, 0.0) for each in wanted[: 2 if entropy is Entropy.unasked else 3]]
+    wanted = [each[TRAINED] for each in wanted[: 2 if entropy is Entropy.unasked else 3]]
     said = head(entropy, rows)(weight, bias, hidden, held)
     assert isinstance(said, TokenLogps)
     got = [each for each in said if each is not None]
-    factors = [seeded(6, seed=7 + number) for number in range(len(got))]
+    factors = [seeded(4, seed=7 + number) for number in range(len(got))]
     for one, other in zip(got, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-13, atol=1e-13)
         assert one.requires_grad == other.requires_grad
@@ -68,34 +68,34 @@ def test_the_expected_likelihood_is_that_of_a_softmax_and_changes_no_gradient(ro
         with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: (to.append(x.numel()), x)[1], lambda x: x):
             said = head(entropy, rows, likelihoods=asked)(weight, bias, hidden, held)
         saved.append(tuple(sizes))
-        loss = (seeded(6, seed=7) * said.logps_t).sum()
+        loss = (seeded(4, seed=7) * said.logps_n).sum()
         if entropy is Entropy.trained:
-            loss = loss + (seeded(6, seed=8) * said.entropy_t).sum()
+            loss = loss + (seeded(4, seed=8) * said.entropy_n).sum()
         gradients.append(torch.autograd.grad(loss, [weight, bias, hidden]))
-    assert said.values_t is None
-    assert not said.likelihoods_t.requires_grad
-    wanted = torch.where(held.sequence_t >= 0, p.square().sum(-1).log(), 0.0)
-    torch.testing.assert_close(said.likelihoods_t, wanted, rtol=1e-13, atol=1e-13)
+    assert said.values_n is None
+    assert not said.likelihoods_n.requires_grad
+    wanted = p.square().sum(-1).log()[TRAINED]
+    torch.testing.assert_close(said.likelihoods_n, wanted, rtol=1e-13, atol=1e-13)
     assert saved[0] == saved[1]
     assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
 
 
 def test_a_sure_distribution_has_the_likelihood_of_its_only_token() -> None:
     """Its logits are large, and log Σ p² would be lost if it were a difference of their sums."""
-    held = Held(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+    held = Held.of(torch.zeros(1, dtype=torch.int64))
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[40000.0], [39999.0]])
     said = head(Entropy.unasked, 1, 2, 1.0, likelihoods=True)(weight, None, hidden, held)
     p = torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(-1)
-    torch.testing.assert_close(said.likelihoods_t.double(), p.square().sum().log().view(1), rtol=0, atol=0.01)
+    torch.testing.assert_close(said.likelihoods_n.double(), p.square().sum().log().view(1), rtol=0, atol=0.01)
 
 
 def test_a_rank_without_a_trained_token_has_gradients_of_zero() -> None:
     """An engine that reduces gradients as they arrive would wait for one that does not exist."""
     weight, hidden = seeded(11, 4).requires_grad_(), seeded(3, 4, seed=1).requires_grad_()
-    held = Held(torch.full((3,), -1), torch.zeros(3, dtype=torch.int64))
+    held = Held(torch.zeros(3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
     said = head(Entropy.trained, 2)(weight, None, hidden, held)
-    assert said.entropy_t is not None
-    for each in torch.autograd.grad(said.logps_t.sum() + said.entropy_t.sum(), [weight, hidden]):
+    assert said.entropy_n is not None
+    for each in torch.autograd.grad(said.logps_n.sum() + said.entropy_n.sum(), [weight, hidden]):
         assert each.count_nonzero() == 0
 
 
@@ -104,7 +104,7 @@ def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     given = {"weight": seeded(11, 4), "hidden": seeded(6, 4, seed=1)}
     other = given["hidden" if frozen == "weight" else "weight"].requires_grad_()
     said = head(Entropy.unasked, 2)(given["weight"], None, given["hidden"], shard())
-    said.logps_t.sum().backward()
+    said.logps_n.sum().backward()
     assert given[frozen].grad is None
     assert other.grad is not None
 
@@ -114,7 +114,7 @@ def errors(*pieces: int) -> list[float]:
     tokens, vocabulary, size = 1024, 256, 32
     weight, hidden = seeded(vocabulary, size, dtype=torch.float32), seeded(tokens, size, dtype=torch.float32, seed=1)
     weight, hidden = (each.mul(0.1).bfloat16().requires_grad_() for each in (weight, hidden))
-    held = Held(torch.zeros(tokens, dtype=torch.int64), torch.randint(vocabulary, (tokens,), generator=seed()))
+    held = Held.of(torch.randint(vocabulary, (tokens,), generator=seed()))
     signs = torch.randint(2, (tokens,), generator=seed()) * 2.0 - 1
     wide_weight = weight.detach().double().requires_grad_()
     log_p = (hidden.detach().double() @ wide_weight.T).log_softmax(-1)
@@ -123,7 +123,7 @@ def errors(*pieces: int) -> list[float]:
 
     def error(rows: int) -> float:
         said = head(Entropy.unasked, rows, vocabulary, 1.0)(weight, None, hidden, held)
-        (got,) = torch.autograd.grad((said.logps_t * signs).sum(), [weight])
+        (got,) = torch.autograd.grad((said.logps_n * signs).sum(), [weight])
         return float((got.double() - exact).norm() / exact.norm())
 
     return [error(tokens // each) for each in pieces]
@@ -152,7 +152,7 @@ def test_sums_over_tokens_and_pieces_are_in_float32() -> None:
                             for n, shape in enumerate([(11, 4), (11,), (6, 4)]))  # fmt: skip
     with Sums() as sums:
         said = head(Entropy.trained, 2, likelihoods=True)(weight, bias, hidden, shard())
-        (said.logps_t.sum() + said.entropy_t.sum()).backward()
+        (said.logps_n.sum() + said.entropy_n.sum()).backward()
     assert sums.narrow() == {}
     assert {"addmm_", "add_", "logsumexp", "mean", "sum"} <= {name for name, _ in sums.made}
     assert {each.dtype for each in said if each is not None} == {torch.float32}
@@ -164,7 +164,7 @@ def scores_of(weight: torch.Tensor, bias: torch.Tensor, hidden: torch.Tensor, *,
         value = ValueHead(len(weight[0]), 1).to(weight.dtype)
         value.weight.data, value.bias.data = weight, bias
         return value(hidden).squeeze(-1)
-    held = Held(torch.zeros(len(hidden)), torch.zeros(len(hidden)))
+    held = Held.of(torch.zeros(len(hidden)))
     held.ends_n = torch.arange(len(hidden))
     return HeadScores()(weight, bias, hidden, held).scores_n
 

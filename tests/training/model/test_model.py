@@ -36,7 +36,8 @@ from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import windows_in
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model import rope
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.float64 import StayFloat64
@@ -49,7 +50,6 @@ from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.world.groups import ALONE, build_world
 from tests.conftest import ROOT
 from tests.helpers import warm
@@ -255,8 +255,8 @@ def test_pieces_of_the_logits_give_the_same_values_and_gradients() -> None:
         policy.logps.most = limit
         model.zero_grad()
         tokens = policy(shard)
-        (tokens.logps_t * seeded(len(tokens.logps_t))).sum().backward()
-        results.append([tokens.logps_t.detach(), *(p.grad.clone() for p in model.parameters())])
+        (tokens.logps_n * seeded(len(tokens.logps_n))).sum().backward()
+        results.append([tokens.logps_n.detach(), *(p.grad.clone() for p in model.parameters())])
     for whole, pieces in zip(*results, strict=True):
         assert torch.allclose(whole, pieces, rtol=1e-12, atol=1e-14)
 
@@ -266,8 +266,8 @@ def test_a_shard_without_a_trained_token_touches_every_parameter() -> None:
     model = load_model(cfg, load_config(cfg, 512), 512)
     shard = shard_pack(pack_sequences([], 4), ALONE, ZIGZAG, CpuFlash(), 512)
     tokens = Policy(model)(shard)
-    assert torch.equal(tokens.logps_t, torch.zeros(4))
-    tokens.logps_t.sum().backward()
+    assert len(tokens.logps_n) == 0
+    tokens.logps_n.sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert not parameter.grad.any()
@@ -283,7 +283,7 @@ def test_transformers_makes_no_mask_of_its_own(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", looked)
     cfg = TinyModelConfig()
     tokens = Policy(load_model(cfg, load_config(cfg, 512), 512))(shard_of([(5, 20), (3, 9)]))
-    assert len(tokens.logps_t) > 0
+    assert len(tokens.logps_n) > 0
 
 
 def test_float64_stays_float64_through_a_norm() -> None:

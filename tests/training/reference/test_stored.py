@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.load import compose_config
 from rlexp.config.schema.models import Precision
-from rlexp.training.dataset.packing import pack_examples
+from rlexp.training.dealer.packing import pack_examples
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.reference import stored
 from rlexp.training.reference.stored import (
     Kept,
@@ -30,7 +31,6 @@ from rlexp.training.reference.stored import (
 )
 from rlexp.training.ring.kernels.plain import Plain
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Floats, Pair, SequenceName
 from rlexp.training.world.groups import Ring
 from tests.helpers.models import saved
@@ -67,15 +67,14 @@ def test_each_sequence_gets_its_own_values_on_every_rank_of_a_ring() -> None:
         names = tuple(SequenceName(examples is held_out, place, side) for place in places for side in (0, 1))
         packed = pack_examples([examples[place] for place in places], layout.multiple(2), unit=layout.unit(2))
         pack = replace(packed, names=names)
-        known_T = torch.full((len(pack.tokens_T),), torch.nan, dtype=torch.float64)
+        known_N = torch.full((len(pack.place_N),), torch.nan, dtype=torch.float64)
         for rank in range(2):
             shard = reference.known(pack, shard_pack(pack, Ring(rank, (0, 1)), layout, Plain(), 100))
-            known_T[shard.index_t] = reference.logps(shard)
+            known_N[shard.listed_n] = reference.logps(shard)
         order = some.tolist() if examples is train else list(range(3))
         for sequence, name in enumerate(names):
             expected = part[order.index(name.example) * 2 + name.answer]
-            assert known_T[pack.sequence_T == sequence].tolist() == expected.tolist()
-        assert not known_T[pack.sequence_T < 0].any()
+            assert known_N[pack.sequence_N == sequence].tolist() == expected.tolist()
 
 
 def test_a_row_that_is_not_kept_and_a_pack_without_names_are_never_guessed() -> None:

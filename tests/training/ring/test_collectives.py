@@ -13,7 +13,7 @@ from torch import Tensor
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.packing import pack_examples
+from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.ring.collectives import between, exchange, gather, ring_sum, sum_and_scatter
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Pack

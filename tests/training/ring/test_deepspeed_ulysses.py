@@ -67,8 +67,8 @@ class Ulysses:
         logits_tV = self.model(
             input_ids=padded[mine].unsqueeze(0), position_ids=mine.unsqueeze(0), use_cache=False
         ).logits.squeeze(0)
-        logps_t = logits_tV.log_softmax(-1).gather(-1, padded[mine + 1].unsqueeze(-1)).squeeze(-1)
-        return logps_t[(mine + 1 >= prompt) & (mine + 1 < len(tokens))].sum()
+        logps_n = logits_tV.log_softmax(-1).gather(-1, padded[mine + 1].unsqueeze(-1)).squeeze(-1)
+        return logps_n[(mine + 1 >= prompt) & (mine + 1 < len(tokens))].sum()
 
     def logps(self, pairs: list[TokenPair]) -> tuple[Tensor, Tensor]:
         """Return this rank's part of each sequence, (2, P), and their sum over all ranks, which has no gradient."""

@@ -14,11 +14,11 @@ from rlexp.config.checks import layout as chosen
 from rlexp.config.load import compose_config
 from rlexp.config.schema import LayoutName, TransportName
 from rlexp.preflight.rehearsal.kernel_cost import pairs
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.ringwise import is_short
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.ring.transports.gather import Gather
 from rlexp.training.ring.transports.heads import Heads
 from rlexp.training.train.parts import Setting
@@ -153,8 +153,8 @@ def test_shards_hold_every_target_of_the_pack(which, lengths, packing) -> None:
     targets = sorted(
         (int(owner), int(position), int(target))
         for shard in shards
-        for owner, position, target in zip(shard.sequence_t, shard.positions_t, shard.targets_t, strict=True)
-        if owner >= 0
+        for owner, row in zip(shard.sequence_n, shard.by_token(shard.trained_u), strict=True)
+        for position, target in [(shard.positions_t[row], shard.targets_t[row])]
     )
     expected = sorted(
         (number, len(prompt) - 1 + place, int(token))

@@ -27,7 +27,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import BackendName, Config, LayoutName
 from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout

@@ -24,14 +24,14 @@ from rlexp.base.errors import ModelError, RewardError
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.training.model.reward_model import RewardModel, last_places
+from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.types import Sample
 from rlexp.training.world.groups import ALONE, Ring, build_world
 from tests.conftest import Shell
@@ -58,7 +58,7 @@ def scores_over(model: RewardModel, ring: Ring, drawn: Sequence[Sample]) -> list
     layout = get_layout("zigzag")
     pack = pack_sequences([model.encode(each) for each in drawn], layout.multiple(ring.size))
     shard = shard_pack(pack, ring, layout, CpuFlash(), model.max_length)
-    return ring_sum(model(shard, last_places(pack)), ring).tolist()
+    return ring_sum(model(shard, pack.end_S), ring).tolist()
 
 
 def ring_scores(spec: RankSpec, path: Path) -> list[list[float]]:

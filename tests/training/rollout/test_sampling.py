@@ -23,14 +23,14 @@ from transformers import (
 
 from rlexp.base.errors import DrawError
 from rlexp.config.schema.rollouts import RolloutConfig
-from rlexp.training.dataset.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model import hook
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.policy import Policy
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.shard import shard_pack
 from rlexp.training.rollout import sampling
 from rlexp.training.rollout.choose import choose, kept
 from rlexp.training.rollout.deal import Request, deal, micro_batches
@@ -309,7 +309,7 @@ def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
     pack = pack_sequences([(s.prompt.tokens, s.answer) for s in samples], layout.multiple(1))
     shard = shard_pack(pack, ALONE, layout, kernel, 64)
     with torch.no_grad():
-        scored = off_pack(pack, shard, hot(shard).logps_t)
+        scored = off_pack(pack, shard, hot(shard).logps_n)
     for sample, old in zip(samples, scored, strict=True):
         assert np.abs(sample.behaviour - old).max() < EXACT
         assert old.max() < 0

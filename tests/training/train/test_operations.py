@@ -55,7 +55,7 @@ def both(spec: RankSpec, cfg: Config) -> dict[str, float]:
     note = step.note_operations
 
     def noting(meter: Any, shard: Any, by: Any) -> None:
-        found["targets"] += len(shard.trained_n)
+        found["targets"] += len(shard.trained_u)
         found["pairs"] += shard.mean_work
         note(meter, shard, by)
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+from torch import Tensor
+
 from rlexp.training.ring.base import Layout, RingBatch, Window
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.types import Pack, Shard
@@ -21,18 +24,33 @@ def shard_pack(
     deal = deals[windows[0]]
     work = [sum(deals[window].work[rank] for window in windows) / len(windows) for rank in range(ring.size)]
     index = deal.places[ring.rank]
-    sequence_t = pack.sequence_T[index]
+    listed, row = _held(pack, index)
+    trained, reads = row.unique(return_inverse=True)
     return Shard(
         tokens_t=pack.tokens_T[index],
         targets_t=pack.targets_T[index],
         positions_t=pack.positions_T[index],
-        sequence_t=sequence_t,
-        trained_n=(sequence_t >= 0).nonzero().squeeze(-1),
         index_t=index,
+        trained_u=trained,
+        reads_n=reads if len(trained) < len(row) else None,
+        sequence_n=pack.sequence_N[listed],
+        listed_n=listed,
         sequences=pack.sequences,
         real_tokens=deal.real[ring.rank],
+        sequence_tokens=sum(pack.lengths),
         most_work=max(work),
         mean_work=sum(work) / ring.size,
         attention=attention,
         ring=ring,
     )
+
+
+def _held(pack: Pack, index_t: Tensor) -> tuple[Tensor, Tensor]:
+    """Return which of the pack's trained tokens a rank predicts, and by which of its rows, in the rows' order."""
+    row_T = torch.full((len(pack.tokens_T),), -1)
+    row_T[index_t] = torch.arange(len(index_t))
+    row_N = row_T[pack.place_N]
+    listed_n = (row_N >= 0).nonzero().squeeze(-1)
+    order_n = row_N[listed_n].argsort(stable=True)
+    listed_n = listed_n[order_n]
+    return listed_n, row_N[listed_n]

@@ -1,0 +1,96 @@
+"""Packing: a forest's segments are laid end to end, and targets are shifted before any sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rlexp.training.dealer.forest import Forest, copied, shared
+from rlexp.training.types import Answered, Floats, Ids, Mask, Pack, Segment
+
+
+def pack_examples(
+    examples: Sequence[Answered], multiple: int, *, unit: int = 1, packing: bool = True, share: int | None = None,
+    pad_id: int = 0,
+) -> Pack:  # fmt: skip
+    """Pack the answers of each example, one after the other, each after its prompt.
+
+    The pack is padded to a multiple of `multiple`, which the layout can share out, and each segment to a multiple of
+    `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
+    Sequences share the beginnings that they have in common, of at least `share` tokens; None: nothing.
+    """
+    sequences = [(example.prompt, answer) for example in examples for answer, _ in example.answers]
+    masks = [mask for example in examples for _, mask in example.answers]
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share, pad_id=pad_id, masks=masks)
+
+
+def pack_sequences(
+    sequences: Sequence[tuple[Ids, Ids]],
+    multiple: int,
+    *,
+    unit: int = 1,
+    packing: bool = True,
+    share: int | None = None,
+    pad_id: int = 0,
+    masks: Sequence[Mask | None] = (),
+) -> Pack:
+    """Pack (prompt, answer) sequences. An empty micro-batch becomes a pack of padding: its rank takes part in every
+    collective and adds nothing. `masks` says which tokens of each answer are trained on; None: all."""
+    whole = [np.concatenate(each) for each in sequences]
+    forest = copied(whole) if share is None else shared(whole, share)
+    segments = _segments(forest, multiple, unit=unit, packing=packing)
+    total = segments[-1].start + segments[-1].padded
+    tokens, targets = np.full(total, pad_id, dtype=np.int64), np.full(total, pad_id, dtype=np.int64)
+    positions = np.zeros(total, dtype=np.int64)  # padding stays at 0, which any table of positions has
+    for segment, branch in zip(segments, forest.branches, strict=False):
+        tokens[segment.start : segment.start + segment.length] = branch.tokens
+    places = [_places(segments, path, length) for path, length in zip(forest.paths, forest.lengths, strict=True)]
+    predicting = []
+    for number, (sequence, place) in enumerate(zip(whole, places, strict=True)):
+        positions[place] = np.arange(len(sequence))
+        targets[place[:-1]] = sequence[1:]
+        # The prompt's last token predicts the answer's first; the answer's last token predicts nothing.
+        answer, mask = len(sequences[number][0]) - 1, masks[number] if masks else None
+        predicting.append(place[answer:-1] if mask is None else place[answer:-1][mask])
+    return Pack(
+        torch.from_numpy(tokens),
+        torch.from_numpy(targets),
+        torch.from_numpy(positions),
+        place_N=torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *predicting])),
+        sequence_N=torch.arange(len(whole)).repeat_interleave(torch.tensor([*map(len, predicting)], dtype=torch.int64)),
+        segments=segments,
+        lengths=forest.lengths,
+        end_S=torch.tensor([place[-1] for place in places], dtype=torch.int64),
+    )
+
+
+def _segments(forest: Forest, multiple: int, *, unit: int, packing: bool) -> tuple[Segment, ...]:
+    """Lay the branches of a forest end to end, with padding."""
+    lengths = [len(branch.tokens) for branch in forest.branches] or [0]
+    parents = [branch.parent for branch in forest.branches] or [None]
+    longest = max(lengths)
+    padded = [width + -width % unit for width in (lengths if packing else [longest] * len(lengths))]
+    padded[-1] += -sum(padded) % multiple if forest.branches else multiple
+    starts = accumulate(padded, initial=0)
+    return tuple(map(Segment, starts, lengths, padded, parents))
+
+
+def _places(segments: Sequence[Segment], path: Sequence[int], length: int) -> np.ndarray:
+    """Return where the tokens of a sequence stand, which runs through segments."""
+    ranges = [np.arange(segments[each].start, segments[each].start + segments[each].length) for each in path]
+    return (ranges[0] if len(ranges) == 1 else np.concatenate(ranges))[:length]
+
+
+def listed(arrays: Sequence[Floats], dtype: torch.dtype) -> Tensor:
+    """Join the values of each sequence's trained tokens, (N,), in the order of a pack's list of them."""
+    return torch.from_numpy(np.concatenate(arrays)).to(dtype) if arrays else torch.zeros(0, dtype=dtype)
+
+
+def parted(pack: Pack, values_N: Tensor) -> list[Floats]:
+    """Part the values of a pack's trained tokens by sequence."""
+    lengths = torch.bincount(pack.sequence_N, minlength=pack.sequences).tolist()
+    return [part.numpy() for part in values_N.split(lengths)] if pack.sequences else []
