@@ -2,7 +2,7 @@
 
     python -m bench.batch_picture --write docs/batch.png
 
-Sizes come from the functions that derive them for a run, and micro-batches from the batch that slices them in training.
+Sizes come from the functions that derive them for a run, and micro-batches from the dealer that deals them in training.
 The exit code is 1 if a ring size does not compute each pair exactly once.
 """
 
@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 from rlexp.config.sizes import dp_size, grad_acc
-from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dealer.deal import Dealer, Room
 
 GPUS, BATCH, MICRO = 8, 8, 1
 RINGS = (8, 4, 2, 1)
@@ -62,10 +63,9 @@ def wrong(layouts: list[Layout]) -> list[int]:
 def layout(ring: int) -> Layout:
     replicas = dp_size(GPUS, ring)
     accumulation = grad_acc(BATCH, MICRO, replicas)
-    batch = Batch(step=1, epoch=0, indices=tuple(range(BATCH)))
+    pairs = [[np.full(100, place), np.full(100, place)] for place in range(BATCH)]  # of equal length
     work: dict[tuple[int, int], tuple[int, ...]] = {}
-    for replica in range(replicas):
-        micro_batches = batch.micro_batches(replica, replicas, MICRO)
+    for replica, micro_batches in enumerate(Dealer(replicas, Room(units=MICRO)).deal(pairs).packs):
         assert len(micro_batches) == accumulation
         work |= {(replica, place): pairs for place, pairs in enumerate(micro_batches)}
     return Layout(ring, replicas, accumulation, work)

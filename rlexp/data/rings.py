@@ -5,22 +5,26 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import choose, heads_of
+from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config, LayoutName
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.packing import pack_examples, pack_sequences
+from rlexp.training.dealer.deal import Unit, dealer_of
+from rlexp.training.dealer.forest import LEAST
+from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
-from rlexp.training.types import Completion, Pack, Pair, Prompt
+from rlexp.training.types import Completion, Ids, Pack, Pair, Prompt
 
 SIZES = (1, 2, 4, 8)
 STEPS = 32  # that are looked at
@@ -61,12 +65,13 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...
     seen = {size: _Seen() for size, shape in shapes.items() if isinstance(shape, _Shape)}
     for replicas in {shape.replicas for shape in shapes.values() if isinstance(shape, _Shape)}:
         alike = [each for each in shapes.values() if isinstance(each, _Shape) and each.replicas == replicas]
+        dealer = dealer_of(cfg, heads_of(cfg.model), replicas)
         for batch, example_of in batches:
-            for replica in range(replicas):
-                for indices in batch.micro_batches(replica, replicas, cfg.train.micro_batch_size):
-                    examples = [example_of(index) for index in indices]
-                    for each in alike:
-                        _look(cfg, each, examples, seen[each.size])
+            examples = [example_of(index) for index in batch.indices]
+            units = [_unit(cfg, place, example) for place, example in enumerate(examples)]
+            for places in chain.from_iterable(dealer.deal_all(len(units), units.__getitem__).packs):
+                for each in alike:
+                    _look(cfg, each, [examples[place] for place in places], seen[each.size])
     for size, shape in shapes.items():
         if isinstance(shape, str):
             found.append(Ring(size, size == own, why=shape))
@@ -146,14 +151,22 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.mean_tokens += sum(deal.real) / shape.size
 
 
+def _unit(cfg: Config, place: int, example: Example) -> Unit:
+    """Return the sequences of an example; of a prompt, with an answer that no other has."""
+    return [np.concatenate(each) for each in _sequences(cfg, place, example)]
+
+
+def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids]]:
+    if isinstance(example, Prompt):
+        return [(example.tokens, np.full(cfg.rollout.max_new_tokens, -1 - place, np.int32))]
+    return [(example.prompt, answer) for answer, _ in example.answers]
+
+
 def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:
     multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
-    given = [example for example in examples if not isinstance(example, Prompt)]
-    if given:
-        return pack_examples(given, multiple, unit=unit, packing=packing)
-    drawn = np.zeros(cfg.rollout.max_new_tokens, np.int32)
-    sequences = [(example.tokens, drawn) for example in examples if isinstance(example, Prompt)]
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing)
+    sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
+    share = LEAST if packing and shares(cfg) else None
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 
 def _ring(shape: _Shape, seen: _Seen, *, own: bool) -> Ring:

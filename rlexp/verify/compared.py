@@ -53,10 +53,8 @@ class Comparison:
     def apply_formula(self, given: Any) -> None:
         """Keep, for each micro-batch, what the formula alone makes of the sums of its step's whole train batch."""
         for step, whole in zip(self.steps(), given, strict=False):
-            first = 0
             for head, place, micro in step.micros():
-                mine = slice(first, first + len(micro.samples))
-                first = mine.stop
+                mine = [step.expected.samples.index(sample) for sample in micro.samples]
                 for trace in self.ring(head):
                     trace.steps[step.place].micros[place].given = whole[mine]
 
@@ -130,10 +128,26 @@ class ComparedStep:
             for place, micro in enumerate(getattr(head.steps[self.place], of)):
                 yield head, place, micro
 
+    @property
+    def taken(self) -> list[int]:
+        """The samples of all replicas' micro-batches, one after the other."""
+        return self.taken_by("micros")
+
+    def taken_by(self, of: str) -> list[int]:
+        return [sample for _, _, micro in self.micros(of) for sample in micro.samples]
+
+    def in_order(self, parts: Sequence[Array]) -> Array:
+        """Join values of the micro-batches' samples, one for each, in the order of the train batch."""
+        values, taken = joined(parts), self.taken
+        if sorted(taken) != sorted(self.expected.samples) or len(values) != len(taken):
+            return values  # the data stage has found it
+        places = {sample: place for place, sample in enumerate(taken)}  # one that is there twice has its values twice
+        return values[[places[sample] for sample in self.expected.samples]]
+
     def sums(self) -> dict[str, Array]:
         """The sums that the run computed, of the whole train batch."""
         micros = [micro.sums for _, _, micro in self.micros()]
-        sums = {name: joined([sums[name] for sums in micros if name in sums]) for name in micros[0]}
+        sums = {name: self.in_order([sums[name] for sums in micros if name in sums]) for name in micros[0]}
         mismatched = next((micro.mismatched for _, _, micro in self.micros()), None)
         return sums if mismatched is None else sums | {MISMATCHED: mismatched}
 
@@ -145,7 +159,11 @@ class ComparedStep:
             if any(len(got.sequence("answer")) != len(expected[sample].sequence("answer"))
                    for sample, got in seen.other_tokens.items()):  # fmt: skip
                 return np.full(len(expected), np.nan), np.ones(len(expected))
-        policy, reference = (self.by_sequence(f"{who}_n", of="others") for who in ("policy", "reference"))
+        policy, reference = (
+            {key: found[key] for sample in self.expected.samples for key in [(sample, "answer")] if key in found}
+            for who in ("policy", "reference")
+            for found in [self.by_sequence(f"{who}_n", of="others")]
+        )
         return rules.log_ratios(policy, reference), rules.sizes_of_log_ratios(policy, reference)
 
     def finding(self, stage: str, clue: Clue, quantity: str, got: Any, expected: Any, note: str = "") -> Finding:
@@ -183,7 +201,7 @@ class ComparedStep:
         return whole
 
     def _scores(self) -> dict[Key, Array]:
-        sums, samples = self.sums(), [sample for _, _, micro in self.micros() for sample in micro.samples]
+        sums, samples = self.sums(), self.expected.samples
         return {(sample, side): sums[f"policy/{side}"][place : place + 1]
                 for place, sample in enumerate(samples) for side in self.whole.sides}  # fmt: skip
 

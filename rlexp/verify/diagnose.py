@@ -27,6 +27,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten
+from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.base import trained
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
@@ -123,12 +124,10 @@ def scene_of(task: Task, case: Case) -> Scene:
 def _whole_micro_batches(task: Task, case: Case) -> Sequence[Sequence[Answered]]:
     if case.drawing is None:
         return _micro_batches(task, case)
-    world, size = task.run.world, task.run.cfg.train.micro_batch_size
     drawn = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
     samples = [_example_of(drawn[place]) for place in sorted({place for place, _ in case.said.wanted})]
-    mine = samples[world.replica :: world.dp_size]
-    count = -(-len(samples) // (world.dp_size * size))
-    return [mine[number * size : (number + 1) * size] or samples[:1] for number in range(count)]
+    mine = _share_of(task, samples)
+    return [each or samples[:1] for each in mine]
 
 
 def differing(comparison: Comparison, finding: Finding) -> Differing:
@@ -224,13 +223,17 @@ def _attention(task: Task, case: Case) -> tuple[float, float]:
 
 
 def _micro_batches(task: Task, case: Case) -> list[list[Answered]]:
-    world, batch = task.run.world, task.batch(case.step)
-    mine = batch.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
     examples: Any = task.examples.train
     if case.drawing is not None:
         samples = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
         examples = [_example_of(each) for each in samples]
-    return [[examples[index] for index in indices] for indices in mine]
+    return _share_of(task, [examples[index] for index in task.batch(case.step).indices])
+
+
+def _share_of(task: Task, examples: Sequence[Answered]) -> list[list[Answered]]:
+    """Deal the examples, and return this replica's packs of them."""
+    dealt = task.run.dealer.deal_all(len(examples), lambda place: unit_of(examples[place]))
+    return [[examples[place] for place in places] for places in dealt.packs[task.run.world.replica]]
 
 
 @dataclass(frozen=True)

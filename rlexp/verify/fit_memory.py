@@ -21,7 +21,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlexp.base.errors import ModelError
-from rlexp.config.checks.layout import Choice, choose, heads_in
+from rlexp.config.checks.layout import Choice, choose, heads_in, heads_of
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, ReferenceConfig, TinyModelConfig
 from rlexp.config.schema.losses import CriticName, PPOConfig
@@ -29,6 +29,7 @@ from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
+from rlexp.training.dealer.deal import dealer_of, unit_of
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
 from rlexp.training.model.prepared import prepared
@@ -153,11 +154,10 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> 
         trained = cfg.train.micro_batch_size * (cfg.parallel.dp_size + 1)
         cached = cfg.rollout.micro_batch_size * (cfg.parallel.world_size + cfg.rollout.sampling_ranks)
         return longest * max(trained, -(-cached * OF_CACHE // PER_WIDTH))
+    dealer = dealer_of(cfg, heads_of(cfg.model), cfg.parallel.dp_size)
     for batch in batches:
-        for replica in range(cfg.parallel.dp_size):
-            for indices in batch.micro_batches(replica, cfg.parallel.dp_size, cfg.train.micro_batch_size):
-                examples = [train[index] for index in indices]
-                micro = max(micro, sum(len(each.answers) * length_of(cfg, each) for each in examples))
+        dealt = dealer.deal([unit_of(train[index]) for index in batch.indices])
+        micro = max(micro, *(max(of_replica) for of_replica in dealt.tokens))
     return micro * (cfg.parallel.dp_size + 1)
 
 

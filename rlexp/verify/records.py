@@ -199,7 +199,7 @@ class Micro:
 class StepSeen:
     """One optimizer step as one rank saw it."""
 
-    planned: tuple[tuple[int, ...], ...] = ()  # the sampler's micro-batches for this replica
+    planned: tuple[int, ...] = ()  # the train batch, by the sampler alone
     micros: list[Micro] = field(default_factory=list)
     others: list[Micro] = field(default_factory=list)  # with mismatched answers, where the loss asks for them
     other_tokens: dict[int, TokenExample] = field(default_factory=dict)

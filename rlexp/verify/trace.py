@@ -66,10 +66,8 @@ def trace_rows(job: TraceJob, recorder: RowsRecorder) -> Trace:
     task = build(job.cfg, probing=recorder.probing, task_of=task_of, sources=sources)
     assert isinstance(task, OfflineTask)
     run_recorded(task, recorder)
-    world = task.run.world
     for step in recorder.trace.steps:  # by the sampler alone: the task is what is judged
-        batch = task.sampler.batch(int(step.row["step"]))
-        step.planned = tuple(batch.micro_batches(world.replica, world.dp_size, job.cfg.train.micro_batch_size))
+        step.planned = task.sampler.batch(int(step.row["step"])).indices
     return recorder.trace
 
 

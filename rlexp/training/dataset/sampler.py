@@ -20,13 +20,6 @@ class Batch:
     epoch: int  # from 0
     indices: tuple[int, ...]
 
-    def micro_batches(self, replica: int, dp_size: int, micro_batch_size: int) -> list[tuple[int, ...]]:
-        """Return the replica's micro-batches. Every replica gets equally many; the last ones may be empty."""
-        share = -(-len(self.indices) // dp_size)
-        mine = self.indices[replica * share : (replica + 1) * share]
-        count = -(-share // micro_batch_size)
-        return [mine[i * micro_batch_size : (i + 1) * micro_batch_size] for i in range(count)]
-
 
 @dataclass(frozen=True)
 class Sampler:

@@ -54,8 +54,8 @@ def copied(sequences: Sequence[Ids]) -> Forest:
 def shared(sequences: Sequence[Ids], least: int = LEAST) -> Forest:
     """Let sequences share the beginnings that they have in common, of at least so many tokens."""
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].tobytes())
-    common = [_common(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    hosts, apart = _longest(order, common, [len(each) for each in sequences])
+    alike = [common(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    hosts, apart = _longest(order, alike, [len(each) for each in sequences])
     branches: list[Branch] = []
     of_host: dict[int, tuple[int, ...]] = {}
     # Groups of hosts next to each other, with what was laid of them so far: the tokens, and through which branches.
@@ -79,15 +79,15 @@ def shared(sequences: Sequence[Ids], least: int = LEAST) -> Forest:
     return _of(sequences, branches, of_host, _hosted(order, hosts))
 
 
-def _longest(order: Sequence[int], common: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], np.ndarray]:
+def _longest(order: Sequence[int], alike: Sequence[int], lengths: Sequence[int]) -> tuple[list[int], np.ndarray]:
     """Return the sequences that are no beginning of another, in order, and by each how much it shares with the one
     before it. Of equal ones, the last stands for all."""
     hosts: list[int] = []
     apart: list[int] = []
     least, most = 0, max(lengths, default=0)
     for place, number in enumerate(order):
-        least = min(least, common[place - 1]) if place else 0
-        if place < len(common) and common[place] == lengths[number]:
+        least = min(least, alike[place - 1]) if place else 0
+        if place < len(alike) and alike[place] == lengths[number]:
             continue
         hosts.append(number)
         apart.append(least)
@@ -120,7 +120,7 @@ def _of(
     return Forest(tuple(branches), tuple(paths), tuple(map(len, sequences)))
 
 
-def _common(one: Ids, other: Ids) -> int:
+def common(one: Ids, other: Ids) -> int:
     """Count the tokens with which both begin."""
     most = min(len(one), len(other))
     differ = one[:most] != other[:most]

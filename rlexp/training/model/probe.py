@@ -44,11 +44,17 @@ def probe(
     kernel: BlockKernel,
     max_length: int,
     device: torch.device,
+    share: bool = False,
 ) -> float:
-    """Raise ModelError unless the model computes the same over the ring as alone; return the largest difference."""
+    """Raise ModelError unless the model computes the same over the ring as alone; return the largest difference.
+
+    With `share`, some sequences of the pack share what they have in common.
+    """
     try:
         small = SmallCopy(cfg, _copied(cfg, config, max_length), max_length, device)
-        difference, asked = _largest_difference(small, ring, layout, kernel)
+        difference, asked = _largest_difference(small, ring, layout, kernel, share=share)
+        at_fault = share and not difference < TOLERANCE
+        alone = _largest_difference(small, ring, layout, kernel)[0] if at_fault else difference
     except ModelError as error:
         raise ModelError(_refusal(config, max_length, str(error), asked=True)) from error
     except Exception as error:
@@ -58,6 +64,8 @@ def probe(
             f"{_name(config)}: does not run through transformers' attention interface over a packed batch "
             f"({type(error).__name__}: {error})."
         ) from error
+    if alone < TOLERANCE and not difference < TOLERANCE:
+        raise ModelError(_cannot_share(config, difference))
     if not difference < TOLERANCE:  # also when it is not a number
         why = f"log-probabilities differ by {difference:.1e} in float64"
         raise ModelError(_refusal(config, max_length, why, asked=asked))
@@ -146,12 +154,18 @@ def _decoded_difference(small: SmallCopy) -> float:
     return worst
 
 
-def _largest_difference(small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel) -> tuple[float, bool]:
+def _largest_difference(
+    small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel, *, share: bool = False
+) -> tuple[float, bool]:
     """Return the largest difference of a log-probability, and whether a layer asked for a window."""
     sequences = small.sequences()
+    if share:  # a tree of three: another answer to a prompt, and one more that begins as the first does
+        prompt, answer = sequences[0]
+        sequences += [(prompt, answer.flip(0)), (prompt, torch.cat((answer[:9], answer.flip(0))))]
     pack = pack_sequences(
-        [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size)
-    )
+        [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size),
+        share=1 if share else None,
+    )  # fmt: skip
     # Windows apply whatever their length, so that the copy is held to the very windows that it has.
     shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), sys.maxsize).to(small.device)
     with torch.no_grad():
@@ -193,6 +207,13 @@ def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
 
 def _name(config: PreTrainedConfig) -> str:
     return (config.architectures or [config.model_type])[0]
+
+
+def _cannot_share(config: PreTrainedConfig, difference: float) -> str:
+    return (
+        f"{_name(config)}: its results differ where sequences share a prompt (log-probabilities by {difference:.1e} in "
+        f"float64), and do not where each has its own. Use data.share_prefix=false."
+    )
 
 
 def _refusal(config: PreTrainedConfig, max_length: int, why: str, *, asked: bool) -> str:

@@ -19,6 +19,7 @@ from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel, tokens_of_rank
 from rlexp.config.checks.layout import Choice, choose, heads_in, windows_in
 from rlexp.config.checks.reference import check_heads, model_of_reference
+from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import (
     BackendName,
     Config,
@@ -34,6 +35,7 @@ from rlexp.config.schema import (
 from rlexp.config.schema.losses import CriticName
 from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.dataset.sampler import total_steps
+from rlexp.training.dealer.deal import dealer_of
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine
@@ -123,9 +125,10 @@ def build(
     kernel = kernel_for(cfg, models, windows, device, sources)
     for model, config in models:
         probing(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
-                device=device)  # fmt: skip
+                device=device, share=shares(cfg))  # fmt: skip
     setting = Setting(
         cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, own_layout), kernel=kernel,
+        dealer=dealer_of(cfg, heads_in(model_config.to_dict()), world.dp_size),
         windows=windows, tokenizer=tokenizer,
         schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
     )  # fmt: skip

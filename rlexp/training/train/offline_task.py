@@ -28,6 +28,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
@@ -222,8 +223,7 @@ class OfflineStep(Step):
         self.mean_tokens = 1.0
         if task.loss.asks.mean_tokens:
             self.mean_tokens = mean_tokens(map(self.example, range(self.count)), self.count)
-        run, within = task.run, Batch(batch.step, batch.epoch, tuple(range(self.count)))
-        self.micro_batches = within.micro_batches(run.world.replica, run.world.dp_size, run.cfg.train.micro_batch_size)
+        self.deal(task.run, self.count, lambda place: unit_of(self.example(place)))
         self.whole: WholeBatch | None = None
         self.carried: Mapping[str, float] = task.carried
         self.kept: list[Sides | None] = []  # the reference's sums of the micro-batches to come, if they are known
@@ -238,7 +238,7 @@ class OfflineStep(Step):
 
     def choose_counted(self) -> None:
         """Choose the micro-batches whose tensors are counted, before a pass without gradient."""
-        self.task.run.phases.choose([self.tokens(each) for each in self.micro_batches])
+        self.task.run.phases.choose(self.tokens)
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]
@@ -250,11 +250,6 @@ class OfflineStep(Step):
             for place in indices
             for answer in range(len(self.task.sides))
         ]
-
-    def tokens(self, indices: Sequence[int]) -> int:
-        examples = map(self.example, indices)
-        lengths = [len(each.prompt) + len(answer) for each in examples for answer, _ in each.answers]
-        return self.task.run.packed_tokens(lengths)
 
     def load(self, indices: Sequence[int]) -> HeldExamples:
         with self.task.run.phases("data"):
@@ -371,8 +366,8 @@ class OfflineStep(Step):
         """
         run, loss = self.task.run, self.task.loss
         mine = []
-        for indices in self.micro_batches:
-            for number in range(run.cfg.train.micro_batch_size):  # equally many passes on every replica
+        for pack, indices in enumerate(self.micro_batches):
+            for number in range(self.dealt.most_units(pack)):  # equally many passes on every replica
                 values, _ = self.values(self.load(indices[number : number + 1]))
                 sums = [*values.judged.values(), *(values.reference or {}).values()]
                 if not loss.asks.whole_batch:

@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from rlexp.config.checks.layout import Choice
-from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import BackendName, Config, TransportName
-from rlexp.training.dealer.forest import LEAST
+from rlexp.training.dealer.deal import Dealer
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.base import Engine
@@ -36,6 +35,7 @@ class Setting:
     device: torch.device
     choice: Choice
     layout: Layout
+    dealer: Dealer
     kernel: BlockKernel
     windows: tuple[Window, ...]  # of the policy's layers, and of those of a reference model of its own
     tokenizer: Any
@@ -73,12 +73,8 @@ class Setting:
             "multiple": self.layout.multiple(size),
             "unit": self.layout.unit(size),
             "packing": self.cfg.data.packing,
-            "share": LEAST if shares(self.cfg) else None,
+            "share": self.dealer.share,
         }
-
-    def packed_tokens(self, lengths: Sequence[int]) -> int:
-        """Count the tokens of a pack of sequences, without what a layout pads."""
-        return sum(lengths) if self.cfg.data.packing else len(lengths) * max(lengths, default=0)
 
     def pack(self, sequences: Sequence[tuple[Ids, Ids]]) -> Pack:
         """Pack prompts with their answers."""

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,7 +31,7 @@ from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import unchanged
 from rlexp.base.files import sync
 from rlexp.config.schema import Config, ModelConfig
-from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.prepared import commit_of, of_hub
@@ -61,7 +62,7 @@ from rlexp.training.world.objects import gather_objects, rank0_does, some_do
 
 T = TypeVar("T")
 EVERY = 2.0  # seconds between two meetings of the ranks while one of them waits or writes
-PART = 256  # rows of a part, or more, so that each replica has a whole micro-batch of it
+PART = 256  # rows of a part
 HASHED = 1024  # rows that a rank hashes at once
 
 
@@ -186,10 +187,10 @@ class _Keeper:
 
     def make(self, rows: Rows, making: _Making, place: Path, facts: dict[str, Any]) -> None:
         """Compute all rows that are in no part yet, and join the parts."""
-        first, size = self.rank0_does(making.taken_up), self.world.dp_size * self.cfg.train.micro_batch_size
+        first = self.rank0_does(making.taken_up)
         with self.setting.phases("reference"), self.progress(len(rows), first) as show:
             while first < len(rows):
-                last = min(len(rows), first + -(-PART // size) * size)
+                last = min(len(rows), first + PART)
                 found = self.values(rows, first, last)
                 self.rank0_does(partial(making.add, first, last, found))
                 show(last - first)
@@ -199,16 +200,20 @@ class _Keeper:
     @torch.no_grad()
     def values(self, rows: Rows, first: int, last: int) -> list[Floats]:
         """Compute the log-probabilities of the trained tokens of some rows' sequences."""
-        setting, world, found = self.setting, self.world, []
+        setting, world = self.setting, self.world
+        found: list[tuple[int, Sequence[Floats]]] = []
         if self.reference is None:
             self.reference = OfModel(self.load())
-        batch = Batch(0, 0, tuple(range(first, last)))
-        for numbers in batch.micro_batches(world.replica, world.dp_size, self.cfg.train.micro_batch_size):
-            pack = pack_examples([rows[number] for number in numbers], **setting.padding)
+        dealt = setting.dealer.deal_all(last - first, lambda place: unit_of(rows[first + place]))
+        for places in dealt.packs[world.replica]:
+            pack = pack_examples([rows[first + place] for place in places], **setting.padding)
             shard = setting.to_device(pack)
-            found += off_pack(pack, shard, self.reference.logps(shard))
-        parts = gather_objects((world.replica, found if world.ring.rank == 0 else []), world.size)
-        return [each for _, part in sorted(parts, key=lambda part: part[0]) for each in part]
+            of_sequences = off_pack(pack, shard, self.reference.logps(shard))
+            sides = len(self.task.sides)
+            found += ((place, of_sequences[at * sides : (at + 1) * sides]) for at, place in enumerate(places))
+        parts = gather_objects(found if world.ring.rank == 0 else [], world.size)
+        by_place = dict(chain.from_iterable(parts))
+        return [each for place in range(last - first) for each in by_place[place]]
 
     def spread(self, place: Path, lacks: Callable[..., bool]) -> None:
         """Copy rank 0's file to the machines that do not see it."""

@@ -39,7 +39,7 @@ from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.task import Held, Needs, Step, Task
-from rlexp.training.types import Prompt, Sample, Shard, TokenLogps, moved
+from rlexp.training.types import Ids, Prompt, Sample, Shard, TokenLogps, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -185,13 +185,8 @@ class RolloutStep(Step):
         self.batch = task.batch(number)
         with task.run.phases("data"):
             self.weighed = Weighed.of(task, rollouts.samples(self.batch))
-        within = Batch(number, self.batch.epoch, tuple(range(len(self.batch.indices))))  # places in the train batch
-        world = task.run.world
-        self.micro_batches = within.micro_batches(world.replica, world.dp_size, task.run.cfg.train.micro_batch_size)
-
-    def tokens(self, indices: Sequence[int]) -> int:
-        samples = [self.weighed.samples[index] for index in indices]
-        return self.task.run.packed_tokens([len(sample.prompt.tokens) + len(sample.answer) for sample in samples])
+        samples = self.weighed.samples
+        self.deal(task.run, len(samples), lambda place: [whole(samples[place])])
 
     def load(self, indices: Sequence[int]) -> HeldSamples:
         run = self.task.run
@@ -233,6 +228,11 @@ class RolloutStep(Step):
             values[f"train/{FASTEST}"] *= -1
             spent = values["train/time/rollout"] + values["train/time/score"]
             values["train/samples_per_second"] = rollouts.size / spent
+
+
+def whole(sample: Sample) -> Ids:
+    """Return the tokens of a sample, with its prompt's."""
+    return np.concatenate((sample.prompt.tokens, sample.answer))
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     run.phases.begin(number)
     meter = Meter(run.world, run.device)
     step = task.begin(number)
-    run.phases.choose([step.tokens(each) for each in step.micro_batches])
+    run.phases.choose(step.tokens)
     finite = torch.ones((), dtype=torch.bool, device=run.device)
     tokens = 0
     coming = holding(run, step)
@@ -48,6 +48,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
             finite &= loss.detach().isfinite()
             held = following
     step.measure(meter)
+    meter.add_max("replica_skew", step.dealt.skew)
     optimizer = optimize(run, step, finite=bool(finite))
     meter.add_max("ring_tokens", tokens)
     meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)

@@ -18,6 +18,7 @@ from torch import Tensor
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dealer.deal import Dealt, Unit
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
@@ -59,11 +60,14 @@ class Step(ABC):
     """One optimizer step of a task on this rank."""
 
     batch: Batch
-    micro_batches: Sequence[Sequence[int]]  # this replica's samples; equally many micro-batches on every replica
+    dealt: Dealt  # the samples of all replicas
+    micro_batches: Sequence[Sequence[int]]  # this replica's samples
+    tokens: Sequence[int]  # of each micro-batch
 
-    def tokens(self, indices: Sequence[int]) -> int:
-        """Count the tokens of a micro-batch: what it takes in memory, relative to others."""
-        return len(indices)
+    def deal(self, run: Run, count: int, unit: Callable[[int], Unit]) -> None:
+        """Take this replica's share of the train batch."""
+        self.dealt, replica = run.dealer.deal_all(count, unit), run.world.replica
+        self.micro_batches, self.tokens = self.dealt.packs[replica], self.dealt.tokens[replica]
 
     @abstractmethod
     def load(self, indices: Sequence[int]) -> Held:

@@ -41,16 +41,11 @@ class WholeBatch:
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
         """Return the losses and derivatives of a micro-batch's examples."""
-        at = slice_of(places)
+        at = torch.tensor(places, dtype=torch.int64, device=self.losses.losses_E.device)
         metrics_E, weights_E = ({name: each_B[at] for name, each_B in of.items()}
                                 for of in (self.losses.metrics_E, self.losses.weights_E))  # fmt: skip
         losses = replace(self.losses, losses_E=self.losses.losses_E[at], metrics_E=metrics_E, weights_E=weights_E)
         return losses, {side: slope_B[at] for side, slope_B in self.slopes.items()}
-
-
-def slice_of(places: Sequence[int]) -> slice:
-    """Return the places of a micro-batch, which follow each other in the batch."""
-    return slice(places[0], places[-1] + 1) if places else slice(0, 0)
 
 
 def with_slopes(losses: Losses, slopes: Sides, values: Values) -> Tensor:
@@ -69,7 +64,7 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
     table = rows[0].new_zeros(len(rows[0]), count)
     if world.ring.rank == 0:
         for (places, _), row in zip(parts, rows, strict=True):
-            table[:, slice_of(places)] = row
+            table[:, torch.tensor(places, dtype=torch.int64, device=table.device)] = row
     if world.size > 1:
         dist.all_reduce(table)
     return _of_columns(list(table.cpu()), some)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -34,22 +35,13 @@ def packs(step: ComparedStep) -> Iterator[Finding]:
 
 def samples(step: ComparedStep) -> Iterator[Finding]:
     heads = step.whole.heads()
-    taken = [sample for head in heads for micro in head.steps[step.place].micros for sample in micro.samples]
-    planned = [sample for head in heads for micro in head.steps[step.place].planned for sample in micro]
-    wanted = list(step.expected.samples)
-    clue, word = Clue.EXECUTED if planned == wanted else Clue.SAMPLES, step.whole.word
-    if taken != wanted:
-        place = next((i for i, (a, b) in enumerate(zip(taken, wanted, strict=False)) if a != b), None)
-        if place is None:
-            yield step.finding(DATA, clue, "number of samples", len(taken), len(wanted))
-        else:
-            yield step.finding(
-                DATA,
-                clue,
-                f"at place {place + 1} of the train batch",
-                f"{word} {taken[place]}",
-                f"{word} {wanted[place]}",
-            )
+    wanted, taken = Counter(step.expected.samples), Counter(step.taken)
+    planned = all([*head.steps[step.place].planned] == [*step.expected.samples] for head in heads)
+    clue, word = Clue.EXECUTED if planned else Clue.SAMPLES, step.whole.word
+    for sample in dict.fromkeys((*step.expected.samples, *step.taken)):
+        if taken[sample] != wanted[sample]:
+            times = (f"{count} time{'s' * (count != 1)}" for count in (taken[sample], wanted[sample]))
+            yield step.finding(DATA, clue, f"{word} {sample} in the train batch", *times)
     for head in heads:
         first = [micro.samples for micro in head.steps[step.place].micros]
         for trace in step.whole.ring(head)[1:]:
@@ -60,12 +52,12 @@ def samples(step: ComparedStep) -> Iterator[Finding]:
 
 
 def _others(step: ComparedStep, trace: Trace) -> Iterator[Finding]:
-    """Check the answers to other prompts, of the samples in the order in which they are trained on."""
+    """Check the answers to other prompts: one for each sample of the train batch."""
     seen = trace.steps[step.place]
-    taken = [micro.samples for micro in seen.others]
-    if step.expected.others and taken != [micro.samples for micro in seen.micros]:
-        what = f"samples with mismatched answers on rank {trace.rank}"
-        yield step.finding(DATA, Clue.EXECUTED, what, taken, [micro.samples for micro in seen.micros])
+    taken = Counter(step.taken_by("others"))
+    if step.expected.others and trace.rank == 0 and taken != Counter(step.expected.samples):
+        what = "samples with mismatched answers"
+        yield step.finding(DATA, Clue.EXECUTED, what, sorted(taken.elements()), sorted(step.expected.samples))
     for sample, got in seen.other_tokens.items():
         for found in tokens(step, got, step.expected.others.get(sample), sample, " with a mismatched answer"):
             yield dataclasses.replace(found, clue=Clue.EXECUTED)

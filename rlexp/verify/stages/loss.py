@@ -9,7 +9,7 @@ import numpy as np
 
 from rlexp.verify.compared import ComparedStep, value_at
 from rlexp.verify.findings import GRADIENT, LOGPS, LOSS, Clue, Finding, whole_factor
-from rlexp.verify.records import MISMATCHED, Applied, Array, Key, Losses, Micro, StepSeen, joined
+from rlexp.verify.records import MISMATCHED, Applied, Array, Key, Losses, Micro, StepSeen
 from rlexp.verify.reference import rules
 
 WHO = ("policy", "reference", "likelihoods", "entropies", "hits")
@@ -239,7 +239,7 @@ def _moved_by_sums(step: ComparedStep) -> float:
     sums = step.sums()
     given = [micro.given for _, _, micro in step.micros() if micro.given is not None]
     moved = [
-        np.abs(joined([each.slopes[side] for each in given]))
+        np.abs(step.in_order([each.slopes[side] for each in given]))
         * sum(np.abs(sums[name]) for who in ("policy", "reference") if (name := f"{who}/{side}") in sums)
         for side in step.whole.sides
     ]

@@ -1,0 +1,296 @@
+"""Which units of a train batch are computed together, and by which replica.
+
+A unit is what a loss reads together: a pair, an answer, a sample. Every rank deals the whole batch, and all come to the
+same packs: a pure function of the units' tokens, the number of replicas and the size of a pack. Units that begin alike
+lie next to each other in an order of all units, so a run of neighbours shares what it can. Such runs are cut where a
+pack is full, and given out from the heaviest on, each to the pack with the least work that has room.
+
+The work of a pack is `token` × its tokens + the pairs of a query and a key that it sees: a layer of a common model has
+as many operations for a token as for 6 × heads × head size pairs.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+
+from rlexp.config.checks.layout import Heads
+from rlexp.config.checks.sharing import shares
+from rlexp.config.schema import Config
+from rlexp.training.dealer.forest import LEAST, common, shared
+from rlexp.training.ring.slices import seen
+from rlexp.training.types import Answered, Ids
+
+Unit = Sequence[Ids]  # the sequences that a loss reads together
+Places = tuple[int, ...]  # of units in their batch
+TOKEN, USUAL = 6, 2048  # see above; the width of heads where it is not known
+AT_ONCE = 4096  # units that are dealt together, more than any train batch has
+EVEN = 1.02  # the busiest replica over the mean, with which we are content
+
+
+def unit_of(example: Answered) -> Unit:
+    """Return the sequences of an example, each a prompt with an answer."""
+    return [np.concatenate((example.prompt, answer)) for answer, _ in example.answers]
+
+
+def dealer_of(cfg: Config, heads: Heads | None, replicas: int) -> Dealer:
+    """Return the dealer of a run, whose model has such heads if they are known."""
+    width = heads.queries * heads.size if heads else USUAL
+    room = Room(units=cfg.train.micro_batch_size)
+    return Dealer(replicas, room, LEAST if shares(cfg) else None, TOKEN * width)
+
+
+class TooLargeError(Exception):
+    """A unit that no pack has room for."""
+
+    def __init__(self, place: int, tokens: int) -> None:
+        super().__init__(f"unit {place}: {tokens} tokens")
+        self.place, self.tokens = place, tokens
+
+
+@dataclass(frozen=True)
+class Size:
+    """The tokens of some sequences, shared ones counted once, and the pairs of a query and a key that they see."""
+
+    tokens: int = 0
+    pairs: int = 0
+
+    def __add__(self, other: Size) -> Size:
+        return Size(self.tokens + other.tokens, self.pairs + other.pairs)
+
+    def __sub__(self, other: Size) -> Size:
+        return Size(self.tokens - other.tokens, self.pairs - other.pairs)
+
+    @staticmethod
+    def of(places: range) -> Size:
+        """Return the size of a run of tokens at these positions."""
+        return Size(len(places), seen(places))
+
+
+@dataclass(frozen=True)
+class Room:
+    """How much a pack takes: a number of units, or of tokens."""
+
+    units: int | None = None
+    tokens: int | None = None
+
+    def has(self, units: int, size: Size) -> bool:
+        return (self.units is None or units <= self.units) and (self.tokens is None or size.tokens <= self.tokens)
+
+
+@dataclass(frozen=True)
+class Dealer:
+    replicas: int
+    room: Room
+    share: int | None = None  # the least number of tokens that sequences share; None: they share nothing
+    token: int = 0  # the work of a token, in pairs of a query and a key
+
+    def deal_all(self, count: int, unit: Callable[[int], Unit]) -> Dealt:
+        """Deal so many units, which are read in parts: they need not fit into memory all at once."""
+        dealt = self.deal([unit(place) for place in range(min(count, AT_ONCE))])
+        for first in range(AT_ONCE, count, AT_ONCE):
+            part = self.deal([unit(place) for place in range(first, min(count, first + AT_ONCE))])
+            dealt = dealt.and_also(part, first)
+        return dealt
+
+    def deal(self, units: Sequence[Unit]) -> Dealt:
+        sizes = [self._size(unit) for unit in units]
+        for place, size in enumerate(sizes):
+            if not self.room.has(1, size):
+                raise TooLargeError(place, size.tokens)
+        runs = sorted(self._cut(self._runs(units), sizes), key=lambda run: (-self.work(run.size), run.places))
+        return self._dealt(runs, len(units))
+
+    def work(self, size: Size) -> int:
+        return self.token * size.tokens + size.pairs
+
+    def _size(self, unit: Unit) -> Size:
+        if len(unit) == 1 or self.share is None:
+            return sum((Size.of(range(len(each))) for each in unit), Size())
+        size, forest = Size(), shared(unit, self.share)
+        ends: list[int] = []
+        for branch in forest.branches:
+            begin = 0 if branch.parent is None else ends[branch.parent]
+            ends.append(begin + len(branch.tokens))
+            size += Size.of(range(begin, ends[-1]))
+        return size
+
+    # ---- what begins alike ----
+
+    def _runs(self, units: Sequence[Unit]) -> Iterator[tuple[list[int], list[Size]]]:
+        """Yield units that begin alike, with what each of them saves beside the one before it."""
+        if self.share is None:
+            yield from (([place], [Size()]) for place in range(len(units)))
+            return
+        order = sorted(range(len(units)), key=lambda place: units[place][0].tobytes())
+        places, saved = order[:1], [Size()]
+        for before, place in pairwise(order):
+            alike = common(units[before][0], units[place][0]) - 1  # the last token that they share is copied
+            if alike < self.share:
+                yield places, saved
+                places, saved = [], []
+            places.append(place)
+            saved.append(Size.of(range(alike)) if len(places) > 1 else Size())
+        if places:
+            yield places, saved
+
+    def _cut(self, runs: Iterable[tuple[list[int], list[Size]]], sizes: Sequence[Size]) -> Iterator[_Run]:
+        """Cut runs of units where a pack is full."""
+        for places, saved in runs:
+            run = _Run()
+            for place, less in zip(places, saved, strict=True):
+                longer = run.with_unit(place, sizes[place], less)
+                if not self.room.has(len(longer.places), longer.size):
+                    yield run
+                    longer = _Run().with_unit(place, sizes[place], Size())
+                run = longer
+            yield run
+
+    # ---- packs ----
+
+    def _dealt(self, runs: Sequence[_Run], units: int) -> Dealt:
+        """Give runs out to few packs, equally many for each replica. A replica has one pack more than it needs, or one
+        in eight more, where replicas are more even for it."""
+        if self.room.units is not None:
+            share = -(-units // self.replicas)
+            dealt = self._filled(runs, max(1, -(-share // self.room.units)))
+            assert dealt is not None  # there is a place for each unit, and runs may be cut
+            return dealt
+        fewest, best = self._fewest(runs)
+        for each in range(fewest + 1, fewest + max(1, fewest // 8) + 1):
+            if best.skew <= EVEN:
+                break
+            dealt = self._filled(runs, each)
+            best = dealt if dealt is not None and dealt.skew < best.skew else best
+        return best
+
+    def _fewest(self, runs: Sequence[_Run]) -> tuple[int, Dealt]:
+        """Return how many packs each replica needs, and the deal."""
+        assert self.room.tokens is not None
+        least = max(1, -(-sum(run.size.tokens for run in runs) // (self.room.tokens * self.replicas)))
+        most = least
+        while (found := self._filled(runs, most)) is None:
+            least, most = most + 1, most + max(1, most // 8)
+        while least < most:
+            middle = (least + most) // 2
+            if (fewer := self._filled(runs, middle)) is not None:
+                found, most = fewer, middle
+            else:
+                least = middle + 1
+        return most, found
+
+    def _filled(self, runs: Sequence[_Run], each: int) -> Dealt | None:
+        """Give runs out from the heaviest on: each to the replica with the least work so far, there to the pack with
+        the least work, if these have room. None if no pack has. Where units are counted, runs are cut to fit."""
+        hands = [_Hand(self, each) for _ in range(self.replicas)]
+        lightest = [(0, replica) for replica in range(self.replicas)]
+        waiting = [*runs][::-1]
+        while waiting:
+            run, passed = waiting.pop(), []
+            while lightest and not hands[lightest[0][1]].takes(run):
+                passed.append(heapq.heappop(lightest))
+            if lightest:
+                work, replica = heapq.heappop(lightest)
+                heapq.heappush(lightest, (work + self.work(run.size), replica))
+            else:
+                halves = run.halves() if self.room.units is not None else ()
+                if not halves:
+                    return None
+                waiting += halves
+            for one in passed:
+                heapq.heappush(lightest, one)
+        packs = [sorted(hand.packs, key=lambda pack: (-self.work(pack.size), pack.places)) for hand in hands]
+        return Dealt(
+            packs=tuple(tuple(pack.places for pack in of_replica) for of_replica in packs),
+            tokens=tuple(tuple(pack.size.tokens for pack in of_replica) for of_replica in packs),
+            work=tuple(sum(self.work(pack.size) for pack in of_replica) for of_replica in packs),
+        )
+
+
+class _Hand:
+    """The packs of a replica while they are filled."""
+
+    def __init__(self, dealer: Dealer, packs: int) -> None:
+        self.dealer, self.packs = dealer, [_Run()] * packs
+        self.lightest = [(0, number) for number in range(packs)]
+
+    def takes(self, run: _Run) -> bool:
+        """Put a run into the pack with the least work that has room; False if none has."""
+        passed = []
+        while self.lightest and not self._fits(self.lightest[0][1], run):
+            passed.append(heapq.heappop(self.lightest))
+        taken = bool(self.lightest)
+        if taken:
+            number = heapq.heappop(self.lightest)[1]
+            self.packs[number] = self.packs[number].and_also(run)
+            passed.append((self.dealer.work(self.packs[number].size), number))
+        for work, number in passed:
+            if self.dealer.room.has(len(self.packs[number].places) + 1, self.packs[number].size):
+                heapq.heappush(self.lightest, (work, number))
+        return taken
+
+    def _fits(self, number: int, run: _Run) -> bool:
+        pack = self.packs[number]
+        return self.dealer.room.has(len(pack.places) + len(run.places), pack.size + run.size)
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """The packs of each replica, equally many, as places of units in their batch; and the work of each replica."""
+
+    packs: tuple[tuple[Places, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]  # of each pack, at most: without what units share that do not begin alike
+    work: tuple[int, ...]
+
+    def and_also(self, other: Dealt, first: int) -> Dealt:
+        """Return the packs of two parts of a batch; the other's units begin at place `first`."""
+        return Dealt(
+            packs=tuple(
+                (*ours, *(tuple(first + place for place in pack) for pack in theirs))
+                for ours, theirs in zip(self.packs, other.packs, strict=True)
+            ),
+            tokens=tuple(ours + theirs for ours, theirs in zip(self.tokens, other.tokens, strict=True)),
+            work=tuple(ours + theirs for ours, theirs in zip(self.work, other.work, strict=True)),
+        )
+
+    def most_units(self, number: int) -> int:
+        """Return the units of a pack, on the replica that has most in it."""
+        return max(len(of_replica[number]) for of_replica in self.packs)
+
+    @property
+    def skew(self) -> float:
+        """The work of the busiest replica over the mean."""
+        return max(self.work) * len(self.work) / sum(self.work) if any(self.work) else 1.0
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Units that are computed together, with the size of each and what it saves beside the one before."""
+
+    places: Places = ()
+    sizes: tuple[tuple[Size, Size], ...] = ()
+    size: Size = Size()
+
+    def with_unit(self, place: int, size: Size, saved: Size) -> _Run:
+        return _Run((*self.places, place), (*self.sizes, (size, saved)), self.size + size - saved)
+
+    def and_also(self, other: _Run) -> _Run:
+        return _Run(self.places + other.places, self.sizes + other.sizes, self.size + other.size)
+
+    def halves(self) -> tuple[_Run, ...]:
+        """Cut the run in two, which share nothing; nothing if it is a single unit."""
+        if len(self.places) < 2:
+            return ()
+        middle = len(self.places) // 2
+        return tuple(_Run._of(self.places[some], self.sizes[some]) for some in (slice(middle), slice(middle, None)))
+
+    @staticmethod
+    def _of(places: Places, sizes: Sequence[tuple[Size, Size]]) -> _Run:
+        run = _Run()
+        for number, (place, (size, saved)) in enumerate(zip(places, sizes, strict=True)):
+            run = run.with_unit(place, size, saved if number else Size())
+        return run

@@ -1,0 +1,104 @@
+"""Every unit is dealt once, no pack is over its room, and replicas have equally many packs of about the same work."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.training.dealer.deal import Dealer, Dealt, Room, TooLargeError
+from rlexp.training.dealer.forest import shared
+
+UNITS = st.lists(
+    st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3), min_size=0, max_size=14
+)
+
+
+def arrays(units):
+    return [[np.array(sequence, dtype=np.int32) for sequence in unit] for unit in units]
+
+
+def tokens(units, places, share) -> int:
+    sequences = [sequence for place in places for sequence in units[place]]
+    return sum(map(len, sequences)) if share is None else shared(sequences, share).tokens
+
+
+def random_units(count: int, seed: int, *, skewed: bool = False) -> list[list[np.ndarray]]:
+    """Units of one sequence each, of 1 to 100 tokens; or one in ten of 100, and the others of 10."""
+    chance = np.random.default_rng(seed)
+    lengths = np.where(np.arange(count) % 10 == 0, 100, 10) if skewed else chance.integers(1, 101, count)
+    return [[chance.integers(0, 1000, length).astype(np.int32)] for length in lengths]
+
+
+@given(UNITS, st.integers(1, 4), st.integers(1, 5), st.none() | st.integers(1, 3))
+def test_by_count_each_unit_is_in_one_pack(units, replicas, count, share) -> None:
+    dealt = Dealer(replicas, Room(units=count), share, token=7).deal(arrays(units))
+    assert sorted(place for packs in dealt.packs for pack in packs for place in pack) == [*range(len(units))]
+    share = math.ceil(len(units) / replicas)
+    assert {len(packs) for packs in dealt.packs} == {max(1, math.ceil(share / count))}
+    assert max((len(pack) for packs in dealt.packs for pack in packs), default=0) <= count
+
+
+@given(UNITS, st.integers(1, 4), st.integers(1, 60), st.none() | st.integers(1, 3))
+def test_by_tokens_no_pack_is_over_its_room(units, replicas, room, share) -> None:
+    given_units = arrays(units)
+    dealer = Dealer(replicas, Room(tokens=room), share, token=7)
+    too_large = [place for place in range(len(units)) if tokens(given_units, [place], share) > room]
+    if too_large:
+        with pytest.raises(TooLargeError) as error:
+            dealer.deal(given_units)
+        assert (error.value.place, error.value.tokens) == (
+            too_large[0], tokens(given_units, too_large[:1], share))  # fmt: skip
+        return
+    dealt = dealer.deal(given_units)
+    assert sorted(place for packs in dealt.packs for pack in packs for place in pack) == [*range(len(units))]
+    assert len({len(packs) for packs in dealt.packs}) == 1
+    assert all(tokens(given_units, pack, share) <= room for packs in dealt.packs for pack in packs)
+
+
+@pytest.mark.parametrize("skewed", [False, True], ids=["uniform", "one in ten"])
+@pytest.mark.parametrize("room", [100, 200, 800])
+def test_the_work_of_replicas_is_even(room, skewed) -> None:
+    """Train batches of 64 units, of 1 to 100 tokens or one in ten of 100 among others of 10."""
+    for seed in range(30):
+        units = random_units(64, seed, skewed=skewed)
+        for replicas in (2, 4):
+            work = Dealer(replicas, Room(tokens=room), token=6 * 64).deal(units).work
+            assert max(work) <= 1.1 * min(work), (seed, replicas)
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_the_work_is_even_where_units_are_counted(count) -> None:
+    """As far as equal numbers of units can be."""
+    for seed in range(30):
+        work = Dealer(2, Room(units=count), token=6 * 64).deal(random_units(64, seed)).work
+        assert max(work) <= 1.1 * min(work), seed
+
+
+def test_units_that_begin_alike_are_computed_together() -> None:
+    """Four prompts with four answers each, in any order."""
+    chance = np.random.default_rng(0)
+    prompts = [chance.integers(0, 1000, 40).astype(np.int32) for _ in range(4)]
+    units = [[np.concatenate((prompts[n % 4], chance.integers(0, 1000, 5).astype(np.int32)))] for n in range(16)]
+    dealt = Dealer(2, Room(units=4), share=16).deal(units)
+    assert all(len({place % 4 for place in pack}) == 1 for packs in dealt.packs for pack in packs)
+
+
+def test_as_few_packs_as_there_can_be() -> None:
+    """Six tokens and four fit into ten, though each replica would have room for less with two of them apart."""
+    units = [[np.zeros(length, dtype=np.int32)] for length in (6, 6, 6, 6, 4, 4, 4, 4)]
+    assert [len(packs) for packs in Dealer(2, Room(tokens=10)).deal(units).packs] == [2, 2]
+
+
+def test_what_one_rank_deals_all_deal() -> None:
+    units = random_units(100, 3)
+    once, again = (Dealer(4, Room(tokens=300), 16, 400).deal(units) for _ in range(2))
+    assert once == again
+
+
+def test_nothing_to_deal() -> None:
+    assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), (0, 0))
+    assert Dealer(2, Room(tokens=10)).deal([]).skew == 1.0
