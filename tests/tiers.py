@@ -275,7 +275,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_defect_is_found_and_its_module_named[divided by the accumulation again]",
         "test_a_defect_is_found_and_its_module_named[not causal]",
         "test_a_defect_is_found_and_its_module_named[not clipped]",
-        "test_a_defect_is_found_and_its_module_named[replicas overlap]",
+        "test_a_defect_is_found_and_its_module_named[a unit is dealt twice]",
         "test_a_defect_is_found_and_its_module_named[replicated sums counted on every rank]",
         "test_a_mixture_of_conversations_passes",
         "test_a_pretrained_model_keeps_its_first_layers",

@@ -121,7 +121,8 @@ def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> t
     task = task_on(one, drawing, watch.sources, steps=1)
     run = task.run
     engine = WatchedEngine(run.engine, watch)
-    task.run = dataclasses.replace(run, engine=engine)
+    dealer = dataclasses.replace(run.dealer, replicas=cfg.parallel.dp_size)  # the first of so many replicas
+    task.run = dataclasses.replace(run, engine=engine, dealer=dealer)
     step = task.begin(1)
     loss = step.loss(step.load(step.micro_batches[0]), Meter(run.world, run.device))
     engine.backward(loss, last=False)

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from rlexp.config.schema import Config
 from rlexp.verify.diagnose import APART, ATTENTION, GRADIENT, Alone
 from rlexp.verify.findings import Clue, Finding
-from rlexp.verify.modules import ALGOS, DATA, ENGINE, METRICS, MODEL, RING, ROLLOUT, TRAIN
+from rlexp.verify.modules import ALGOS, DATA, DEALER, ENGINE, METRICS, MODEL, RING, ROLLOUT, TRAIN
 
 
 def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
@@ -25,8 +25,10 @@ def module_of(finding: Finding, cfg: Config, alone: Alone | None) -> str:
         Clue.SPREAD: TRAIN,
         Clue.EXECUTED: TRAIN,
         Clue.TOKENS: DATA,
-        Clue.PACK: DATA,
-        Clue.SHARD: RING,
+        Clue.DEALT: DEALER,
+        Clue.PACK: DEALER,
+        Clue.SHARD: DEALER,
+        Clue.PLACED: RING,
         Clue.DTYPE: ENGINE,
         Clue.STALE: ENGINE,
         Clue.OF_TOKENS: MODEL,

@@ -18,7 +18,7 @@ from rlexp.training.model.probe import probe
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.parts import Run
-from rlexp.training.train.task import Task
+from rlexp.training.train.task import Step, Task
 from rlexp.training.types import Pack, Shard, TokenScores
 from rlexp.verify.kept import Watch, WatchedEngine
 from rlexp.verify.records import Array, Micro, PackSeen, StepSeen, TensorFiles, Trace, mark
@@ -87,6 +87,12 @@ class Recorder(Sink):
         )
         held.target_n = array(shard.by_token(shard.targets_t[shard.trained_u]))
         held.real_tokens, held.sequence_tokens = shard.real_tokens, shard.sequence_tokens
+        placed = shard.attention.layout.deal(shard.attention.segments, shard.ring.size)
+        held.placed_tokens = placed.real[shard.ring.rank]
+
+    def dealt(self, step: Step) -> None:
+        """Record which units of the train batch the replicas are given."""
+        self.step.dealt = tuple(place for packs in step.dealt.packs for pack in packs for place in pack)
 
     def of(self, shard: Shard) -> Micro:
         """Return the micro-batch of a shard that the policy has not computed yet."""

@@ -169,6 +169,7 @@ class Micro:
     position_n: Array | None = None  # at which it is predicted
     target_n: Array | None = None
     real_tokens: int = 0  # of this rank
+    placed_tokens: int = 0  # of this rank, by the layout
     sequence_tokens: int = 0  # of the pack's sequences, a shared token counted for each
     policy_n: Array | None = None  # log-probability of each target
     logits_n: Array | None = None  # mean over the vocabulary
@@ -200,6 +201,7 @@ class StepSeen:
     """One optimizer step as one rank saw it."""
 
     planned: tuple[int, ...] = ()  # the train batch, by the sampler alone
+    dealt: tuple[int, ...] = ()  # the places of its units in the packs of all replicas
     micros: list[Micro] = field(default_factory=list)
     others: list[Micro] = field(default_factory=list)  # with mismatched answers, where the loss asks for them
     other_tokens: dict[int, TokenExample] = field(default_factory=dict)

@@ -19,7 +19,7 @@ from rlexp.training.metrics.meter import Meter
 from rlexp.training.reference.base import Reference
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples
-from rlexp.training.train.offline_task import HeldExamples, OfflineTask
+from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
 from rlexp.training.train.parts import Run
 from rlexp.training.types import Answered, Pack, SequenceName, Shard
 from rlexp.training.world.groups import World
@@ -104,6 +104,11 @@ class Recorded(OfflineTask):
 
         recorded = None if reference is None else RecordedReference(reference, self.recorder)
         super().start(recorded_run(run, self.recorder), recorded)
+
+    def begin(self, step: int) -> OfflineStep:
+        begun = super().begin(step)
+        self.recorder.dealt(begun)
+        return begun
 
     def passing(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.recorder.passing(what)

@@ -190,7 +190,9 @@ class RecordedRolloutTask(RolloutTask):
         super().start(recorded_run(run, self.recorder), reference)
 
     def begin(self, step: int) -> RecordedRolloutStep:
-        return RecordedRolloutStep(self, step)
+        begun = RecordedRolloutStep(self, step)
+        self.recorder.dealt(begun)
+        return begun
 
     def news(self, step: int) -> RolloutFacts | None:  # noqa: ARG002
         return None

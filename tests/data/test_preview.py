@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rlexp.base.errors import DataError
+from rlexp.config.checks.layout import heads_of
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.row_kinds import Kind
@@ -29,6 +30,7 @@ from rlexp.data.sharing import hashes
 from rlexp.data.visible import visible
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
+from rlexp.training.dealer.deal import dealer_of, unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
@@ -158,9 +160,11 @@ def test_attention_is_the_work_of_the_products_shards(window: int | None) -> Non
     cfg = compose_config(["launch.device=cpu", *words])
     pairs = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
     most = mean = 0.0
+    dealer = dealer_of(cfg, heads_of(cfg.model), 1)
     for batch in sampler_of(cfg, Kind.pairs, len(pairs)).batches(1, 30):
-        for indices in batch.micro_batches(0, 1, 4):
-            pack = pack_examples([pairs[index] for index in indices], 2)
+        units = [pairs[index] for index in batch.indices]
+        for places in dealer.deal([*map(unit_of, units)]).packs[0]:
+            pack = pack_examples([units[place] for place in places], 2, share=dealer.share)
             shard = shard_pack(pack, Ring(0, (0, 1)), get_layout("zigzag"), kernel, 512, (window,))
             most, mean = most + shard.most_work, mean + shard.mean_work
     (own,) = (ring for ring in found.rings if ring.own)

@@ -1,1 +1,1 @@
-"""From files to packs: rows, tokens, train batches, packing."""
+"""From files to train batches: rows, tokens, and their order."""

@@ -61,7 +61,7 @@ def pack_sequences(
         torch.from_numpy(targets),
         torch.from_numpy(positions),
         place_N=torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *predicting])),
-        sequence_N=torch.arange(len(whole)).repeat_interleave(torch.tensor([*map(len, predicting)], dtype=torch.int64)),
+        sequence_N=torch.from_numpy(np.repeat(np.arange(len(whole)), [*map(len, predicting)])),
         segments=segments,
         lengths=forest.lengths,
         end_S=torch.tensor([place[-1] for place in places], dtype=torch.int64),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,15 +25,16 @@ def shard_pack(
     deal = deals[windows[0]]
     work = [sum(deals[window].work[rank] for window in windows) / len(windows) for rank in range(ring.size)]
     index = deal.places[ring.rank]
-    listed, row = _held(pack, index)
-    trained, reads = row.unique(return_inverse=True)
+    listed_n, row_n = _held(pack, index)
+    trained_u, reads_n = np.unique(row_n, return_inverse=True)
+    listed = torch.from_numpy(listed_n)
     return Shard(
         tokens_t=pack.tokens_T[index],
         targets_t=pack.targets_T[index],
         positions_t=pack.positions_T[index],
         index_t=index,
-        trained_u=trained,
-        reads_n=reads if len(trained) < len(row) else None,
+        trained_u=torch.from_numpy(trained_u),
+        reads_n=torch.from_numpy(reads_n) if len(trained_u) < len(row_n) else None,
         sequence_n=pack.sequence_N[listed],
         listed_n=listed,
         sequences=pack.sequences,
@@ -45,12 +47,11 @@ def shard_pack(
     )
 
 
-def _held(pack: Pack, index_t: Tensor) -> tuple[Tensor, Tensor]:
+def _held(pack: Pack, index_t: Tensor) -> tuple[np.ndarray, np.ndarray]:
     """Return which of the pack's trained tokens a rank predicts, and by which of its rows, in the rows' order."""
-    row_T = torch.full((len(pack.tokens_T),), -1)
-    row_T[index_t] = torch.arange(len(index_t))
-    row_N = row_T[pack.place_N]
-    listed_n = (row_N >= 0).nonzero().squeeze(-1)
-    order_n = row_N[listed_n].argsort(stable=True)
-    listed_n = listed_n[order_n]
+    row_T = np.full(len(pack.tokens_T), -1)
+    row_T[index_t.numpy()] = np.arange(len(index_t))
+    row_N = row_T[pack.place_N.numpy()]
+    listed_n = np.flatnonzero(row_N >= 0)
+    listed_n = listed_n[np.argsort(row_N[listed_n], kind="stable")]
     return listed_n, row_N[listed_n]

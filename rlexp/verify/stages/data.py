@@ -37,7 +37,8 @@ def samples(step: ComparedStep) -> Iterator[Finding]:
     heads = step.whole.heads()
     wanted, taken = Counter(step.expected.samples), Counter(step.taken)
     planned = all([*head.steps[step.place].planned] == [*step.expected.samples] for head in heads)
-    clue, word = Clue.EXECUTED if planned else Clue.SAMPLES, step.whole.word
+    dealt = all(sorted(head.steps[step.place].dealt) == [*range(len(step.expected.samples))] for head in heads)
+    clue, word = Clue.DEALT if not dealt else Clue.EXECUTED if planned else Clue.SAMPLES, step.whole.word
     for sample in dict.fromkeys((*step.expected.samples, *step.taken)):
         if taken[sample] != wanted[sample]:
             times = (f"{count} time{'s' * (count != 1)}" for count in (taken[sample], wanted[sample]))
@@ -178,16 +179,28 @@ def _shards(step: ComparedStep, head: Trace, place: int, micro: Micro, where: st
             _rows(pack.sequence_N, pack.positions_T[pack.place_N], pack.targets_T[pack.place_N]),
         ),
     ):
+        clue = Clue.PLACED if what == "token" and _as_placed(pack, ring) else Clue.SHARD
         if len(held) != len(meant):
-            yield step.finding(DATA, Clue.SHARD, f"{what}s that the ring holds of {where}", len(held), len(meant))
+            yield step.finding(DATA, clue, f"{what}s that the ring holds of {where}", len(held), len(meant))
             return
         held, meant = (rows[np.lexsort(rows.T)] for rows in (held, meant))
         if len(wrong := np.flatnonzero((held != meant).any(1))):
             got, wanted = (words.format(*rows[wrong[0]]) for rows in (held, meant))
-            yield step.finding(DATA, Clue.SHARD, f"a {what} that the ring holds of {where}", got, wanted)
+            yield step.finding(DATA, clue, f"a {what} that the ring holds of {where}", got, wanted)
             return
     if (counted := sum(m.real_tokens for m in ring)) != real:
-        yield step.finding(DATA, Clue.SHARD, f"real tokens that the ring counts of {where}", counted, real)
+        clue = Clue.PLACED if all(m.real_tokens == m.placed_tokens for m in ring) else Clue.SHARD
+        yield step.finding(DATA, clue, f"real tokens that the ring counts of {where}", counted, real)
+
+
+def _as_placed(pack: PackSeen, ring: Sequence[Micro]) -> bool:
+    """Say whether each rank holds what stands at its places of the pack."""
+    return all(
+        m.index_t is not None and np.array_equal(m.tokens_t, pack.tokens_T[m.index_t])
+        and np.array_equal(m.positions_t, pack.positions_T[m.index_t])
+        for m in ring
+        if m.tokens_t is not None and m.positions_t is not None
+    )  # fmt: skip
 
 
 def _rows(*columns: Array | None) -> Array:

@@ -27,8 +27,8 @@ WORDS = {"old_values": "old value", "weight": "weight", "trained": "mark that it
 def data(step: SampleStep) -> Iterator[Finding]:
     if step.begins:
         yield from rollouts.drawn(step)
-    for found in packs.samples(step):
-        yield dataclasses.replace(found, clue=Clue.EXECUTED)  # the order within a rollout is the step's own
+    for found in packs.samples(step):  # the order within a rollout is the step's own
+        yield dataclasses.replace(found, clue=Clue.EXECUTED) if found.clue is Clue.SAMPLES else found
     for trace in step.whole.traces:
         seen = trace.steps[step.place]
         for place, got in seen.tokens.items():

@@ -35,12 +35,13 @@ from tests.helpers.faults.own_precision import OWN_FAULTS
 from tests.helpers.faults.reference import REFERENCE_FAULTS, SAME_KEY
 from tests.helpers.faults.ring import RING_FAULTS
 from tests.helpers.faults.samples import SAMPLE_FAULTS
+from tests.helpers.faults.sharing import SHARING_FAULTS
 from tests.helpers.faults.starting import STARTING_FAULTS
 from tests.helpers.faults.train import TRAIN_FAULTS
 
 FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
           *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *ADAPTER_FAULTS, *SAMPLE_FAULTS, *GATHERED_FAULTS,
-          *STARTING_FAULTS, *DRAWING_FAULTS, *FUSED_FAULTS)  # fmt: skip
+          *STARTING_FAULTS, *DRAWING_FAULTS, *FUSED_FAULTS, *SHARING_FAULTS)  # fmt: skip
 
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 120_000_000, "", "")
@@ -83,8 +84,9 @@ ANY_ORDER = one("sums in any order", "train.sequence_sums:sum_by_sequence", in_a
 # check` adds one of each other pair of stage and module, and of the other layouts and engines, windows and messages.
 # `make prove` plants all.
 FAST = (
-    "replicas overlap", "targets shifted after sharding", "not causal", "divided by the accumulation again",
+    "a unit is dealt twice", "targets shifted after sharding", "not causal", "divided by the accumulation again",
     "reduced over the ring only", "not clipped", "replicated sums counted on every rank",
+    "a shared trained token counts for one sequence", "a child sees its sibling",
     "a reward given to the neighbour", "a group that lost a member",
 )  # fmt: skip
 CHECK = (
@@ -102,7 +104,8 @@ CHECK = (
     "an optimizer step too many", "a text that ends an answer is passed over", "drawn by the first weights",
     "an answer's ratio of one rank's tokens", "half of the penalty", "not a number in the merge",
     "a window off by one", "a row that another rank should get", "a row that nobody sent",
-    "dk added at the wrong place",
+    "dk added at the wrong place", "a branch's first target is lost", "a prompt's gradient of one child",
+    "a shared trained token has one sequence's weight", "a unit is not dealt",
 )  # fmt: skip
 
 # Each is planted by a test that knows what is to come of it.

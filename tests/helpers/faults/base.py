@@ -22,7 +22,7 @@ MIXED = (*(word for word in FP64 if not word.startswith(("data.", "train.batch_s
          "train.batch_size=16", "train.epochs=2")  # fmt: skip
 
 DATA, RING, MODEL, ALGOS = (f"rlexp/training/{name}/" for name in ("dataset", "ring", "model", "algos"))
-REFERENCE = "rlexp/training/reference/"
+REFERENCE, DEALER = "rlexp/training/reference/", "rlexp/training/dealer/"
 TRAIN, ENGINE, METRICS, ROLLOUT = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics", "rollout"))
 
 

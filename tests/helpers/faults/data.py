@@ -15,6 +15,7 @@ from tests.helpers.faults.base import (
     CUT,
     CUT_ANSWERS,
     DATA,
+    DEALER,
     MIXED,
     SHORT_BATCH,
     one,
@@ -47,24 +48,33 @@ def longer(original: Any, self: Any, rows: Any) -> Any:
     return original(replace(self, max_length=self.max_length + 40), rows)
 
 
-def share_of(self: Any, dp_size: int) -> int:
-    """Return how many pairs a replica takes; the last replica may take fewer."""
-    return -(-len(self.indices) // dp_size)
+def redealt(rewrite: Callable[[list[list[tuple[int, ...]]]], Any]) -> Change:
+    """Rewrite the packs of all replicas."""
+
+    def change(original: Any, *args: Any) -> Any:
+        dealt = original(*args)
+        packs = [[*of_replica] for of_replica in dealt.packs]
+        rewrite(packs)
+        return replace(dealt, packs=tuple(map(tuple, packs)))
+
+    return change
 
 
-def overlapping(original: Any, self: Any, replica: int, dp_size: int, micro_batch_size: int) -> Any:
-    mine = self.indices[replica : replica + share_of(self, dp_size)]
-    return original(replace(self, indices=mine), 0, 1, micro_batch_size)
+def twice(packs: list[list[tuple[int, ...]]]) -> None:
+    packs[-1][-1] = (*packs[-1][-1][:-1], packs[0][0][0])
 
 
-def lost_tail(original: Any, self: Any, replica: int, dp_size: int, micro_batch_size: int) -> Any:
-    even = len(self.indices) // dp_size * dp_size
-    return original(replace(self, indices=self.indices[:even]), replica, dp_size, micro_batch_size)
+def not_at_all(packs: list[list[tuple[int, ...]]]) -> None:
+    packs[-1][-1] = packs[-1][-1][:-1]
 
 
-def lost_micro_batch(original: Any, self: Any, replica: int, dp_size: int, micro_batch_size: int) -> Any:
-    whole = share_of(self, dp_size) // micro_batch_size
-    return original(self, replica, dp_size, micro_batch_size)[:whole]
+def all_of_the_first(packs: list[list[tuple[int, ...]]]) -> None:
+    packs[:] = [packs[0]] * len(packs)
+
+
+def last_packs_lost(packs: list[list[tuple[int, ...]]]) -> None:
+    for of_replica in packs:
+        of_replica.pop()
 
 
 def repacked(rewrite: Callable[[Any, Any, slice], None]) -> Change:
@@ -140,6 +150,7 @@ def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
     return order
 
 
+DEAL = "dealer.deal:Dealer.deal"
 TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dealer.packing:"
 MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.mixture:Mixture.", "dataset.views:"
 DATA_FAULTS = (
@@ -162,30 +173,27 @@ DATA_FAULTS = (
         lambda original, self, epoch: original(replace(self, seed=0), epoch), "data", DATA),
     one("not shuffled", SAMPLER + "Sampler._order",
         lambda original, self, epoch: original(replace(self, shuffle=not self.shuffle), epoch), "data", DATA),
-    one("replicas overlap", SAMPLER + "Batch.micro_batches", overlapping, "data", DATA),
-    one("every replica has the same", SAMPLER + "Batch.micro_batches",
-        lambda original, self, _replica, *sizes: original(self, 0, *sizes), "data", DATA),
-    one("the tail of a replica is lost", SAMPLER + "Batch.micro_batches", lost_tail, "data", DATA, *SHORT_BATCH,
-        step=2),
-    one("the tail of a micro-batch is lost", SAMPLER + "Batch.micro_batches", lost_micro_batch, "data", DATA,
-        *SHORT_BATCH, step=2),
+    one("a unit is dealt twice", DEAL, redealt(twice), "data", DEALER),
+    one("a unit is not dealt", DEAL, redealt(not_at_all), "data", DEALER),
+    one("every replica has the same", DEAL, redealt(all_of_the_first), "data", DEALER),
+    one("each replica's last pack is lost", DEAL, redealt(last_packs_lost), "data", DEALER, *SHORT_BATCH),
     one("the short batch is dropped", SAMPLER + "Sampler.steps_per_epoch",
         lambda _original, self: self.size // self.batch_size, "data", DATA, *SHORT_BATCH),
     one("the run is longer", SAMPLER + "total_steps",
         lambda original, steps_per_epoch, most, epochs: original(steps_per_epoch, most, epochs or 2), "data", DATA),
-    one("targets not shifted", PACKING + "pack_sequences", repacked(unshifted), "data", DATA),
-    one("targets shifted twice", PACKING + "pack_sequences", repacked(shifted_twice), "data", DATA),
-    one("prompts are trained on", PACKING + "pack_sequences", relisted(with_prompt), "data", DATA),
-    one("the first token of an answer is not", PACKING + "pack_sequences", relisted(without_first), "data", DATA),
-    one("the end predicts too", PACKING + "pack_sequences", relisted(with_end), "data", DATA),
-    one("positions do not restart", PACKING + "pack_sequences", repacked(not_restarted), "data", DATA),
-    one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DATA),
-    one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DATA),
+    one("targets not shifted", PACKING + "pack_sequences", repacked(unshifted), "data", DEALER),
+    one("targets shifted twice", PACKING + "pack_sequences", repacked(shifted_twice), "data", DEALER),
+    one("prompts are trained on", PACKING + "pack_sequences", relisted(with_prompt), "data", DEALER),
+    one("the first token of an answer is not", PACKING + "pack_sequences", relisted(without_first), "data", DEALER),
+    one("the end predicts too", PACKING + "pack_sequences", relisted(with_end), "data", DEALER),
+    one("positions do not restart", PACKING + "pack_sequences", repacked(not_restarted), "data", DEALER),
+    one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DEALER),
+    one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DEALER),
     one("sequences in another order", PACKING + "pack_examples",
         lambda original, pairs, *args, **kwargs: original(list(map(rejected_first, pairs)), *args, **kwargs), "data",
-        DATA),
+        DEALER),
     one("a pack ignores masks", PACKING + "pack_sequences",
-        lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA, base=MIXED),
+        lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DEALER, base=MIXED),
     one("the user's turns are trained on", MESSAGES + "turns", all_trained, "data", DATA, base=MIXED),
     one("another shared beginning", MESSAGES + "shared_beginning", to_the_first_answer, "data", DATA, base=MIXED),
     one("no system prompt", MESSAGES + "with_system", lambda _, prompt, _system: prompt, "data", DATA, base=MIXED),

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.faults.base import (
+    DEALER,
     RING,
     left_out,
     one,
@@ -143,11 +144,11 @@ MERGE_ROWS, RING_SUM, HEADS = "ring.kernels.base:merge_plain", "ring.collectives
 NARROW, AROUND = "ring.slices:Slice.narrowed", ("parallel=ring4", "parallel.transport=neighbour")
 RING_FAULTS = (
     one("targets shifted after sharding", SHARD,
-        lambda original, *args: replace(shard := original(*args), targets_t=shard.tokens_t.roll(-1)), "data", RING),
+        lambda original, *args: replace(shard := original(*args), targets_t=shard.tokens_t.roll(-1)), "data", DEALER),
     one("positions of the shard", SHARD,
         lambda original, *args: replace(shard := original(*args), positions_t=torch.arange(len(shard.tokens_t))),
-        "data", RING),
-    one("rank 0's real tokens everywhere", SHARD, of_rank_0, "data", RING),
+        "data", DEALER),
+    one("rank 0's real tokens everywhere", SHARD, of_rank_0, "data", DEALER),
     one("another rank's chunks", SHARD, of_next_rank, "log-probabilities", RING),
     one("sequences see each other", "ring.selection:selection",
         lambda original, ranges: replace(right := original(ranges), lengths=(sum(right.lengths),)),

@@ -19,6 +19,7 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dataset.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
+from rlexp.training.dealer.deal import Dealer, Room
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.types import Pair, Row
@@ -138,14 +139,15 @@ def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
 @given(st.integers(8, 60), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_every_layout_consumes_the_same_samples_in_the_same_steps(size, dp_size, micro, drop_last) -> None:
     """Rule 1, with data sets whose size is no multiple of the batch, over three epochs."""
+    dealer = Dealer(dp_size, Room(units=micro))
     sampler = Sampler(size, batch_size=8, seed=1, drop_last=drop_last)
     steps = total_steps(sampler.steps_per_epoch, None, 3)
     assert steps == 3 * (size // 8 if drop_last else -(-size // 8))
     for batch in sampler.batches(1, steps):
-        shares = [batch.micro_batches(replica, dp_size, micro) for replica in range(dp_size)]
+        shares = dealer.deal([[np.full(1 + index, index, dtype=np.int32)] for index in batch.indices]).packs
         assert len({len(share) for share in shares}) == 1, "a replica with fewer passes would hang the others"
-        flat = [index for share in shares for micro_batch in share for index in micro_batch]
-        assert flat == list(batch.indices)
+        flat = [batch.indices[place] for share in shares for micro_batch in share for place in micro_batch]
+        assert sorted(flat) == sorted(batch.indices)
         assert len(batch.indices) == 8 or (not drop_last and batch.step % sampler.steps_per_epoch == 0)
 
 

@@ -100,5 +100,5 @@ def test_what_one_rank_deals_all_deal() -> None:
 
 
 def test_nothing_to_deal() -> None:
-    assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), (0, 0))
+    assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), ((0,), (0,)), (0, 0))
     assert Dealer(2, Room(tokens=10)).deal([]).skew == 1.0

@@ -23,8 +23,8 @@ MORE = [
 def test_three_steps_do_not_move_with_the_layout(grid: list[Case]) -> None:
     """Use 5 held-out pairs, which do not divide evenly among several replicas or micro-batches."""
     length = ("train.max_steps=3", "train.eval_every=2")
-    curves = draw([compose_config([*BASE, *length, *case.overrides()]) for case in grid])
-    baseline = curves[0]
+    alone = compose_config([*BASE, *length, *GRID[0].overrides(), "data.share_prefix=false"])
+    baseline, *curves = draw([alone, *(compose_config([*BASE, *length, *case.overrides()]) for case in grid)])
     assert len(baseline.rows) == 3
     assert sum("eval/loss" in row for row in baseline.rows) == 2  # at step 2, and at the last step
     for case, curve in zip(grid, curves, strict=True):

@@ -80,14 +80,16 @@ def chosen(name: str) -> tuple[str, ...]:
     return f"loss={loss}", *LOSSES[name]
 
 
-def configured(name: str, case: Case) -> Config:
+def configured(name: str, case: Case, *, share: bool = True) -> Config:
     base = TEXTS if "texts" in name else GENERATED if "margin" in name or "generated" in name else BASE
-    return compose_config([*base, *chosen(name), *BY_LENGTH, *case.overrides()])
+    shares = f"data.share_prefix={str(share and case.packing).lower()}"
+    return compose_config([*base, *chosen(name), *BY_LENGTH, *case.overrides(), shares])
 
 
 def agree(names: list[str], cases: list[Case]) -> None:
+    """Each loss on these layouts, where sequences share what they can, equals one process where none do."""
     grid = [ALONE, *cases]
-    curves = draw([configured(name, case) for name in names for case in grid])
+    curves = draw([configured(name, case, share=case is not ALONE) for name in names for case in grid])
     for place, name in enumerate(names):
         baseline, *others = curves[place * len(grid) : (place + 1) * len(grid)]
         holds_something(name, baseline)
