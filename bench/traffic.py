@@ -1,4 +1,4 @@
-"""Count what the ranks of a ring send and hold for a layer of an 8B model: two tables of docs/layouts.md.
+"""Count what the ranks of a ring send and hold for a layer of an 8B model: three tables of docs/layouts.md.
 
     python -m bench.traffic                         print them
     python -m bench.traffic --write docs/layouts.md
@@ -25,6 +25,9 @@ from torch import Tensor
 from bench.tables import put, signature
 from rlexp.preflight.children import Calls, at_once
 from rlexp.training.ring.collectives import Posted
+from rlexp.training.ring.plan import RingPlan
+from rlexp.training.ring.transports.heads import HeadsPlan
+from rlexp.training.ring.transports.travel import Travel
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
 
@@ -32,6 +35,7 @@ RING, NODE = 8, 4  # ranks, and ranks of a node
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 TOKENS = 131072
 WINDOW = 1024
+PROMPT, ANSWER = 1_000_000, 1024  # of a pair
 TRANSPORTS = "rlexp.training.ring.transports."
 
 
@@ -44,12 +48,21 @@ class Case:
     window: int | None = None
     kernel: str = "torch_flash"  # its gradients are bfloat16; those of `plain` are float32
     sequences: int = 1  # of equal length
+    shared: bool = False  # two sequences are one prompt with two answers
 
     @property
     def name(self) -> str:
         words = f"hybrid {self.inner} × zigzag" if self.layout == "hybrid" else self.layout
         travels = f" {self.transport}" if self.layout in ("zigzag", "contiguous", "hybrid") else ""
         return f"`{words}`{travels}{', gradients in float32' if self.kernel == 'plain' else ''}"
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        length = self.tokens // self.sequences
+        if self.shared:
+            answers = (Segment(PROMPT + place * ANSWER, ANSWER, ANSWER, 0) for place in range(2))
+            return (Segment(0, PROMPT, PROMPT), *answers)
+        return tuple(Segment(start, length, length) for start in range(0, self.tokens, length))
 
     @property
     def unit(self) -> int:
@@ -74,6 +87,8 @@ CASES = (
     Case("hybrid", "neighbour", 4),
     Case("hybrid", "neighbour", 2),
 )
+PAIR = tuple(replace(case, tokens=PROMPT + 2 * ANSWER, shared=True) for case in CASES if case.kernel == "torch_flash")
+COPIED = tuple(replace(case, tokens=2 * (PROMPT + ANSWER), sequences=2, shared=False) for case in PAIR)
 WINDOWED = tuple(Case("zigzag", tokens=tokens, window=WINDOW) for tokens in (TOKENS // 8, TOKENS))
 
 
@@ -84,6 +99,9 @@ class OfRank:
 
     sent: tuple[list[int], list[int]]
     held: tuple[int, int]
+    calls: int  # of the kernel, in the forward pass
+    copied: float  # rows of keys that are selected by index for them, over the rows that the rank holds
+    wide: bool  # whether gradients of keys are sent in float32
 
 
 @dataclass(frozen=True)
@@ -113,8 +131,9 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="put the table into this page, between its markers")
     options = parser.parse_args()
     packs = [replace(case, sequences=2) for case in CASES if case.kernel == "torch_flash"]
-    ranks = dict(zip([*CASES, *WINDOWED, *packs], counted([*CASES, *WINDOWED, *packs]), strict=True))
-    for name, text in (("traffic", of_messages(ranks)), ("held", of_memory(ranks))):
+    every = [*CASES, *WINDOWED, *packs, *PAIR, *COPIED]
+    ranks = dict(zip(every, counted(every), strict=True))
+    for name, text in (("traffic", of_messages(ranks)), ("held", of_memory(ranks)), ("pair", of_pair(ranks))):
         print(text)
         if options.write:
             put(options.write, text, name)
@@ -158,6 +177,25 @@ def of_memory(ranks: Mapping[Case, Sequence[OfRank]]) -> str:
     )
 
 
+def of_pair(ranks: Mapping[Case, Sequence[OfRank]]) -> str:
+    lines = [
+        "| layout | calls of a rank | keys copied for them | gradients of keys travel in | sent, to two copies |",
+        "| --- | ---: | ---: | --- | ---: |",
+    ]
+    for case, copies in zip(PAIR, COPIED, strict=True):
+        found = ranks[case]
+        sent, of_copies = (float(Sent.of(ranks[each]).both.sum()) for each in (case, copies))
+        dtype = "float32" if any(rank.wide for rank in found) else "bfloat16"
+        calls, keys = max(rank.calls for rank in found), max(rank.copied for rank in found)
+        lines.append(f"| {case.name} | {calls} | {keys:.2f} | {dtype} | {sent / of_copies:.2f} |")
+    return (
+        f"A pair with a prompt of {PROMPT:,} tokens and two answers of {ANSWER:,}, on a ring of {RING}: calls of the "
+        f"kernel in a\nforward pass, on the rank that makes most; rows of keys that are selected by index for them, "
+        f"over those that a rank\nholds; and the bytes that are sent, over those of two sequences with a prompt each.\n"
+        f"{signature('bench.traffic')}\n\n" + "\n".join(lines)
+    )
+
+
 def counted(cases: Sequence[Case]) -> list[list[OfRank]]:
     """Rehearse every rank of every case, each in a process of its own."""
 
@@ -184,9 +222,11 @@ def by_rank(case: Case, rank: int) -> OfRank:
             stack.enter_context(each)
         ring = build_world(RING, None, case.inner).ring
         layout = get_layout(case.layout, case.inner, case.transport)
-        length = case.tokens // case.sequences
-        segments = tuple(Segment(start, length, length) for start in range(0, case.tokens, length))
-        plan = layout.plan(segments, ring, get_kernel(case.kernel, "cuda", torch.bfloat16), case.window).to(device)
+        plan = layout.plan(case.segments, ring, get_kernel(case.kernel, "cuda", torch.bfloat16), case.window)
+        around = plan.around if isinstance(plan, HeadsPlan) else plan
+        assert isinstance(around, RingPlan)
+        facts = (sum(map(len, around.steps)), copied(around), wide(around))
+        plan = plan.to(device)
         q, k, v = (
             torch.empty(case.tokens // RING, heads, SIZE, device=device, dtype=torch.bfloat16, requires_grad=True)
             for heads in (HEADS, KV_HEADS, KV_HEADS)
@@ -204,7 +244,20 @@ def by_rank(case: Case, rank: int) -> OfRank:
         forward, gradient = list(sent), torch.empty_like(out)
         passed(lambda: out.backward(gradient))
     backward = [both - before for both, before in zip(sent, forward, strict=True)]
-    return OfRank((forward, backward), (peaks[0], peaks[1]))
+    return OfRank((forward, backward), (peaks[0], peaks[1]), *facts)
+
+
+def copied(plan: RingPlan) -> float:
+    """Return the rows of keys that are selected by index for a rank's calls, over those that it holds."""
+    selected = [meeting.keys for step in plan.steps for meeting in step]
+    selected += plan.transport.orders if isinstance(plan.transport, Travel) else []
+    held = sum(part.queries.count for part in plan.parts if part.first)
+    return sum(each.count for each in selected if isinstance(each.index, Tensor)) / held
+
+
+def wide(plan: RingPlan) -> bool:
+    """Say whether gradients of keys are sent as sums."""
+    return not isinstance(plan.transport, Travel) or any(not step.once for step in plan.transport.steps)
 
 
 def watching(sent: list[int]) -> Iterator[mock._patch[object]]:

@@ -79,6 +79,7 @@ class Ring:
     grad_acc: int | None = None  # micro-batches of a replica in a step
     packed: float | None = None  # real tokens / tokens held, with packing
     padded: float | None = None  # the same without packing
+    shared: float | None = None  # tokens that need not be computed, because others stand for them / all
     work: float | None = None  # attention of the busiest rank / of the mean rank
     tokens: float | None = None  # tokens of the fullest rank / of the mean rank
     why: str | None = None

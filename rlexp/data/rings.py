@@ -36,8 +36,9 @@ Example = Pair | Completion | Prompt
 class _Seen:
     """Sums over packs."""
 
-    real: int = 0
-    held: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether sequences are packed
+    real: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # by whether sequences are packed
+    held: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})  # with padding
+    sequences: int = 0  # tokens of all sequences
     most_work: float = 0.0
     mean_work: float = 0.0
     most_tokens: int = 0
@@ -76,7 +77,7 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...
         if isinstance(shape, str):
             found.append(Ring(size, size == own, why=shape))
         else:
-            found.append(_ring(shape, seen[size], own=size == own))
+            found.append(_ring(shape, seen[size], own=size == own, packing=cfg.data.packing))
     return tuple(found), _words(cfg, rows.kind, batches)
 
 
@@ -136,6 +137,7 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
     """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
     for packing in (True, False):
         pack = _packed(cfg, shape, examples, packing=packing)
+        seen.real[packing] += pack.real_tokens
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
             continue
@@ -144,7 +146,7 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         }
         deal = deals[shape.windows[0]]
         work = np.mean([deals[window].work for window in shape.windows], axis=0)  # of a layer
-        seen.real += pack.real_tokens
+        seen.sequences += sum(pack.lengths)
         seen.most_work += float(work.max())
         seen.mean_work += float(work.mean())
         seen.most_tokens += max(deal.real)
@@ -169,7 +171,7 @@ def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing:
     return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 
-def _ring(shape: _Shape, seen: _Seen, *, own: bool) -> Ring:
+def _ring(shape: _Shape, seen: _Seen, *, own: bool, packing: bool) -> Ring:
     return Ring(
         shape.size,
         own,
@@ -177,8 +179,9 @@ def _ring(shape: _Shape, seen: _Seen, *, own: bool) -> Ring:
         shape.size * shape.replicas,
         shape.replicas,
         shape.grad_acc,
-        seen.real / seen.held[True],
-        seen.real / seen.held[False],
+        seen.real[True] / seen.held[True],
+        seen.real[False] / seen.held[False],
+        1 - seen.real[packing] / seen.sequences,
         seen.most_work / seen.mean_work,
         seen.most_tokens / seen.mean_tokens,
     )

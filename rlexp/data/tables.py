@@ -149,15 +149,16 @@ def steps(facts: Preview) -> list[str]:
 
 
 def rings(facts: Preview) -> Table:
-    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "attention", "tokens")
+    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens")
     rows: list[Sequence[str]] = []
     for ring in facts.rings:
-        if ring.packed is None or ring.padded is None or ring.work is None or ring.tokens is None:
-            rows.append((f"{ring.size}", *["–"] * 7))
+        if ring.why is not None:
+            rows.append((f"{ring.size}", *["–"] * 8))
             continue
+        shares = (f"{100 * (share or 0.0):.1f} %" for share in (ring.packed, ring.padded, ring.shared))
         rows.append(
-            (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc}", f"{100 * ring.packed:.1f} %",
-             f"{100 * ring.padded:.1f} %", f"{ring.work:.3f}", f"{ring.tokens:.3f}")
+            (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc}", *shares, f"{ring.work:.3f}",
+             f"{ring.tokens:.3f}")
         )  # fmt: skip
     own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
     return Table(head, tuple(map(tuple, rows)), own, left=0)
@@ -168,7 +169,8 @@ def about_rings(facts: Preview) -> list[str]:
     lines = [
         f"Of {facts.sampled}. Layout: {own.layout}.",
         "packed, padded: real tokens / tokens held, with data.packing=true and with false (this run: "
-        f"{str(facts.packing).lower()}). attention, tokens: the busiest rank / the mean rank.",
+        f"{str(facts.packing).lower()}). shared: tokens that are not computed, because others stand for them / all.",
+        "attention, tokens: the busiest rank / the mean rank.",
         "grad_acc: micro-batches of a replica in a step.",
     ]
     return lines + [f"Ring {ring.size}: {ring.why}" for ring in facts.rings if ring.why]

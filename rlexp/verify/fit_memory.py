@@ -157,7 +157,7 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> 
     dealer = dealer_of(cfg, heads_of(cfg.model), cfg.parallel.dp_size)
     for batch in batches:
         dealt = dealer.deal([unit_of(train[index]) for index in batch.indices])
-        micro = max(micro, *(max(of_replica) for of_replica in dealt.tokens))
+        micro = max(micro, *(size.tokens for of_replica in dealt.sizes for size in of_replica))
     return micro * (cfg.parallel.dp_size + 1)
 
 

@@ -279,7 +279,7 @@ LEADING: dict[str, tuple[str, dict[str, Any]]] = {
 OURS_ALONE = {
     "adapter": "name",
     "checkpoint": "export_dtype",
-    "data": "bad_rows cache digits fill name revision seed size unpair",
+    "data": "bad_rows cache digits fill name revision seed share_prefix size unpair",
     "engine": "chosen name overrides",
     "eval": "buckets",
     "launch": "grace_seconds interface preflight rank_cpus rank_memory_gb time_limit torch_threads",

@@ -206,7 +206,7 @@ class Dealer:
         packs = [sorted(hand.packs, key=lambda pack: (-self.work(pack.size), pack.places)) for hand in hands]
         return Dealt(
             packs=tuple(tuple(pack.places for pack in of_replica) for of_replica in packs),
-            tokens=tuple(tuple(pack.size.tokens for pack in of_replica) for of_replica in packs),
+            sizes=tuple(tuple(pack.size for pack in of_replica) for of_replica in packs),
             work=tuple(sum(self.work(pack.size) for pack in of_replica) for of_replica in packs),
         )
 
@@ -243,7 +243,7 @@ class Dealt:
     """The packs of each replica, equally many, as places of units in their batch; and the work of each replica."""
 
     packs: tuple[tuple[Places, ...], ...]
-    tokens: tuple[tuple[int, ...], ...]  # of each pack, at most: without what units share that do not begin alike
+    sizes: tuple[tuple[Size, ...], ...]  # of each pack, at most: without what units share that do not begin alike
     work: tuple[int, ...]
 
     def and_also(self, other: Dealt, first: int) -> Dealt:
@@ -253,9 +253,17 @@ class Dealt:
                 (*ours, *(tuple(first + place for place in pack) for pack in theirs))
                 for ours, theirs in zip(self.packs, other.packs, strict=True)
             ),
-            tokens=tuple(ours + theirs for ours, theirs in zip(self.tokens, other.tokens, strict=True)),
+            sizes=tuple(ours + theirs for ours, theirs in zip(self.sizes, other.sizes, strict=True)),
             work=tuple(ours + theirs for ours, theirs in zip(self.work, other.work, strict=True)),
         )
+
+    def tokens(self, replica: int) -> list[int]:
+        """Return the tokens of each of a replica's packs."""
+        return [size.tokens for size in self.sizes[replica]]
+
+    @property
+    def size(self) -> Size:
+        return sum((size for of_replica in self.sizes for size in of_replica), Size())
 
     def most_units(self, number: int) -> int:
         """Return the units of a pack, on the replica that has most in it."""
@@ -265,6 +273,18 @@ class Dealt:
     def skew(self) -> float:
         """The work of the busiest replica over the mean."""
         return max(self.work) * len(self.work) / sum(self.work) if any(self.work) else 1.0
+
+
+def shared_in_words(dealer: Dealer, units: Sequence[Unit]) -> str | None:
+    """Say what the packs of some units share; None if nothing."""
+    dealt = dealer.deal(units).size
+    alone = sum((Size.of(range(len(each))) for unit in units for each in unit), Size())
+    if dealt == alone:
+        return None
+    return (
+        f"{dealt.tokens:,} tokens stand for {alone.tokens:,}, and attention has {dealt.pairs / alone.pairs:.0%} of the "
+        f"query-key pairs"
+    )
 
 
 @dataclass(frozen=True)

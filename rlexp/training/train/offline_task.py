@@ -28,7 +28,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.deal import unit_of
+from rlexp.training.dealer.deal import shared_in_words, unit_of
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
@@ -126,6 +126,10 @@ class OfflineTask(Task):
                 f"step {step}: {', '.join(bad)} of the held-out {self.kind}s is not finite. A smaller optim.lr?"
             )
         return values
+
+    def sharing(self) -> str | None:
+        units = [unit_of(self.train[index]) for index in self.batch(1).indices]
+        return shared_in_words(self.run.dealer, units)
 
     def position(self) -> dict[str, Any] | None:
         return {"carried": dict(self.carried)} if self.carried else None

@@ -168,6 +168,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"{chosen(run)}{installable(run)}{fused(run)}"
         f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
         f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
+        f"{sharing(task)}"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
         f"  {run_dir}\n"
     )
@@ -178,6 +179,12 @@ def trained(run: Run) -> str:
     if run.trained == run.parameters:
         return ""
     return f", {run.trained:,} trained{' in an adapter' if run.engine.policy.adapter is not None else ''}"
+
+
+def sharing(task: Task) -> str:
+    """Say what is computed once for several sequences."""
+    said = task.sharing()
+    return "" if said is None else f"  sharing, in the first batch: {said}\n"
 
 
 def chosen(run: Run) -> str:

@@ -67,7 +67,7 @@ class Step(ABC):
     def deal(self, run: Run, count: int, unit: Callable[[int], Unit]) -> None:
         """Take this replica's share of the train batch."""
         self.dealt, replica = run.dealer.deal_all(count, unit), run.world.replica
-        self.micro_batches, self.tokens = self.dealt.packs[replica], self.dealt.tokens[replica]
+        self.micro_batches, self.tokens = self.dealt.packs[replica], self.dealt.tokens(replica)
 
     @abstractmethod
     def load(self, indices: Sequence[int]) -> Held:
@@ -188,6 +188,11 @@ class Task(ABC):
     def describe(self) -> str:
         """Say what is trained on, for the header."""
         return f"{len(self.examples.train):,} {self.kind}s"
+
+    def sharing(self) -> str | None:
+        """Say what the first train batch need not compute, because its sequences share it; None where that is not known
+        before samples are drawn."""
+        return None
 
     def remarks(self) -> list[str]:
         """Say what a user should know of the examples, for the header."""

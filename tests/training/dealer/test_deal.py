@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlexp.training.dealer.deal import Dealer, Dealt, Room, TooLargeError
+from rlexp.training.dealer.deal import Dealer, Dealt, Room, Size, TooLargeError
 from rlexp.training.dealer.forest import shared
 
 UNITS = st.lists(
@@ -100,5 +100,5 @@ def test_what_one_rank_deals_all_deal() -> None:
 
 
 def test_nothing_to_deal() -> None:
-    assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), ((0,), (0,)), (0, 0))
+    assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), ((Size(),), (Size(),)), (0, 0))
     assert Dealer(2, Room(tokens=10)).deal([]).skew == 1.0
