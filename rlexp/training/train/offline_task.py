@@ -82,7 +82,7 @@ class OfflineTask(Task):
 
     @classmethod
     def longest_in_words(cls, cfg: Config) -> str:  # noqa: ARG003
-        return "half prompt and half answer"
+        return "of which half is trained on, and no two share a prompt"
 
     @classmethod
     def unfit(cls, cfg: Config, examples: Examples) -> str | None:
