@@ -19,7 +19,7 @@ from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.dealer.deal import Unit, dealer_of
-from rlexp.training.dealer.forest import LEAST
+from rlexp.training.dealer.forest import Share
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
@@ -167,7 +167,7 @@ def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids
 def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:
     multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
     sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
-    share = LEAST if packing and shares(cfg) else None
+    share = Share() if packing and shares(cfg) else None
     return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 

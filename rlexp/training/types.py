@@ -140,10 +140,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of tokens of a pack that attends to itself, and to its parent as a whole.
+    """A run of tokens of a pack that attends to itself, and to each of its ancestors as a whole.
 
-    A pack is a forest: what sequences share is a root with children, whose positions go on from the root's end. Where
-    every sequence has its own copy of its prompt, all segments are roots (`parent` is None).
+    A pack is a forest: what sequences share has children, whose positions go on from its end. Where every sequence has
+    its own copy of its prompt, all segments are roots (`parent` is None).
     """
 
     start: int  # the place of its first token in the pack

@@ -83,6 +83,7 @@ def another_micro_batch(cfg: Config) -> Config:
         acc = share // size
         other = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc))
     else:
-        other = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, packing=not cfg.data.packing))
+        data = dataclasses.replace(cfg.data, packing=not cfg.data.packing, share_prefix=None)
+        other = dataclasses.replace(cfg, data=data)
     check(other)
     return other

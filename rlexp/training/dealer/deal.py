@@ -21,14 +21,14 @@ import numpy as np
 from rlexp.config.checks.layout import Heads
 from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config
-from rlexp.training.dealer.forest import LEAST, common, shared
+from rlexp.training.dealer.forest import Share, common, shared
 from rlexp.training.ring.slices import seen
 from rlexp.training.types import Answered, Ids
 
 Unit = Sequence[Ids]  # the sequences that a loss reads together
 Places = tuple[int, ...]  # of units in their batch
 TOKEN, USUAL = 6, 2048  # see above; the width of heads where it is not known
-AT_ONCE = 4096  # units that are dealt together, more than any train batch has
+AT_ONCE = 1 << 24  # tokens that are dealt together, where they are no train batch
 EVEN = 1.02  # the busiest replica over the mean, with which we are content
 
 
@@ -41,7 +41,7 @@ def dealer_of(cfg: Config, heads: Heads | None, replicas: int) -> Dealer:
     """Return the dealer of a run, whose model has such heads if they are known."""
     width = heads.queries * heads.size if heads else USUAL
     room = Room(units=cfg.train.micro_batch_size)
-    return Dealer(replicas, room, LEAST if shares(cfg) else None, TOKEN * width)
+    return Dealer(replicas, room, Share() if shares(cfg) else None, TOKEN * width)
 
 
 class TooLargeError(Exception):
@@ -86,16 +86,20 @@ class Room:
 class Dealer:
     replicas: int
     room: Room
-    share: int | None = None  # the least number of tokens that sequences share; None: they share nothing
+    share: Share | None = None  # when sequences share their beginnings; None: never
     token: int = 0  # the work of a token, in pairs of a query and a key
 
     def deal_all(self, count: int, unit: Callable[[int], Unit]) -> Dealt:
         """Deal so many units, which are read in parts: they need not fit into memory all at once."""
-        dealt = self.deal([unit(place) for place in range(min(count, AT_ONCE))])
-        for first in range(AT_ONCE, count, AT_ONCE):
-            part = self.deal([unit(place) for place in range(first, min(count, first + AT_ONCE))])
-            dealt = dealt.and_also(part, first)
-        return dealt
+        dealt, part = Dealt.nothing(self.replicas), list[Unit]()
+        tokens = 0
+        for place in range(count):
+            part.append(unit(place))
+            tokens += sum(map(len, part[-1]))
+            if tokens >= AT_ONCE or place + 1 == count:
+                dealt = dealt.and_also(self.deal(part), place + 1 - len(part))
+                part, tokens = [], 0
+        return dealt if count else self.deal([])
 
     def deal(self, units: Sequence[Unit]) -> Dealt:
         sizes = [self._size(unit) for unit in units]
@@ -103,7 +107,7 @@ class Dealer:
             if not self.room.has(1, size):
                 raise TooLargeError(place, size.tokens)
         runs = sorted(self._cut(self._runs(units), sizes), key=lambda run: (-self.work(run.size), run.places))
-        return self._dealt(runs, len(units))
+        return self._dealt(runs, units)
 
     def work(self, size: Size) -> int:
         return self.token * size.tokens + size.pairs
@@ -130,7 +134,7 @@ class Dealer:
         places, saved = order[:1], [Size()]
         for before, place in pairwise(order):
             alike = common(units[before][0], units[place][0]) - 1  # the last token that they share is copied
-            if alike < self.share:
+            if alike < self.share.least:
                 yield places, saved
                 places, saved = [], []
             places.append(place)
@@ -152,40 +156,42 @@ class Dealer:
 
     # ---- packs ----
 
-    def _dealt(self, runs: Sequence[_Run], units: int) -> Dealt:
+    def _dealt(self, runs: Sequence[_Run], units: Sequence[Unit]) -> Dealt:
         """Give runs out to few packs, equally many for each replica. A replica has one pack more than it needs, or one
         in eight more, where replicas are more even for it."""
         if self.room.units is not None:
-            share = -(-units // self.replicas)
-            dealt = self._filled(runs, max(1, -(-share // self.room.units)))
+            share = -(-len(units) // self.replicas)
+            dealt = self._filled(runs, max(1, -(-share // self.room.units)), units)
             assert dealt is not None  # there is a place for each unit, and runs may be cut
             return dealt
-        fewest, best = self._fewest(runs)
+        fewest, best = self._fewest(runs, units)
         for each in range(fewest + 1, fewest + max(1, fewest // 8) + 1):
             if best.skew <= EVEN:
                 break
-            dealt = self._filled(runs, each)
+            dealt = self._filled(runs, each, units)
             best = dealt if dealt is not None and dealt.skew < best.skew else best
         return best
 
-    def _fewest(self, runs: Sequence[_Run]) -> tuple[int, Dealt]:
+    def _fewest(self, runs: Sequence[_Run], units: Sequence[Unit]) -> tuple[int, Dealt]:
         """Return how many packs each replica needs, and the deal."""
         assert self.room.tokens is not None
         least = max(1, -(-sum(run.size.tokens for run in runs) // (self.room.tokens * self.replicas)))
         most = least
-        while (found := self._filled(runs, most)) is None:
+        while (found := self._filled(runs, most, units)) is None:
             least, most = most + 1, most + max(1, most // 8)
         while least < most:
             middle = (least + most) // 2
-            if (fewer := self._filled(runs, middle)) is not None:
+            if (fewer := self._filled(runs, middle, units)) is not None:
                 found, most = fewer, middle
             else:
                 least = middle + 1
         return most, found
 
-    def _filled(self, runs: Sequence[_Run], each: int) -> Dealt | None:
+    def _filled(self, runs: Sequence[_Run], each: int, units: Sequence[Unit]) -> Dealt | None:
         """Give runs out from the heaviest on: each to the replica with the least work so far, there to the pack with
-        the least work, if these have room. None if no pack has. Where units are counted, runs are cut to fit."""
+        the least work, if these have room. None if no pack has. Where units are counted, runs are cut to fit.
+
+        Until a pack is full its size is an estimate: what it shares depends on all that is in it."""
         hands = [_Hand(self, each) for _ in range(self.replicas)]
         lightest = [(0, replica) for replica in range(self.replicas)]
         waiting = [*runs][::-1]
@@ -203,11 +209,17 @@ class Dealer:
                 waiting += halves
             for one in passed:
                 heapq.heappush(lightest, one)
-        packs = [sorted(hand.packs, key=lambda pack: (-self.work(pack.size), pack.places)) for hand in hands]
+        measured = [
+            [(self._size([each for place in pack.places for each in units[place]]), pack.places) for pack in hand.packs]
+            for hand in hands
+        ]
+        if any(not self.room.has(0, size) for of_replica in measured for size, _ in of_replica):
+            return None
+        ordered = [sorted(each, key=lambda pack: (-self.work(pack[0]), pack[1])) for each in measured]
         return Dealt(
-            packs=tuple(tuple(pack.places for pack in of_replica) for of_replica in packs),
-            sizes=tuple(tuple(pack.size for pack in of_replica) for of_replica in packs),
-            work=tuple(sum(self.work(pack.size) for pack in of_replica) for of_replica in packs),
+            packs=tuple(tuple(places for _, places in of_replica) for of_replica in ordered),
+            sizes=tuple(tuple(size for size, _ in of_replica) for of_replica in ordered),
+            work=tuple(sum(self.work(size) for size, _ in of_replica) for of_replica in ordered),
         )
 
 
@@ -243,8 +255,12 @@ class Dealt:
     """The packs of each replica, equally many, as places of units in their batch; and the work of each replica."""
 
     packs: tuple[tuple[Places, ...], ...]
-    sizes: tuple[tuple[Size, ...], ...]  # of each pack, at most: without what units share that do not begin alike
+    sizes: tuple[tuple[Size, ...], ...]  # of each pack
     work: tuple[int, ...]
+
+    @staticmethod
+    def nothing(replicas: int) -> Dealt:
+        return Dealt(((),) * replicas, ((),) * replicas, (0,) * replicas)
 
     def and_also(self, other: Dealt, first: int) -> Dealt:
         """Return the packs of two parts of a batch; the other's units begin at place `first`."""

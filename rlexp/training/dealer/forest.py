@@ -19,7 +19,14 @@ import numpy as np
 
 from rlexp.training.types import Ids
 
-LEAST = 16  # tokens that are shared: fewer save less than the further call of attention costs
+
+@dataclass(frozen=True)
+class Share:
+    """When a beginning is shared. A row in a further call of attention, whose output is merged, costs about as much as
+    a sixteenth of a token's products in a model of 2,000 to 4,000 channels."""
+
+    least: int = 16  # tokens
+    worth: float = 1 / 16  # tokens saved, at least, over those of the sequences that go on from it
 
 
 @dataclass(frozen=True)
@@ -51,11 +58,12 @@ def copied(sequences: Sequence[Ids]) -> Forest:
     return Forest(tuple(map(Branch, sequences)), paths, tuple(map(len, sequences)))
 
 
-def shared(sequences: Sequence[Ids], least: int = LEAST) -> Forest:
-    """Let sequences share the beginnings that they have in common, of at least so many tokens."""
+def shared(sequences: Sequence[Ids], share: Share) -> Forest:
+    """Let sequences share the beginnings that they have in common, where it is worth it."""
     order = sorted(range(len(sequences)), key=lambda number: sequences[number].tobytes())
     alike = [common(sequences[a], sequences[b]) for a, b in pairwise(order)]
     hosts, apart = _longest(order, alike, [len(each) for each in sequences])
+    lengths = np.cumsum([0, *(len(sequences[host]) for host in hosts)])
     branches: list[Branch] = []
     of_host: dict[int, tuple[int, ...]] = {}
     # Groups of hosts next to each other, with what was laid of them so far: the tokens, and through which branches.
@@ -70,11 +78,12 @@ def shared(sequences: Sequence[Ids], least: int = LEAST) -> Forest:
             continue
         within = apart[first + 1 : end]
         fewest = int(within.min())
-        if fewest - 1 - begin >= least:
+        cuts = [first, *(first + 1 + np.flatnonzero(within == fewest)).tolist(), end]
+        alone, beyond = fewest - 1 - begin, int(lengths[end] - lengths[first]) - (end - first) * (fewest - 1)
+        if alone >= share.least and alone * (len(cuts) - 2) >= share.worth * beyond:
             path = (*path, len(branches))
             branches.append(Branch(tokens[begin : fewest - 1], parent))
             begin = fewest - 1
-        cuts = [first, *(first + 1 + np.flatnonzero(within == fewest)).tolist(), end]
         groups += [(a, b, begin, path) for a, b in zip(cuts[-2::-1], cuts[:0:-1], strict=True)]
     return _of(sequences, branches, of_host, _hosted(order, hosts))
 

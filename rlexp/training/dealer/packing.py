@@ -9,19 +9,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.training.dealer.forest import Forest, copied, shared
+from rlexp.training.dealer.forest import Forest, Share, copied, shared
 from rlexp.training.types import Answered, Floats, Ids, Mask, Pack, Segment
 
 
 def pack_examples(
-    examples: Sequence[Answered], multiple: int, *, unit: int = 1, packing: bool = True, share: int | None = None,
+    examples: Sequence[Answered], multiple: int, *, unit: int = 1, packing: bool = True, share: Share | None = None,
     pad_id: int = 0,
 ) -> Pack:  # fmt: skip
     """Pack the answers of each example, one after the other, each after its prompt.
 
     The pack is padded to a multiple of `multiple`, which the layout can share out, and each segment to a multiple of
     `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
-    Sequences share the beginnings that they have in common, of at least `share` tokens; None: nothing.
+    Sequences share the beginnings that they have in common where `share` says so; None: nothing.
     """
     sequences = [(example.prompt, answer) for example in examples for answer, _ in example.answers]
     masks = [mask for example in examples for _, mask in example.answers]
@@ -34,7 +34,7 @@ def pack_sequences(
     *,
     unit: int = 1,
     packing: bool = True,
-    share: int | None = None,
+    share: Share | None = None,
     pad_id: int = 0,
     masks: Sequence[Mask | None] = (),
 ) -> Pack:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from rlexp.base.errors import ModelError, is_out_of_memory
 from rlexp.config.schema import ModelConfig
+from rlexp.training.dealer.forest import Share
 from rlexp.training.dealer.packing import listed, pack_sequences
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model import hook, rope
@@ -164,7 +165,7 @@ def _largest_difference(
         sequences += [(prompt, answer.flip(0)), (prompt, torch.cat((answer[:9], answer.flip(0))))]
     pack = pack_sequences(
         [(p.numpy(), a.numpy()) for p, a in sequences], layout.multiple(ring.size), unit=layout.unit(ring.size),
-        share=1 if share else None,
+        share=Share(1, 0) if share else None,
     )  # fmt: skip
     # Windows apply whatever their length, so that the copy is held to the very windows that it has.
     shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), sys.maxsize).to(small.device)

@@ -204,7 +204,7 @@ def ring_reward_model(
     kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None, ask)
     probing(
         model.probed, model.model.config, ring=ring, layout=layout, kernel=kernel, max_length=model.max_length,
-        device=run.device,
+        device=run.device, share=run.dealer.share is not None,
     )  # fmt: skip
 
     def score(pack: Pack) -> Tensor:

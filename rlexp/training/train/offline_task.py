@@ -11,9 +11,10 @@ rank.
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,7 +29,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.deal import shared_in_words, unit_of
+from rlexp.training.dealer.deal import Dealt, shared_in_words, unit_of
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
@@ -114,7 +115,7 @@ class OfflineTask(Task):
 
     @torch.no_grad()
     def evaluate(self, step: int) -> dict[str, float]:
-        """Run the held-out examples once, in their order, by the code of training, as one batch."""
+        """Run the held-out examples once, by the code of training, as one batch."""
         meter = Meter(self.run.world, self.run.device)
         with self.run.phases("eval"):
             whole = Batch(0, 0, tuple(range(len(self.held_out))))
@@ -130,6 +131,11 @@ class OfflineTask(Task):
     def sharing(self) -> str | None:
         units = [unit_of(self.train[index]) for index in self.batch(1).indices]
         return shared_in_words(self.run.dealer, units)
+
+    @functools.cached_property
+    def held_out_dealt(self) -> Dealt:
+        """The held-out examples, which are the same at each evaluation."""
+        return self.run.dealer.deal_all(len(self.held_out), lambda place: unit_of(self.held_out[place]))
 
     def position(self) -> dict[str, Any] | None:
         return {"carried": dict(self.carried)} if self.carried else None
@@ -227,7 +233,7 @@ class OfflineStep(Step):
         self.mean_tokens = 1.0
         if task.loss.asks.mean_tokens:
             self.mean_tokens = mean_tokens(map(self.example, range(self.count)), self.count)
-        self.deal(task.run, self.count, lambda place: unit_of(self.example(place)))
+        self.take(task.held_out_dealt if held_out else self.deal(self.example), task.run.world.replica)
         self.whole: WholeBatch | None = None
         self.carried: Mapping[str, float] = task.carried
         self.kept: list[Sides | None] = []  # the reference's sums of the micro-batches to come, if they are known
@@ -243,6 +249,13 @@ class OfflineStep(Step):
     def choose_counted(self) -> None:
         """Choose the micro-batches whose tensors are counted, before a pass without gradient."""
         self.task.run.phases.choose(self.tokens)
+
+    def deal(self, example: Callable[[int], Answered]) -> Dealt:
+        """Deal one example for each place of the batch."""
+        dealer = self.task.run.dealer
+        if self.held_out:
+            return dealer.deal_all(self.count, lambda place: unit_of(example(place)))
+        return dealer.deal([unit_of(example(place)) for place in range(self.count)])
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]

@@ -62,7 +62,7 @@ from rlexp.training.world.objects import gather_objects, rank0_does, some_do
 
 T = TypeVar("T")
 EVERY = 2.0  # seconds between two meetings of the ranks while one of them waits or writes
-PART = 256  # rows of a part
+PART = 256  # rows of a part, or more, so that each replica has a whole micro-batch of it
 HASHED = 1024  # rows that a rank hashes at once
 
 
@@ -187,10 +187,10 @@ class _Keeper:
 
     def make(self, rows: Rows, making: _Making, place: Path, facts: dict[str, Any]) -> None:
         """Compute all rows that are in no part yet, and join the parts."""
-        first = self.rank0_does(making.taken_up)
+        first, size = self.rank0_does(making.taken_up), self.world.dp_size * self.cfg.train.micro_batch_size
         with self.setting.phases("reference"), self.progress(len(rows), first) as show:
             while first < len(rows):
-                last = min(len(rows), first + PART)
+                last = min(len(rows), first + -(-PART // size) * size)
                 found = self.values(rows, first, last)
                 self.rank0_does(partial(making.add, first, last, found))
                 show(last - first)

@@ -186,7 +186,7 @@ class RolloutStep(Step):
         with task.run.phases("data"):
             self.weighed = Weighed.of(task, rollouts.samples(self.batch))
         samples = self.weighed.samples
-        self.deal(task.run, len(samples), lambda place: [whole(samples[place])])
+        self.take(task.run.dealer.deal([[whole(sample)] for sample in samples]), task.run.world.replica)
 
     def load(self, indices: Sequence[int]) -> HeldSamples:
         run = self.task.run

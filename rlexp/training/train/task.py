@@ -18,7 +18,7 @@ from torch import Tensor
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
-from rlexp.training.dealer.deal import Dealt, Unit
+from rlexp.training.dealer.deal import Dealt
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
@@ -64,9 +64,9 @@ class Step(ABC):
     micro_batches: Sequence[Sequence[int]]  # this replica's samples
     tokens: Sequence[int]  # of each micro-batch
 
-    def deal(self, run: Run, count: int, unit: Callable[[int], Unit]) -> None:
+    def take(self, dealt: Dealt, replica: int) -> None:
         """Take this replica's share of the train batch."""
-        self.dealt, replica = run.dealer.deal_all(count, unit), run.world.replica
+        self.dealt = dealt
         self.micro_batches, self.tokens = self.dealt.packs[replica], self.dealt.tokens(replica)
 
     @abstractmethod

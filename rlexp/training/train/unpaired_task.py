@@ -25,7 +25,6 @@ from rlexp.training.algos.base import Sides, Values
 from rlexp.training.algos.log_ratios import log_ratio
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dataset.tokens import fitted
-from rlexp.training.dealer.deal import unit_of
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
 from rlexp.training.train.whole_batch import gathered
@@ -70,8 +69,7 @@ class UnpairedStep(OfflineStep):
         """Return the log-ratio of an answer to each prompt that is another's, (B,). A collective call."""
         run, found = self.task.run, []
         with run.phases("collect"), self.task.passing("mismatched"):
-            dealt = run.dealer.deal_all(self.count, lambda place: unit_of(self.mismatched(place)))
-            for places in dealt.packs[run.world.replica]:
+            for places in self.deal(self.mismatched).packs[run.world.replica]:
                 values, _ = self.values(self.task.shard([*map(self.mismatched, places)]))
                 found.append((places, values))
             return log_ratio(gathered(found, self.count, run.world), "answer")

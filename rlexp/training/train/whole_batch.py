@@ -41,7 +41,7 @@ class WholeBatch:
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
         """Return the losses and derivatives of a micro-batch's examples."""
-        at = torch.tensor(places, dtype=torch.int64, device=self.losses.losses_E.device)
+        at = moved(torch.tensor(places, dtype=torch.int64), self.losses.losses_E.device)
         metrics_E, weights_E = ({name: each_B[at] for name, each_B in of.items()}
                                 for of in (self.losses.metrics_E, self.losses.weights_E))  # fmt: skip
         losses = replace(self.losses, losses_E=self.losses.losses_E[at], metrics_E=metrics_E, weights_E=weights_E)
@@ -64,7 +64,7 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
     table = rows[0].new_zeros(len(rows[0]), count)
     if world.ring.rank == 0:
         for (places, _), row in zip(parts, rows, strict=True):
-            table[:, torch.tensor(places, dtype=torch.int64, device=table.device)] = row
+            table[:, moved(torch.tensor(places, dtype=torch.int64), table.device)] = row
     if world.size > 1:
         dist.all_reduce(table)
     return _of_columns(list(table.cpu()), some)

@@ -39,6 +39,11 @@ def samples(step: ComparedStep) -> Iterator[Finding]:
     planned = all([*head.steps[step.place].planned] == [*step.expected.samples] for head in heads)
     dealt = all(sorted(head.steps[step.place].dealt) == [*range(len(step.expected.samples))] for head in heads)
     clue, word = Clue.DEALT if not dealt else Clue.EXECUTED if planned else Clue.SAMPLES, step.whole.word
+    for head in heads:  # losses of a whole batch, and mismatched answers, follow from the order
+        seen = [*head.steps[step.place].planned]
+        if sorted(seen) == sorted(step.expected.samples) and seen != [*step.expected.samples]:
+            yield step.finding(DATA, Clue.SAMPLES, "order of the train batch", seen, [*step.expected.samples])
+            return
     for sample in dict.fromkeys((*step.expected.samples, *step.taken)):
         if taken[sample] != wanted[sample]:
             times = (f"{count} time{'s' * (count != 1)}" for count in (taken[sample], wanted[sample]))

@@ -105,7 +105,7 @@ CHECK = (
     "an answer's ratio of one rank's tokens", "half of the penalty", "not a number in the merge",
     "a window off by one", "a row that another rank should get", "a row that nobody sent",
     "dk added at the wrong place", "a branch's first target is lost", "a prompt's gradient of one child",
-    "a shared trained token has one sequence's weight", "a unit is not dealt",
+    "a shared trained token has one sequence's weight", "a unit is not dealt", "padding is real", "not shuffled",
 )  # fmt: skip
 
 # Each is planted by a test that knows what is to come of it.

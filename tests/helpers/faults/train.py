@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.training.metrics.meter import REPLICATED
+from rlexp.training.metrics.meter import REPLICATED, SHARDED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.reference.base import Reference
 from rlexp.training.types import TokenLogps
@@ -180,7 +180,9 @@ TRAIN_FAULTS = (
     one("decay off by one", SCHEDULE, lambda original, self, step: original(self, step + 1), "optimizer", TRAIN,
         "optim.warmup_steps=0"),
     one("the next step's rate", STEP + "optimize", next_rate, "optimizer", TRAIN),
-    one("tokens of one rank of the ring", STEP + "note_tokens", Seeing({"SHARDED": lambda _: REPLICATED}), "metrics",
+    one("tokens counted by each rank of the ring", STEP + "note_tokens", Seeing({"REPLICATED": lambda _: SHARDED}),
+        "metrics", TRAIN),
+    one("shared tokens of one rank", STEP + "note_sharing", Seeing({"SHARDED": lambda _: REPLICATED}), "metrics",
         TRAIN),
     one("logits per pair", OFFLINE + "OfflineStep.note_tokens", per_pair, "metrics", TRAIN),
     one("loss of rank 0", STEP + "row_of", of_one_rank, "metrics", TRAIN),

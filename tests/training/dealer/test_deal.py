@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.training.dealer.deal import Dealer, Dealt, Room, Size, TooLargeError
-from rlexp.training.dealer.forest import shared
+from rlexp.training.dealer.forest import Share, shared
 
 UNITS = st.lists(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3), min_size=0, max_size=14
@@ -33,16 +33,18 @@ def random_units(count: int, seed: int, *, skewed: bool = False) -> list[list[np
     return [[chance.integers(0, 1000, length).astype(np.int32)] for length in lengths]
 
 
-@given(UNITS, st.integers(1, 4), st.integers(1, 5), st.none() | st.integers(1, 3))
+@given(UNITS, st.integers(1, 4), st.integers(1, 5), st.none() | st.integers(1, 3).map(lambda least: Share(least, 0)))
 def test_by_count_each_unit_is_in_one_pack(units, replicas, count, share) -> None:
     dealt = Dealer(replicas, Room(units=count), share, token=7).deal(arrays(units))
     assert sorted(place for packs in dealt.packs for pack in packs for place in pack) == [*range(len(units))]
     share = math.ceil(len(units) / replicas)
     assert {len(packs) for packs in dealt.packs} == {max(1, math.ceil(share / count))}
     assert max((len(pack) for packs in dealt.packs for pack in packs), default=0) <= count
+    for packs, sizes in zip(dealt.packs, dealt.sizes, strict=True):
+        assert [tokens(arrays(units), pack, share) for pack in packs] == [size.tokens for size in sizes]
 
 
-@given(UNITS, st.integers(1, 4), st.integers(1, 60), st.none() | st.integers(1, 3))
+@given(UNITS, st.integers(1, 4), st.integers(1, 60), st.none() | st.integers(1, 3).map(lambda least: Share(least, 0)))
 def test_by_tokens_no_pack_is_over_its_room(units, replicas, room, share) -> None:
     given_units = arrays(units)
     dealer = Dealer(replicas, Room(tokens=room), share, token=7)
@@ -83,7 +85,7 @@ def test_units_that_begin_alike_are_computed_together() -> None:
     chance = np.random.default_rng(0)
     prompts = [chance.integers(0, 1000, 40).astype(np.int32) for _ in range(4)]
     units = [[np.concatenate((prompts[n % 4], chance.integers(0, 1000, 5).astype(np.int32)))] for n in range(16)]
-    dealt = Dealer(2, Room(units=4), share=16).deal(units)
+    dealt = Dealer(2, Room(units=4), share=Share()).deal(units)
     assert all(len({place % 4 for place in pack}) == 1 for packs in dealt.packs for pack in packs)
 
 
@@ -95,7 +97,7 @@ def test_as_few_packs_as_there_can_be() -> None:
 
 def test_what_one_rank_deals_all_deal() -> None:
     units = random_units(100, 3)
-    once, again = (Dealer(4, Room(tokens=300), 16, 400).deal(units) for _ in range(2))
+    once, again = (Dealer(4, Room(tokens=300), Share(), 400).deal(units) for _ in range(2))
     assert once == again
 
 

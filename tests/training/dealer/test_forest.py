@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlexp.training.dealer.forest import Forest, copied, shared
+from rlexp.training.dealer.forest import Forest, Share, copied, shared
 
+EVERY = Share(1, 0)
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9).map(tuple), min_size=0, max_size=9)
 
 
@@ -38,14 +39,14 @@ def distinct(sequences: Sequence[tuple[int, ...]]) -> int:
 
 @given(SEQUENCES)
 def test_each_sequence_is_read_from_its_root_and_nothing_stands_twice(sequences) -> None:
-    forest = shared(arrays(sequences), least=1)
+    forest = shared(arrays(sequences), EVERY)
     assert [read(forest, number) for number in range(len(sequences))] == [list(each) for each in sequences]
     assert forest.tokens == distinct(sequences)
 
 
 @given(SEQUENCES, st.integers(1, 5))
 def test_only_long_beginnings_are_shared(sequences, least) -> None:
-    forest = shared(arrays(sequences), least)
+    forest = shared(arrays(sequences), Share(least, 0))
     assert [read(forest, number) for number in range(len(sequences))] == [list(each) for each in sequences]
     parents = {branch.parent for branch in forest.branches if branch.parent is not None}
     assert all(len(forest.branches[parent].tokens) >= least for parent in parents)
@@ -55,7 +56,7 @@ def test_only_long_beginnings_are_shared(sequences, least) -> None:
 def test_branches_begin_with_the_last_token_that_they_share() -> None:
     """The picture at the head of the module: each place of a forest has one target."""
     a, b, c, d, e, f, g, h = range(8)
-    forest = shared(arrays([(a, b, c, d, e), (a, b, c, f, g), (a, b, c, f, h)]), least=1)
+    forest = shared(arrays([(a, b, c, d, e), (a, b, c, f, g), (a, b, c, f, h)]), EVERY)
     assert [(branch.tokens.tolist(), branch.parent) for branch in forest.branches] == [
         ([a, b], None),
         ([c, d, e], 0),
@@ -78,7 +79,7 @@ def test_branches_begin_with_the_last_token_that_they_share() -> None:
     ],
 )
 def test_what_is_shared(sequences, tokens) -> None:
-    assert shared(arrays(sequences), least=1).tokens == tokens
+    assert shared(arrays(sequences), EVERY).tokens == tokens
 
 
 def test_a_copied_sequence_has_a_tree_of_its_own() -> None:
