@@ -37,8 +37,8 @@ def random_units(count: int, seed: int, *, skewed: bool = False) -> list[list[np
 def test_by_count_each_unit_is_in_one_pack(units, replicas, count, share) -> None:
     dealt = Dealer(replicas, Room(units=count), share, token=7).deal(arrays(units))
     assert sorted(place for packs in dealt.packs for pack in packs for place in pack) == [*range(len(units))]
-    share = math.ceil(len(units) / replicas)
-    assert {len(packs) for packs in dealt.packs} == {max(1, math.ceil(share / count))}
+    of_replica = math.ceil(len(units) / replicas)
+    assert {len(packs) for packs in dealt.packs} == {max(1, math.ceil(of_replica / count))}
     assert max((len(pack) for packs in dealt.packs for pack in packs), default=0) <= count
     for packs, sizes in zip(dealt.packs, dealt.sizes, strict=True):
         assert [tokens(arrays(units), pack, share) for pack in packs] == [size.tokens for size in sizes]

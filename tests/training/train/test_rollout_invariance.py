@@ -11,6 +11,7 @@ from bench.curves import Curve, draw, excesses
 from bench.layouts import ROLLOUT_BASELINE, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
 from bench.rollout_tables import STEPS, config_of
 
+COPIED = "data.share_prefix=false"
 LATER = (
     *("ppo, divergence in the reward, adaptive", "ppo, entropy, dual clip, narrow", "ppo, overlong penalised"),
     *("ppo, temperature and top-k", "ppo, activations recomputed", "grpo, filtered", "ppo, generated sums"),
@@ -20,8 +21,8 @@ GRID = [RolloutCase(2, 2, 2, 3, 6), RolloutCase(4, 1, 4, 16, 16, packing=False, 
 
 @pytest.fixture(scope="module")
 def baseline() -> Curve:
-    """The run in one process."""
-    [curve] = draw([config_of(ROLLOUT_BASELINE)])
+    """The run in one process, in which each sample has a prompt of its own."""
+    [curve] = draw([config_of(ROLLOUT_BASELINE, COPIED)])
     return curve
 
 
@@ -44,6 +45,7 @@ def test_rollouts_do_not_move_with_the_layout(baseline: Curve, grid: list[Rollou
     for case, curve in zip(grid, draw([config_of(case) for case in grid]), strict=True):
         assert curve.samples == baseline.samples
         assert excesses(baseline, curve) == [], case.label
+        assert case.packing is any(row["train/shared_tokens"] > 0 for row in curve.rows), case.label
 
 
 def test_epochs_take_every_sample_once_in_another_order(baseline: Curve) -> None:
@@ -59,7 +61,9 @@ def test_epochs_take_every_sample_once_in_another_order(baseline: Curve) -> None
     ids=["every algorithm", "more switches"],
 )
 def test_no_algorithm_and_no_switch_moves_with_the_layout(variants: list[str]) -> None:
-    curves = draw([config_of(case, *VARIANTS[name]) for name in variants for case in ROLLOUT_PAIR])
+    alone, other = ROLLOUT_PAIR
+    configs = [(config_of(alone, *VARIANTS[name], COPIED), config_of(other, *VARIANTS[name])) for name in variants]
+    curves = draw([each for pair in configs for each in pair])
     for number, name in enumerate(variants):
         assert excesses(curves[2 * number], curves[2 * number + 1]) == [], name
 
