@@ -218,20 +218,23 @@ DEFECTS = {
 
 
 @pytest.mark.parametrize(
-    ("engine", "layout"),
+    ("engine", "layout", "loss"),
     [
-        *(pytest.param(*each.values, "zigzag", marks=each.marks) for each in fast("torch", "zero1")),
-        *(pytest.param("torch", layout, marks=pytest.mark.slow) for layout in ("allgather", "ulysses")),
+        *(pytest.param(*each.values, "zigzag", "dpo", marks=each.marks) for each in fast("torch", "zero1")),
+        *(pytest.param("torch", layout, "dpo", marks=pytest.mark.slow) for layout in ("allgather", "ulysses")),
+        pytest.param("torch", "zigzag", "aot", marks=pytest.mark.slow),  # of the whole batch
     ],
 )
-def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, layout: str) -> None:
+def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, layout: str, loss: str) -> None:
     """From the first micro-batch's start to the last backward's end; the gradient's norm is asked for after that."""
-    words = ("launch.nproc=2", "parallel=ring2", "train.batch_size=2", f"engine={engine}", f"parallel.layout={layout}")
+    words = ("launch.nproc=2", "parallel=ring2", "train.batch_size=2", f"engine={engine}", f"parallel.layout={layout}",
+             f"loss={loss}")  # fmt: skip
     waits = alone(gpu_step, elsewhere(*words))["waits"]
     # In its first step, ZeRO-3 asks whether all ranks call the modules in the same order.
     first = "deepspeed/runtime/zero/utils.py"
     inside = [place for phase in ("data", *STEP) for place in waits[phase] if not place.startswith(first)]
-    assert inside == []
+    of_the_loss = ("rlexp/training/train/offline_task", "rlexp/training/train/whole_batch")  # which has no phase
+    assert inside + [place for place in waits[""] if place.startswith(of_the_loss)] == []
 
 
 @pytest.mark.parametrize("defect", DEFECTS)

@@ -3,7 +3,8 @@
 A unit is what a loss reads together: a pair, an answer, a sample. Every rank deals the whole batch, and all come to the
 same packs: a pure function of the units' tokens, the number of replicas and the size of a pack. Units that begin alike
 lie next to each other in an order of all units, so a run of neighbours shares what it can. Such runs are cut where a
-pack is full, and given out from the heaviest on, each to the pack with the least work that has room.
+pack is full, and given out from the heaviest on: each to the replica with the least work so far, and there to the pack
+with the least work that has room.
 
 The work of a pack is `token` × its tokens + the pairs of a query and a key that it sees: a layer of a common model has
 as many operations for a token as for 6 × heads × head size pairs.

@@ -171,6 +171,9 @@ def _logits_grads(
     """Yield the tokens of each piece, and the gradient of their logits before the temperature."""
     weight, bias, hidden_tE, targets_t, trained_u, norms_u, entropy_u = saved
     joins = asked.entropy is Entropy.trained and entropy_grad_u is not None
+    # A kernel reads them one after the other, and the gradient of a plain sum is one number for all.
+    logps_grad_u = logps_grad_u.contiguous()
+    entropy_grad_u = entropy_grad_u.contiguous() if joins else None
     for part, at in _parts(trained_u, asked.rows):
         of_entropy = [entropy_u[part], entropy_grad_u[part]] if joins else [None, None]
         given: Any = (targets_t.index_select(0, at), norms_u[part], logps_grad_u[part], *of_entropy, asked.temperature)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
 from rlexp.training.model.policy import ValueHead
@@ -97,6 +100,31 @@ def test_a_rank_without_a_trained_token_has_gradients_of_zero() -> None:
     assert said.entropy_n is not None
     for each in torch.autograd.grad(said.logps_n.sum() + said.entropy_n.sum(), [weight, hidden]):
         assert each.count_nonzero() == 0
+
+
+class Given(TorchDispatchMode):
+    """Keeps what the operator of the logits' gradient is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "logits_backward" in str(func):
+            self.vectors += [each for each in args[1:] if isinstance(each, torch.Tensor)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_kernel_is_given_one_number_for_each_token() -> None:
+    """The gradient of a plain sum has a stride of 0, and a kernel that adds the token's place would read beyond it."""
+    weight, hidden = seeded(11, 4).requires_grad_(), seeded(6, 4, seed=1).requires_grad_()
+    fused = head(Entropy.trained, 2)
+    fused.fused = True
+    said = fused(weight, None, hidden, shard())
+    with Given() as given:
+        (said.logps_n.sum() + said.entropy_n.sum()).backward()
+    assert len(given.vectors) == 2 * 5
+    assert all(each.is_contiguous() for each in given.vectors)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "hidden"])

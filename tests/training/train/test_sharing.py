@@ -55,7 +55,7 @@ def agree(cases: list[Case], *more: str) -> None:
 
 
 def test_shared_tokens_move_nothing() -> None:
-    """Of two batches, 8 and 2 pairs. LD-DPO weighs the shared tokens of a long answer otherwise than a short one's."""
+    """There are batches of 8 and of 2 pairs. LD-DPO weighs a shared token otherwise in the longer answer."""
     agree([Case(1, 1, 8, True), RING], "loss.ld_alpha=0.3")
 
 
