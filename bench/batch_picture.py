@@ -63,6 +63,7 @@ def wrong(layouts: list[Layout]) -> list[int]:
 def layout(ring: int) -> Layout:
     replicas = dp_size(GPUS, ring)
     accumulation = grad_acc(BATCH, MICRO, replicas)
+    assert accumulation is not None
     pairs = [[np.full(100, place), np.full(100, place)] for place in range(BATCH)]  # of equal length
     work: dict[tuple[int, int], tuple[int, ...]] = {}
     for replica, micro_batches in enumerate(Dealer(replicas, Room(units=MICRO)).deal(pairs).packs):

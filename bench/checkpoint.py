@@ -440,7 +440,7 @@ def step_rank(spec: RankSpec, configs: dict[str, Config], repeats: int) -> Steps
 
 def with_ddp(cfg: Config) -> Task:
     task = build(cfg, probing=unprobed)
-    engine = DDPEngine(task.run.engine.policy, cfg.optim, task.run.world, torch.float32, cfg.train.grad_acc)
+    engine = DDPEngine(task.run.engine.policy, cfg.optim, task.run.world, torch.float32, cfg.train.grad_acc or 1)
     task.run = dataclasses.replace(task.run, engine=engine)
     return task
 

@@ -17,6 +17,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlexp.config.checks.micro_batches import micro_batches
 from rlexp.config.schema import Config
 
 
@@ -101,6 +102,6 @@ def _one(asked: Asked) -> Any:
     else:
         plan = dataclasses.replace(plan_of(cfg, model, asked.rank, None), gpu=False, rates=None)
         (log,) = yield [(rehearse, (plan,))]
-        prediction = Prediction(passes(log), log.layers, cfg.train.grad_acc)
+        prediction = Prediction(passes(log), log.layers, micro_batches(cfg))
     peaks = {phase: peak.bytes for phase, peak in prediction.peaks.items() if phase}
     return Foretold(peaks, seconds(prediction) or 0.0, tokens)

@@ -24,6 +24,7 @@ from bench.gpu_foretell import Asked, Foretold, foretell
 from bench.gpu_here import GIB, Machine
 from bench.gpu_longest import Option, options
 from rlexp.base.engine_facts import ENGINES
+from rlexp.config.checks.micro_batches import micro_batches
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
@@ -300,7 +301,7 @@ def _counted(cfg: Config, rank: int, steps: int) -> Result:
     result = _allocated(cfg, rank, steps)
     model = load_config(cfg.model, cfg.data.max_length)
     log = count(dataclasses.replace(plan_of(cfg, model, rank, None), gpu=False, rates=None))
-    peaks = Prediction(passes(log), log.layers, cfg.train.grad_acc).peaks
+    peaks = Prediction(passes(log), log.layers, micro_batches(cfg)).peaks
     return {**result, "peaks": {phase: peak.bytes for phase, peak in peaks.items() if phase}}
 
 

@@ -11,15 +11,17 @@ BATCH = 8
 class Case:
     ring_size: int
     dp_size: int
-    micro_batch_size: int
+    micro_batch_size: int | str
     packing: bool
     layout: str = "zigzag"
     ulysses_size: int | None = None
+    tokens: int | None = None  # of a rank in a micro-batch, where samples are not counted
 
     @property
     def label(self) -> str:
         packed = "packed" if self.packing else "padded"
-        return f"ring {self.ring_size} × {self.dp_size}, micro-batch {self.micro_batch_size}, {packed}, {self.layout}"
+        size = self.micro_batch_size if self.tokens is None else f"{self.tokens} tokens"
+        return f"ring {self.ring_size} × {self.dp_size}, micro-batch {size}, {packed}, {self.layout}"
 
     def overrides(self) -> list[str]:
         return [
@@ -27,6 +29,7 @@ class Case:
             f"launch.nproc={self.ring_size * self.dp_size}",
             f"train.batch_size={BATCH}",
             f"train.micro_batch_size={self.micro_batch_size}",
+            f"train.max_tokens_per_micro_batch={'null' if self.tokens is None else self.tokens}",
             f"data.packing={str(self.packing).lower()}",
             f"parallel.layout={self.layout}",
             f"parallel.ulysses_size={'null' if self.ulysses_size is None else self.ulysses_size}",

@@ -27,6 +27,7 @@ from rlexp.run_files.curve_distance import (
 )
 from rlexp.run_files.rollouts_jsonl import Apart
 
+MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")  # sizes that move no curve beyond rounding
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
 
 
@@ -117,7 +118,7 @@ def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
     precision = run.precision == baseline.precision
     engine = run.config.get("engine") == baseline.config.get("engine")
     layout = run.config.get("parallel") == baseline.config.get("parallel")
-    micro = run.sizes.get("micro_batch_size") != baseline.sizes.get("micro_batch_size")
+    micro = any(run.sizes.get(key) != baseline.sizes.get(key) for key in MICRO)
     packing = run.config.get("data", {}).get("packing") != baseline.config.get("data", {}).get("packing")
     return bool(run.sizes) and same and precision and engine and layout and (micro or packing)
 

@@ -57,7 +57,7 @@ def from_wandb(title: str, wandb_runs: Sequence[WandbRun]) -> Group:
         steps, columns = columns_of(each.rows)
         own = config.get("logger", {}).get("axes") or {}
         axes += list(own)
-        sizes = {key: int(each.config[key]) for key in SIZES if key in each.config}
+        sizes = {key: each.config[key] for key in SIZES if key in each.config}
         label = ", ".join(str(value) for value in own.values()) or each.name
         run = LoggedRun(each.id, label, None, each.state, None, steps, columns, config, identity, sizes)
         runs.append(run)

@@ -24,7 +24,10 @@ from rlexp.run_files.rollouts_jsonl import ROLLOUTS, Record
 
 CONFIG = "config.yaml"
 LIVE = ("running", "waiting")
-SIZES = ("world_size", "ring_size", "dp_size", "batch_size", "micro_batch_size", "grad_acc")
+SIZES = (
+    *("world_size", "ring_size", "dp_size", "batch_size"),
+    *("micro_batch_size", "max_tokens_per_micro_batch", "grad_acc"),
+)
 
 
 class CompareError(UserError):
@@ -44,7 +47,7 @@ class LoggedRun:
     columns: dict[str, Column] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     identity: dict[str, Any] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, Any] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)  # for each rank, its peaks by phase
     predicted: int | None = None  # bytes of its peak, where it was rehearsed
     total_steps: int | None = None  # the number of steps planned

@@ -111,9 +111,10 @@ def draws(loss: str) -> bool:
     return losses.get(loss, LossConfig).draws
 
 
-def fitting_batch(wanted: int, micro_batch_size: int, replicas: int) -> int:
+def fitting_batch(wanted: int, micro_batch_size: int | str, replicas: int) -> int:
     """Return the least train batch from `wanted` on, and not of a single example, that divides."""
-    return _multiple(2 if wanted == 1 else wanted, micro_batch_size * replicas)
+    size = 1 if isinstance(micro_batch_size, str) else micro_batch_size
+    return _multiple(2 if wanted == 1 else wanted, size * replicas)
 
 
 def fitting_rollout(wanted: int, n_samples: int, train_batch: int) -> int:

@@ -95,9 +95,13 @@ def dp_size(world_size: int, ring_size: int) -> int:
     return world_size // ring_size
 
 
-def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
-    """Return a replica's forward passes per optimizer step: batch / (micro × dp), exactly."""
+def grad_acc(batch_size: int, micro_batch_size: int | str, dp_size: int) -> int | None:
+    """Return a replica's forward passes per optimizer step: batch / (micro × dp), exactly. None if each step has its
+    own number."""
     require("train.batch_size", batch_size)
+    if isinstance(micro_batch_size, str):
+        _require_work(batch_size, dp_size)
+        return None
     require("train.micro_batch_size", micro_batch_size)
     unit = micro_batch_size * dp_size
     if batch_size % unit:
@@ -120,6 +124,15 @@ def grad_acc(batch_size: int, micro_batch_size: int, dp_size: int) -> int:
             f"{micro_batch_size} need a multiple of {unit}. {remedy}"
         )
     return batch_size // unit
+
+
+def _require_work(batch_size: int, dp_size: int) -> None:
+    """Refuse more replicas than samples: some would have nothing to do in any step."""
+    if batch_size < dp_size:
+        raise ConfigError(
+            f"train.batch_size={batch_size}: {dp_size} replicas need a sample each at least. Use train.batch_size="
+            f"{dp_size} or more, a larger parallel.ring_size, which makes fewer replicas, or fewer ranks."
+        )
 
 
 def training_ranks(ranks: int, sampling_ranks: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from rlexp.data.rings import rings_of
 from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
+from rlexp.training.dealer.deal import without_room
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import kind_read, sampler_of
@@ -72,8 +74,9 @@ def _problems(cfg: Config, rows: Rows) -> list[str]:
     needs = kind_read(cfg) if isinstance(cfg.data, RowsDataConfig) else cfg.loss.rows
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
-        said = task_class(cfg.loss).unfit(cfg, rows.examples)
-        return [] if said is None else [said]
+        whole = chain(rows.examples.train, rows.examples.held_out) if rows.kind is not Kind.prompts else ()
+        said = [task_class(cfg.loss).unfit(cfg, rows.examples), without_room(cfg, whole)]
+        return [each for each in said if each is not None]
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))
     halves = needs is Kind.unpaired and kinds == Kind.pairs.value

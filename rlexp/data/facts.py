@@ -76,7 +76,7 @@ class Ring:
     layout: str | None = None
     ranks: int | None = None
     replicas: int | None = None
-    grad_acc: int | None = None  # micro-batches of a replica in a step
+    grad_acc: float | None = None  # micro-batches of a replica in a step, on average
     packed: float | None = None  # real tokens / tokens held, with packing
     padded: float | None = None  # the same without packing
     shared: float | None = None  # tokens that need not be computed, because others stand for them / all

@@ -12,13 +12,14 @@ import numpy as np
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import choose, heads_of
+from rlexp.config.checks.micro_batches import size_in_words
 from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config, LayoutName
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.deal import Unit, dealer_of
+from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit, dealer_of
 from rlexp.training.dealer.forest import Share
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
@@ -43,17 +44,19 @@ class _Seen:
     mean_work: float = 0.0
     most_tokens: int = 0
     mean_tokens: float = 0.0
+    packs: int = 0  # of a replica, in all steps
 
 
 @dataclass(frozen=True)
 class _Shape:
     """A ring of some size in this run, with as many replicas as the run's ranks make."""
 
+    cfg: Config
     size: int
     replicas: int
     layout: Layout
     name: str
-    grad_acc: int
+    dealer: Dealer
     windows: tuple[int | None, ...]  # of the model's layers
 
 
@@ -64,20 +67,23 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...
     batches = _batches(cfg, rows, sampler)
     found = []
     seen = {size: _Seen() for size, shape in shapes.items() if isinstance(shape, _Shape)}
-    for replicas in {shape.replicas for shape in shapes.values() if isinstance(shape, _Shape)}:
-        alike = [each for each in shapes.values() if isinstance(each, _Shape) and each.replicas == replicas]
-        dealer = dealer_of(cfg, heads_of(cfg.model), replicas)
-        for batch, example_of in batches:
-            examples = [example_of(index) for index in batch.indices]
-            units = [_unit(cfg, place, example) for place, example in enumerate(examples)]
-            for places in chain.from_iterable(dealer.deal_all(len(units), units.__getitem__).packs):
-                for each in alike:
-                    _look(cfg, each, [examples[place] for place in places], seen[each.size])
+    for batch, example_of in batches:
+        examples = [example_of(index) for index in batch.indices]
+        units = [_unit(cfg, place, example) for place, example in enumerate(examples)]
+        for each in [each for each in shapes.values() if isinstance(each, _Shape)]:
+            try:
+                dealt = each.dealer.deal_all(len(units), units.__getitem__)
+            except TooLargeError as error:
+                shapes[each.size] = error.in_words(each.cfg, examples[error.place].origin)
+                continue
+            seen[each.size].packs += len(dealt.packs[0])
+            for places in chain.from_iterable(dealt.packs):
+                _look(cfg, each, [examples[place] for place in places], seen[each.size])
     for size, shape in shapes.items():
         if isinstance(shape, str):
             found.append(Ring(size, size == own, why=shape))
         else:
-            found.append(_ring(shape, seen[size], own=size == own, packing=cfg.data.packing))
+            found.append(_ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing))
     return tuple(found), _words(cfg, rows.kind, batches)
 
 
@@ -88,13 +94,14 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     layout = LayoutName.zigzag if cfg.parallel.layout is LayoutName.auto else cfg.parallel.layout
     parallel = dataclasses.replace(cfg.parallel, ring_size=size, layout=layout)
     try:
-        grad_acc = sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
-        heads = heads_of(cfg.model)
-        choice = choose(dataclasses.replace(cfg, parallel=parallel), heads)
+        sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
+        heads, on_ring = heads_of(cfg.model), dataclasses.replace(cfg, parallel=parallel)
+        choice = choose(on_ring, heads)
     except ConfigError as error:
         return str(error)
     own, windows = get_layout(*choice.how), heads.windows_within(cfg.data.max_length) if heads else (None,)
-    return _Shape(size, replicas, build_layout(cfg, own), choice.name, grad_acc, windows)
+    dealer = dealer_of(on_ring, heads, replicas)
+    return _Shape(on_ring, size, replicas, build_layout(cfg, own), choice.name, dealer, windows)
 
 
 def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> list[tuple[Batch, Callable[[int], Example]]]:
@@ -171,14 +178,14 @@ def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing:
     return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 
-def _ring(shape: _Shape, seen: _Seen, *, own: bool, packing: bool) -> Ring:
+def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> Ring:
     return Ring(
         shape.size,
         own,
         shape.name,
         shape.size * shape.replicas,
         shape.replicas,
-        shape.grad_acc,
+        seen.packs / steps,
         seen.real[True] / seen.held[True],
         seen.real[False] / seen.held[False],
         1 - seen.real[packing] / seen.sequences,
@@ -192,6 +199,5 @@ def _words(cfg: Config, kind: Kind, batches: Sequence[tuple[Batch, Callable[[int
     long = f", each answer with rollout.max_new_tokens={cfg.rollout.max_new_tokens}" if kind is Kind.prompts else ""
     auto = "; parallel.layout=auto is chosen when the run starts" if cfg.parallel.layout is LayoutName.auto else ""
     return (
-        f"the first {counted(len(batches), 'step')}: {counted(samples, 'sample')} in micro-batches of "
-        f"{cfg.train.micro_batch_size}{long}{auto}"
+        f"the first {counted(len(batches), 'step')}: {counted(samples, 'sample')} in {size_in_words(cfg)}{long}{auto}"
     )

@@ -157,7 +157,7 @@ def rings(facts: Preview) -> Table:
             continue
         shares = (f"{100 * (share or 0.0):.1f} %" for share in (ring.packed, ring.padded, ring.shared))
         rows.append(
-            (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc}", *shares, f"{ring.work:.3f}",
+            (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc:.3g}", *shares, f"{ring.work:.3f}",
              f"{ring.tokens:.3f}")
         )  # fmt: skip
     own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
@@ -167,10 +167,10 @@ def rings(facts: Preview) -> Table:
 def about_rings(facts: Preview) -> list[str]:
     own = next(ring for ring in facts.rings if ring.own)
     lines = [
-        f"Of {facts.sampled}. Layout: {own.layout}.",
+        f"Of {facts.sampled}.{f' Layout: {own.layout}.' if own.layout else ''}",
         "packed, padded: real tokens / tokens held, with data.packing=true and with false (this run: "
         f"{str(facts.packing).lower()}). shared: tokens that are not computed, because others stand for them / all.",
         "attention, tokens: the busiest rank / the mean rank.",
-        "grad_acc: micro-batches of a replica in a step.",
+        "grad_acc: micro-batches of a replica in a step, on average.",
     ]
     return lines + [f"Ring {ring.size}: {ring.why}" for ring in facts.rings if ring.why]

@@ -68,6 +68,7 @@ class Decision:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes, by phase and kind
     engine: str | None = None
     engine_chosen: str | None = None  # why, where engine=auto chose it
+    max_tokens: int | None = None  # of a micro-batch, where nobody said how many and the usual ones do not fit
     layout: str | None = None
     ulysses_size: int = 1
     layout_chosen: str | None = None
@@ -132,7 +133,7 @@ def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None,
 
 
 def chosen(cfg: Config, decision: Decision) -> Config:
-    """Return the configuration with the engine and the layout of the decision."""
+    """Return the configuration with the engine, the layout and the size of micro-batches of the decision."""
     if cfg.parallel.layout is LayoutName.auto:
         name = LayoutName(decision.layout or "zigzag")
         why = decision.layout_chosen or f"it takes any heads; no other was rehearsed: {decision.why}"
@@ -141,6 +142,10 @@ def chosen(cfg: Config, decision: Decision) -> Config:
         engine = dataclasses.replace(cfg.engine, name=EngineName(decision.engine), chosen=decision.engine_chosen)
         cfg = dataclasses.replace(cfg, engine=engine)
         print_line(f"engine=auto takes {decision.engine}: {decision.engine_chosen}")
+    if decision.max_tokens not in (None, cfg.train.max_tokens_per_micro_batch):
+        train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=decision.max_tokens)
+        cfg = dataclasses.replace(cfg, train=train)
+        print_line(f"train.micro_batch_size=auto takes up to {decision.max_tokens:,} tokens a rank: more do not fit")
     return cfg
 
 

@@ -69,4 +69,21 @@ def seen(line: Mapping[str, Any]) -> str:
     if line["phase"] == BETWEEN:
         return f"after step {line['step']}"
     step = f"in step {line['step']}, " if line["step"] else ""
-    return f"{step}in its {line['phase']} phase"
+    pack = f"pack {line['pack']} of {line['packs']}, " if line.get("packs", 1) > 1 else ""
+    return f"{step}{pack}in its {line['phase']} phase"
+
+
+def seconds_in_step(line: Mapping[str, Any], now: float) -> float:
+    """Return for how long a rank has computed the packs of a step; 0 if it does not."""
+    return now - line["began"] if "began" in line and line["phase"] != BETWEEN else 0.0
+
+
+def within_step(line: Mapping[str, Any], now: float) -> str:
+    """Say how far a rank is within its step: `pack 2 of 8, forward, 31,000 of 82,000 tokens, 40 s left of the step`."""
+    tokens = f"{line['tokens']:,} of {line['of_tokens']:,} tokens"
+    known = line.get("pace") is not None
+    left = max(0.0, line["pace"] * line["of_tokens"] - seconds_in_step(line, now)) if known else 0.0
+    return (
+        f"pack {line['pack']} of {line['packs']}, {line['phase']}, {tokens}"
+        f"{f', {left:.0f} s left of the step' if known else ''}"
+    )

@@ -19,6 +19,7 @@ from rlexp import __version__
 from rlexp.base.errors import CheckpointError, ConfigError, FolderError
 from rlexp.base.files import write_text
 from rlexp.config import load
+from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.identity import check_force, identity, refuse_changes
 from rlexp.config.schema import Config
 from rlexp.launch import rank_progress
@@ -271,7 +272,7 @@ def drop_multirun(sweep: Path) -> None:
                 sweep.parent.rmdir()
 
 
-def derived_sizes(cfg: Config) -> dict[str, int]:
+def derived_sizes(cfg: Config) -> dict[str, int | str | None]:
     """Return the sizes that were asked for and those that follow from them."""
     return {
         "world_size": cfg.parallel.world_size,
@@ -279,6 +280,7 @@ def derived_sizes(cfg: Config) -> dict[str, int]:
         "dp_size": cfg.parallel.dp_size,
         "batch_size": cfg.train.batch_size,
         "micro_batch_size": cfg.train.micro_batch_size,
+        "max_tokens_per_micro_batch": at_once(cfg).tokens,
         "grad_acc": cfg.train.grad_acc,
     }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from rlexp.config.checks.micro_batches import tokens_of_ring
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
 from rlexp.config.schema import Config
@@ -140,7 +141,8 @@ def alone(cfg: Config) -> Config:
     parallel = dataclasses.replace(cfg.parallel, ring_size=1, world_size=cfg.parallel.dp_size, ulysses_size=None)
     if cfg.parallel.layout.value in ("hybrid", "ulysses", "auto"):
         parallel = dataclasses.replace(parallel, layout=type(cfg.parallel.layout).zigzag)
-    return dataclasses.replace(cfg, parallel=parallel)
+    train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens_of_ring(cfg))
+    return dataclasses.replace(cfg, parallel=parallel, train=train)
 
 
 def count_parameters(model: Any) -> int:

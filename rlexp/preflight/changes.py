@@ -7,6 +7,7 @@ learning rate: it is named after all others, with what it is, and never taken fo
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from rlexp.base.errors import ConfigError, first_line
 from rlexp.config.checks.across_fields import check_engine
 from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
+from rlexp.config.checks.micro_batches import BUDGET, longest_sample, tokens_of_fullest
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.schema import Checkpointing, Config, Device, EngineName, LoraConfig, Offload
 from rlexp.config.schema.loss_terms import compares
@@ -123,8 +125,7 @@ def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]
     if cfg.engine.offload is Offload.none and "optimizer" in ENGINES[name].offload:
         offloaded = dataclasses.replace(cfg.engine, offload=Offload.optimizer)
         yield "engine.offload=optimizer", dataclasses.replace(cfg, engine=offloaded)
-    if cfg.train.micro_batch_size > 1 and cfg.train.micro_batch_size % 2 == 0:
-        yield f"train.micro_batch_size={cfg.train.micro_batch_size // 2}", _with_half_the_micro_batch(cfg)
+    yield from _with_less_at_once(cfg)
     for words in smaller(cfg):
         key, _, value = words.removeprefix("rollout.").partition("=")
         changed: dict[str, Any] = {key: int(value)}
@@ -186,15 +187,29 @@ def key_of(words: str) -> str:
 def _with_ring(cfg: Config, size: int) -> Config:
     replicas = cfg.parallel.world_size // size
     parallel = dataclasses.replace(cfg.parallel, ring_size=size, dp_size=replicas)
-    batches = cfg.train.batch_size // (cfg.train.micro_batch_size * replicas)
+    samples = cfg.train.micro_batch_size
+    batches = cfg.train.batch_size // (samples * replicas) if isinstance(samples, int) else None
     return dataclasses.replace(cfg, parallel=parallel, train=dataclasses.replace(cfg.train, grad_acc=batches))
 
 
-def _with_half_the_micro_batch(cfg: Config) -> Config:
-    train = dataclasses.replace(
-        cfg.train, micro_batch_size=cfg.train.micro_batch_size // 2, grad_acc=2 * cfg.train.grad_acc
-    )
-    return dataclasses.replace(cfg, train=train)
+def _with_less_at_once(cfg: Config) -> Iterator[tuple[str, Config]]:
+    """Yield smaller micro-batches."""
+    samples, batches = cfg.train.micro_batch_size, cfg.train.grad_acc
+    if isinstance(samples, int) and samples > 1 and samples % 2 == 0:
+        assert batches is not None
+        train = dataclasses.replace(cfg.train, micro_batch_size=samples // 2, grad_acc=2 * batches)
+        yield f"train.micro_batch_size={samples // 2}", dataclasses.replace(cfg, train=train)
+    else:
+        yield from itertools.islice(fewer_tokens(cfg), 1)
+
+
+def fewer_tokens(cfg: Config) -> Iterator[tuple[str, Config]]:
+    """Yield micro-batches of half the tokens, and so on, down to the longest sample."""
+    tokens, least = tokens_of_fullest(cfg), longest_sample(cfg)
+    while tokens is not None and tokens > least:
+        tokens = max(tokens // 2, least)
+        train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens)
+        yield f"{BUDGET}={tokens}", dataclasses.replace(cfg, train=train)
 
 
 def _checked(cfg: Config) -> Config | None:

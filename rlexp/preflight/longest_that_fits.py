@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rlexp.config.checks.micro_batches import longest_sample
 from rlexp.config.schema import Config
 from rlexp.preflight.children import Calls
 from rlexp.preflight.predict import GIB, Found, Prediction, predict, predict_again, predict_fuller
@@ -111,7 +112,11 @@ def with_length(cfg: Config, length: int) -> Config:
         max_new_tokens=min(rollout.max_new_tokens, length - 1),
         micro_batch_tokens=None if tokens is None else max(tokens, length),
     )
-    return dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length), rollout=rollout)
+    longer = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length), rollout=rollout)
+    if (given := cfg.train.max_tokens_per_micro_batch) is None:
+        return longer
+    tokens = max(given, longest_sample(longer))
+    return dataclasses.replace(longer, train=dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens))
 
 
 def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, found: Found | None = None) -> Calls:

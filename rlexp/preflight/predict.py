@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from rlexp.base.engine_facts import ENGINES
+from rlexp.config.checks.micro_batches import fullest_micro_batch, micro_batches
 from rlexp.config.schema import Config, Device
 from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.preflight.children import Calls
@@ -135,10 +136,10 @@ def predict(
             grows = Grows(few + cycle.period, cycle.period, growth)
             passed = grown(growth, grows.times(model))
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
-            return Found(Prediction(passed, layers, cfg.train.grad_acc, rank=ranks[0]), again, logs[few])
+            return Found(Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]), again, logs[few])
     whole = yield from rehearsals(dataclasses.replace(plan_of(cfg, model, each, None), limit=limit) for each in ranks)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
-    return Found(Prediction(passes(log), layers, cfg.train.grad_acc, log.build_alone, rank), None, log)
+    return Found(Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank), None, log)
 
 
 def fullest(cfg: Config) -> list[int]:
@@ -186,7 +187,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float) -> Calls
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
-            return Found(Prediction(passed, int(model.num_hidden_layers), cfg.train.grad_acc, rank=rank), grows, log)
+            return Found(Prediction(passed, int(model.num_hidden_layers), micro_batches(cfg), rank=rank), grows, log)
     found: Found = yield from predict_fuller(cfg, model, rank, grows, limit)
     return found
 
@@ -201,9 +202,9 @@ def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls:
 
 
 def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> RehearsalPlan:
-    micro_batches = min(cfg.train.grad_acc, 2)
-    batch = micro_batches * cfg.train.micro_batch_size * cfg.parallel.dp_size
-    few = dataclasses.replace(cfg.train, batch_size=batch, grad_acc=micro_batches)
+    alike = min(micro_batches(cfg), 2)
+    batch = alike * len(fullest_micro_batch(cfg)) * cfg.parallel.dp_size
+    few = dataclasses.replace(cfg.train, batch_size=batch, grad_acc=cfg.train.grad_acc and alike)
     return RehearsalPlan(
         dataclasses.replace(cfg, train=few), model, rank, layers, gpu=cfg.launch.device is not Device.cpu,
         rates=Rates.of(cfg, cfg.parallel.ring_size),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import os
@@ -18,6 +19,7 @@ from rlexp.preflight.changes import (
     Words,
     cost,
     engines_for,
+    fewer_tokens,
     needed,
     offloads,
     pairs,
@@ -46,6 +48,27 @@ class Taken:
 
 
 def first_that_fits(cfg: Config, model: Any) -> Calls:
+    """Return the run with the engine that it takes, and with fewer tokens in a micro-batch than usual if it does not
+    fit else, and nobody said how many.
+
+    A task of `children.at_once`; the result is a `Taken`.
+    """
+    taken: Taken = yield from _first_engine(cfg, model)
+    fewer = [each for _, each in fewer_tokens(taken.cfg)] if cfg.train.max_tokens_per_micro_batch is None else []
+    if not fewer:
+        return taken
+    (result,) = (taken.found,) if taken.found else (yield [attempt(taken.cfg, model, room(cfg))])
+    found = whole(result)
+    if found.prediction.peak.bytes <= room(cfg):
+        return dataclasses.replace(taken, found=found)
+    results: Sequence[Result] = yield [attempt(each, model, room(cfg)) for each in fewer]
+    pairs = [(each, whole(result)) for each, result in zip(fewer, results, strict=True)]
+    fitting = [pair for pair in pairs if pair[1].prediction.peak.bytes <= room(cfg)]
+    less, found = (fitting or pairs[-1:])[0]
+    return dataclasses.replace(taken, cfg=less, found=found)
+
+
+def _first_engine(cfg: Config, model: Any) -> Calls:
     """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest.
 
     A task of `children.at_once`; the result is a `Taken`.

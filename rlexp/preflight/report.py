@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlexp.config.checks.micro_batches import micro_batches, size_in_words
 from rlexp.config.schema import Checkpointing, Config
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
@@ -44,8 +45,8 @@ def _head(answer: Answer) -> Iterator[str]:
         f"CUDA, NCCL and fragmentation"
     )
     yield (
-        f"  train batch {train.batch_size} = {parallel.dp_size} × micro-batch {train.micro_batch_size} × "
-        f"{train.grad_acc}; every sequence {cfg.data.max_length:,} tokens, {task_class(cfg.loss).longest_in_words(cfg)}"
+        f"  train batch {train.batch_size} = {parallel.dp_size} × {size_in_words(cfg)} × {micro_batches(cfg)}; "
+        f"every sequence {cfg.data.max_length:,} tokens, {task_class(cfg.loss).longest_in_words(cfg)}"
     )
     yield from _rollout(cfg)
 

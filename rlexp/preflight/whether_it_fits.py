@@ -120,6 +120,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
         "peaks": {phase: each.by_kind for phase, each in asked.peaks.items() if phase},
         "engine": taken.cfg.engine.name.value,
         "engine_chosen": taken.chosen,
+        "max_tokens": taken.cfg.train.max_tokens_per_micro_batch,
     }
     if answer["fits"]:
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,7 @@ STYLES = {"running": "cyan", "finished": "green", "failed": "bold red", LOST: "b
           "waiting": "dim", "skipped": "dim"}  # fmt: skip
 # The order of importance, if a terminal has fewer lines than there are jobs.
 FIRST = (*ILL, "running", "stopped", "waiting", "skipped", "finished")
+LONG = 10.0  # seconds of a step after which it is said how far it is
 BAR, LABEL, NAMES = 14, 14, 3  # columns of a bar, the fewest columns of a label, the most labels of one reason
 UNLIMITED = 100_000  # columns where the output is a pipe
 
@@ -180,13 +182,21 @@ def remarks(look: Look) -> list[str]:
             reasons.setdefault((row.state, row.why, seen), []).append(row.label)
         elif row.quiet is not None:
             reasons.setdefault((row.state, f"no sign of life for {duration(row.quiet)}", ""), []).append(row.label)
-    lines = []
+    lines = [line for row in look.rows if (line := long_step(row))]
     for (state, why, seen), labels in reasons.items():
         lines.append(f"{names(labels)} {'is' if len(labels) == 1 else 'are'} {state}{f': {why}' if why else ''}")
         lines += [f"  {seen}"] if seen else []
     if look.silent:
         lines.append(f"Slurm gave no answer, so this is what the folders say ({look.silent.rstrip('.')})")
     return lines
+
+
+def long_step(row: JobRow) -> str | None:
+    """Say how far a running job is within its step, if the step is long."""
+    now = time.time()
+    if row.state != "running" or not row.ranks or rank_progress.seconds_in_step(row.ranks[0], now) < LONG:
+        return None
+    return f"{row.label} is in step {row.ranks[0]['step']}: {rank_progress.within_step(row.ranks[0], now)}"
 
 
 def names(labels: Sequence[str]) -> str:

@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import Choice, choose, heads_in, heads_of
+from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, ReferenceConfig, TinyModelConfig
 from rlexp.config.schema.losses import CriticName, PPOConfig
@@ -151,7 +152,10 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> 
     micro = 0
     if cfg.loss.draws:
         longest = max(length_of(cfg, train[index]) for batch in batches for index in batch.indices)
-        trained = cfg.train.micro_batch_size * (cfg.parallel.dp_size + 1)
+        most = at_once(cfg)
+        trained = (most.samples or cfg.train.batch_size) * (cfg.parallel.dp_size + 1)
+        if most.tokens is not None:
+            trained = min(trained, -(-most.tokens * cfg.parallel.world_size // longest) + 1)
         cached = cfg.rollout.micro_batch_size * (cfg.parallel.world_size + cfg.rollout.sampling_ranks)
         return longest * max(trained, -(-cached * OF_CACHE // PER_WIDTH))
     dealer = dealer_of(cfg, heads_of(cfg.model), cfg.parallel.dp_size)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlexp.config.checks.micro_batches import at_once, tokens_of_ring
 from rlexp.config.schema import Config, EngineName
 from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
 from rlexp.preflight.rehearsal.holdings import mark_modules
@@ -136,7 +137,11 @@ def alone(cfg: Config) -> Config:
     parallel = dataclasses.replace(
         cfg.parallel, ring_size=1, world_size=1, dp_size=1, layout=layout, ulysses_size=None
     )  # fmt: skip
-    train = dataclasses.replace(cfg.train, grad_acc=-(-cfg.train.batch_size // cfg.train.micro_batch_size))
+    train = dataclasses.replace(
+        cfg.train,
+        grad_acc=cfg.train.grad_acc and -(-cfg.train.batch_size // (at_once(cfg).samples or 1)),
+        max_tokens_per_micro_batch=tokens_of_ring(cfg),
+    )
     engine = dataclasses.replace(cfg.engine, name=EngineName.torch, overrides={})
     return dataclasses.replace(cfg, parallel=parallel, train=train, engine=engine)
 

@@ -9,6 +9,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
 from rlexp.config.checks.across_fields import check
+from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.schema import BackendName, Config, EngineName, KernelName, LoggerConfig, LoggerName
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig, RolloutEngine, RolloutMode, SumRewardConfig
@@ -75,15 +76,18 @@ def bounded(cfg: Config, plan: VerifyPlan) -> Config:
 
 def another_micro_batch(cfg: Config) -> Config:
     """The same layout with the next smaller micro-batch size, else the next larger one, else unpacked."""
-    share, micro = cfg.train.batch_size // cfg.parallel.dp_size, cfg.train.micro_batch_size
-    others = [size for size in sizes.divisors(share) if size != micro]
+    share, rest = divmod(cfg.train.batch_size, cfg.parallel.dp_size)
+    micro = at_once(cfg).samples or share
+    others = [size for size in sizes.divisors(share) if size != micro] if not rest else []
     if others:
         smaller = [size for size in others if size < micro]
         size = max(smaller) if smaller else min(others)
         acc = share // size
-        other = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc))
+        other = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch_size=size, grad_acc=acc,
+                                                                    max_tokens_per_micro_batch=None))  # fmt: skip
     else:
         data = dataclasses.replace(cfg.data, packing=not cfg.data.packing, share_prefix=None)
-        other = dataclasses.replace(cfg, data=data)
+        train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=None)
+        other = dataclasses.replace(cfg, data=data, train=train)
     check(other)
     return other

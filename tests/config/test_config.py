@@ -105,7 +105,7 @@ def test_every_launcher_composes(name: str) -> None:
 
 def test_names_and_defaults_that_people_rely_on() -> None:
     cfg = compose_config(["launch.device=cpu"])
-    assert (cfg.seed, cfg.train.batch_size, cfg.train.micro_batch_size, cfg.loss.beta) == (0, 8, 1, 0.1)
+    assert (cfg.seed, cfg.train.batch_size, cfg.train.micro_batch_size, cfg.loss.beta) == (0, 8, "auto", 0.1)
     assert (cfg.data.shuffle, cfg.data.drop_last, cfg.data.packing) == (True, True, True)
     assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (
         1,

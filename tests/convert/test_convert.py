@@ -294,7 +294,7 @@ OURS_ALONE = {
     "reward": "ignore_case max_length most name pattern precision rule target text timeout_seconds trust_remote_code "
     "workers",
     "rollout": "micro_batch_size micro_batch_tokens sampling_ranks stop",
-    "train": "grad_acc stop_after",
+    "train": "grad_acc max_tokens_per_micro_batch stop_after",
 }
 # data_seed: theirs shuffles, ours is for generated rows. alpha: theirs is AlphaPO's, ours is an adapter's.
 ALIKE = {"data_seed", "alpha"}

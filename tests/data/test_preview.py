@@ -54,7 +54,7 @@ ROWS = [
     {"prompt": "e", "chosen": "🙂", "rejected": "\u202e</script>"},  # 1, 5, 13
 ]
 OPTIONS = ("data.max_length=20", "data.too_long=truncate", "data.bad_rows=drop", "data.shuffle=false",
-           "train.batch_size=2")  # fmt: skip
+           "train.batch_size=2", "train.micro_batch_size=1")  # fmt: skip
 HOSTILE = ["</script><script>alert(1)</script>", "\x1b[31mred\x1b]0;title\x07\r\b", "a\u202eb\u2066c", "שלום עולם",
            "👩‍👩‍👧‍👦 🇩🇪", '"><img src=x onerror=alert(1)>', "tab\there\u0000\u0085"]  # fmt: skip
 

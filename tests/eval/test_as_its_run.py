@@ -146,7 +146,7 @@ def test_the_values_are_those_of_the_run_s_row(case: str, loss: str, models: Pat
     more = DRAWN if KINDS["loss"][loss].draws else MORE.get(loss, ())
     words = (f"loss={loss}", f"model.path={models}/policy", *(word.format(models=models) for word in CASES[case]))
     folder = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", *RUN, *words, *more)
-    found = evaluate(job_of([str(folder), "launch.device=cpu", "parallel=ring1"]))
+    found = evaluate(job_of([str(folder), "launch.device=cpu", "parallel=ring1", "train.micro_batch_size=1"]))
     row = read_rows(folder / "metrics.jsonl")[-1]
     assert found.values == {name: value for name, value in row.items() if name.startswith("eval/")}
     assert found.values

@@ -112,7 +112,7 @@ def test_changes_that_make_a_rollout_smaller_are_named() -> None:
     ]
     tight = elsewhere(*words, "rollout.micro_batch_tokens=1100", "rollout.score_batch_size=2")
     assert drawn_at_once(tight) == 2  # of 512 tokens
-    assert list(smaller(tight)) == ["rollout.micro_batch_size=1"]
+    assert list(smaller(tight)) == ["rollout.micro_batch_size=1", "rollout.score_batch_size=1"]
     assert list(smaller(elsewhere("launch.nproc=4"))) == []
 
 

@@ -16,6 +16,7 @@ from rlexp.config.checks.files import check_baseline
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
+from rlexp.config.checks.micro_batches import check_micro_batches
 from rlexp.config.checks.model import check_pretrained
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
@@ -39,6 +40,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
         _check_launch(cfg)
     else:
         _check_cluster(cfg)
+    check_micro_batches(cfg)
     _check_derived(cfg)
     _check_memory(cfg)
     check_engine(cfg)
@@ -114,7 +116,8 @@ def _check_derived(cfg: Config) -> None:
         ("rollout.minibatches", cfg.rollout.minibatches, minibatches(cfg), "rollout.batch_size or train.batch_size"),
     ):
         if value != derived:
-            raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
+            comes = "to what each step has" if derived is None else f"to {derived}"
+            raise ConfigError(f"{key}={value}: is derived, and comes {comes}. Set {instead} instead.")
 
 
 def check_engine(cfg: Config) -> None:

@@ -53,7 +53,9 @@ class RolloutConfig:
     # limit on the tokens of the samples drawn at once, where padding counts and each answer counts as
     # rollout.max_new_tokens; null: no limit
     micro_batch_tokens: int | None = number(None, least=1)
-    score_batch_size: int = number(8, least=1)  # answers in one forward pass of a ring, when answers are scored
+    # answers in one forward pass of a ring, when answers are scored; null: as many tokens as
+    # train.max_tokens_per_micro_batch says
+    score_batch_size: int | None = number(None, least=1)
     max_new_tokens: int = number(64, least=1)  # limit on the tokens of an answer
     # the logits are divided by it, in sampling and in training
     temperature: float = number(1.0, above=0, why=LIKELIEST)

@@ -18,6 +18,7 @@ import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rlexp.config.checks.micro_batches import fullest_micro_batch, longest_lengths, scoring_at_once
 from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig
@@ -32,7 +33,7 @@ from rlexp.training.rollout.deal import Request
 from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
-from rlexp.training.rollout.scoring import RingRewardModel, Scorer, share_of
+from rlexp.training.rollout.scoring import RingRewardModel, Scorer, Sequences
 from rlexp.training.train.build import unprobed
 from rlexp.training.train.build_rollouts import Parts, ring_reward_model
 from rlexp.training.train.parts import Run
@@ -67,12 +68,11 @@ def parts_of(cfg: Config, mode: Counting, made: list[nn.Module]) -> Parts:
     )
     if not isinstance(mode, Rehearsing):
         return parts
-    share = share_of(cfg.rollout.score_batch_size, cfg.parallel.ring_size)
     return dataclasses.replace(
         parts,
-        drawer=functools.partial(ShortDrawer, mode=mode, share=share),
-        scorer=functools.partial(ShortScorer, log=mode.log, samples=per_rank(cfg)),
-        rollouts=AlikeRollouts,
+        drawer=functools.partial(ShortDrawer, mode=mode, most=scored_at_once(cfg)),
+        scorer=functools.partial(ShortScorer, log=mode.log, samples=per_rank(cfg) * cfg.parallel.ring_size),
+        rollouts=functools.partial(AlikeRollouts, lengths=fullest_micro_batch(cfg)),
         host=lambda world: Host(world.size, dist.group.WORLD if world.size > 1 else None),
     )
 
@@ -89,16 +89,20 @@ def drawn_at_once(cfg: Config) -> int:
     return most if tokens is None else max(1, min(most, tokens // cfg.data.max_length))
 
 
+def scored_at_once(cfg: Config) -> int:
+    """Return the longest samples that a ring scores at once."""
+    return longest_lengths(cfg, scoring_at_once(cfg)).count(cfg.data.max_length)
+
+
 def smaller(cfg: Config) -> Iterator[str]:
     """Yield changes by which drawing or scoring a rollout needs less memory."""
     if not cfg.loss.draws:
         return
-    rollout, rows = cfg.rollout, drawn_at_once(cfg)
+    rows = drawn_at_once(cfg)
     for fewer in sorted({rows // 2, 1}, reverse=True) if rows > 1 else ():
         yield f"rollout.micro_batch_size={fewer}"
-    share = min(share_of(rollout.score_batch_size, cfg.parallel.ring_size), per_rank(cfg))
-    if share > 1:
-        yield f"rollout.score_batch_size={share // 2 * cfg.parallel.ring_size}"
+    if (scored := min(scored_at_once(cfg), per_rank(cfg) * cfg.parallel.ring_size)) > 1:
+        yield f"rollout.score_batch_size={scored // 2}"
 
 
 # ---- drawing ----
@@ -123,19 +127,18 @@ class LoggedDrawer(Drawer):
 class ShortDrawer(LoggedDrawer):
     """Draws one micro-batch of each kind, and of a walk the places that are not like others.
 
-    It returns as many samples as are scored: two shares of a micro-batch to score, and the rest.
+    It returns no more samples than are scored at once.
     """
 
-    def __init__(self, *, share: int, **arguments: Any) -> None:
+    def __init__(self, *, most: int, **arguments: Any) -> None:
         super().__init__(**arguments)
-        self._share = share
+        self._most = most
         self._alike = 1  # micro-batches like the one that is drawn
 
     def draw(self, micro_batches: Iterable[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
         micro_batches = list(micro_batches)
         drawn = [sample for samples in super().draw(self._each_kind(micro_batches), rollout) for sample in samples]
-        whole, rest = divmod(sum(map(len, micro_batches)), self._share)
-        yield [drawn[number % len(drawn)] for number in range(min(whole, 2) * self._share + rest)]
+        yield drawn[: self._most]
 
     def _each_kind(self, micro_batches: Sequence[Sequence[Request]]) -> Iterator[Sequence[Request]]:
         kinds = [(len(part), len({request.prompt.index for request in part})) for part in micro_batches]
@@ -184,23 +187,44 @@ class ShortDrawer(LoggedDrawer):
 
 @dataclass(frozen=True)
 class ShortScorer(Scorer):
-    """Scores two whole micro-batches and a smaller one, and counts the second as often as the run has more."""
+    """Scores two packs, and counts the second as often as the run has more. No two sequences begin alike."""
 
     log: Log
-    samples: int  # of this rank
+    samples: int  # of this ring
 
-    def _chunks(self, mine: Sequence[Sample]) -> Iterator[Sequence[Sample]]:
-        whole = self.samples // self.share
-        for number, chunk in enumerate(super()._chunks(mine)):
-            self.log.again(whole - 1 if number == 1 < whole else 1)
-            yield chunk
+    def _packs(self, mine: Sequences, *, together: bool = False) -> Iterator[tuple[Sequences, list[tuple[int, int]]]]:
+        for number, pack in enumerate(super()._packs(mine, together=together)):
+            self.log.again(self._count(mine) - 1 if number else 1)
+            yield pack
         self.log.again(1)
+
+    def _count(self, mine: Sequences) -> int:
+        """Return how many packs the run has."""
+        room, longest = self.dealer.room, sum(map(len, mine[0]))
+        return -(-self.samples // (room.units or max(1, (room.tokens or 0) // longest)))
+
+    def _whole(self, mine: Sequences) -> tuple[Sequences, int]:
+        packs = self._count(mine)
+        two = max(len(mine), min(packs, 2) * -(-self.samples // packs))
+        alike = [mine[number % len(mine)] for number in range(two)]
+        return [(np.full_like(prompt, number), answer) for number, (prompt, answer) in enumerate(alike)], 0
 
 
 class AlikeRollouts(Rollouts):
+    def __init__(self, *, lengths: Sequence[int], **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._lengths = lengths
+
     def samples(self, batch: Batch) -> list[Sample]:
-        """Return a whole train batch: every sample is like those that were scored."""
-        return [self.mine[place % len(self.mine)] for place in batch.indices]
+        """Return a whole train batch, whose samples begin differently, and fill micro-batches."""
+        lengths = [self._lengths[number % len(self._lengths)] for number in range(len(batch.indices))]
+        return [_unlike(self.mine[number % len(self.mine)], number, each) for number, each in enumerate(lengths)]
+
+
+def _unlike(sample: Sample, number: int, length: int) -> Sample:
+    """Return a sample of so many tokens, or of an answer alone with one, whose prompt no other has."""
+    tokens = np.full(max(1, length - len(sample.answer)), number, dtype=np.int32)
+    return dataclasses.replace(sample, prompt=dataclasses.replace(sample.prompt, tokens=tokens))
 
 
 # ---- rewards ----

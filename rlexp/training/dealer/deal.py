@@ -20,6 +20,7 @@ from itertools import pairwise
 import numpy as np
 
 from rlexp.config.checks.layout import Heads
+from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample
 from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config
 from rlexp.training.dealer.forest import Share, common, shared
@@ -41,8 +42,12 @@ def unit_of(example: Answered) -> Unit:
 def dealer_of(cfg: Config, heads: Heads | None, replicas: int) -> Dealer:
     """Return the dealer of a run, whose model has such heads if they are known."""
     width = heads.queries * heads.size if heads else USUAL
-    room = Room(units=cfg.train.micro_batch_size)
-    return Dealer(replicas, room, Share() if shares(cfg) else None, TOKEN * width)
+    return Dealer(replicas, room_of(cfg, at_once(cfg)), Share() if shares(cfg) else None, TOKEN * width)
+
+
+def room_of(cfg: Config, most: AtOnce) -> Room:
+    """Return how much a pack of a ring takes."""
+    return Room(most.samples, None if most.tokens is None else most.tokens * cfg.parallel.ring_size)
 
 
 class TooLargeError(Exception):
@@ -51,6 +56,35 @@ class TooLargeError(Exception):
     def __init__(self, place: int, tokens: int) -> None:
         super().__init__(f"unit {place}: {tokens} tokens")
         self.place, self.tokens = place, tokens
+
+    def in_words(self, cfg: Config, origin: str) -> str:
+        ring, most = cfg.parallel.ring_size, at_once(cfg).tokens
+        ranks = f" on each of {ring} ranks" if ring > 1 else ""
+        return (
+            f"{origin}: has {self.tokens:,} tokens, and {BUDGET}={most}{ranks} has no room for them. Use "
+            f"{BUDGET}={-(-self.tokens // ring)} or more, leave it out, or limit the sequences: data.max_length with "
+            f"data.too_long=drop or data.too_long=truncate."
+        )
+
+
+def without_room(cfg: Config, examples: Iterable[Answered]) -> str | None:
+    """Say which is the largest example that no pack of a run has room for; None if all fit."""
+    given = cfg.train.max_tokens_per_micro_batch
+    if given is None or given >= longest_sample(cfg):
+        return None
+    dealer = dealer_of(cfg, None, 1)
+    room = dealer.room.tokens or 0
+    largest, origin = TooLargeError(0, 0), ""
+    for example in examples:
+        answers = [len(answer) for answer, _ in example.answers]
+        if sum(answers) + len(answers) * len(example.prompt) <= room:
+            continue  # even if they share nothing
+        try:
+            dealer.deal([unit_of(example)])
+        except TooLargeError as error:
+            if error.tokens > largest.tokens:
+                largest, origin = error, example.origin
+    return largest.in_words(cfg, origin) if largest.tokens else None
 
 
 @dataclass(frozen=True)
@@ -98,7 +132,11 @@ class Dealer:
             part.append(unit(place))
             tokens += sum(map(len, part[-1]))
             if tokens >= AT_ONCE or place + 1 == count:
-                dealt = dealt.and_also(self.deal(part), place + 1 - len(part))
+                first = place + 1 - len(part)
+                try:
+                    dealt = dealt.and_also(self.deal(part), first)
+                except TooLargeError as error:
+                    raise TooLargeError(first + error.place, error.tokens) from None
                 part, tokens = [], 0
         return dealt if count else self.deal([])
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import math
 import resource
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,7 +21,10 @@ from rlexp.training.metrics.tensor_count import TensorCount
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_PEAK = "5"  # proc(5): reset the peak resident set size
-REMEDY = "A larger parallel.ring_size, a smaller train.micro_batch_size or memory.checkpointing=true need less."
+REMEDY = (
+    "A larger parallel.ring_size, a smaller train.micro_batch_size or train.max_tokens_per_micro_batch, or "
+    "memory.checkpointing=true need less."
+)
 REMEDIES = {
     "rollout": "A smaller rollout.micro_batch_size, or rollout.micro_batch_tokens=N, needs less.",
     "score": "A larger parallel.ring_size or a smaller rollout.score_batch_size needs less.",
@@ -44,9 +49,14 @@ class Phases:
         self._highest_tensors: dict[str, int] = {}
         self._step = 0
         self._phase = ""
+        self._packs: Sequence[int] = ()  # the tokens of each of the step's micro-batches, once they are known
+        self._place = 0  # of the one at hand
+        self._began = 0.0  # when the first began
+        self._pace: float | None = None  # seconds that a token took in the last step
+        self.watch: Callable[[dict[str, Any]], None] = lambda _facts: None  # called with what is told
 
     def begin(self, step: int) -> None:
-        self._step = step
+        self._step, self._packs, self._place = step, (), 0
         self._peaks.clear()
         self._tensors.clear()
         if self._count is not None:
@@ -54,6 +64,8 @@ class Phases:
 
     def choose(self, sizes: Sequence[int]) -> None:
         """Say how many tokens each of the step's micro-batches has."""
+        if not self._packs:
+            self._packs, self._began = sizes, time.time()
         if self._count is not None:
             self._count.choose(sizes)
 
@@ -61,9 +73,13 @@ class Phases:
         """Stand around a rank's whole life."""
         return contextlib.nullcontext() if self._count is None else self._count.throughout()
 
-    def micro_batch(self, place: int) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def micro_batch(self, place: int) -> Iterator[None]:
         """Stand around all that is done for a micro-batch."""
-        return contextlib.nullcontext() if self._count is None else self._count.micro_batch(place)
+        before, self._place = self._place, place
+        with contextlib.nullcontext() if self._count is None else self._count.micro_batch(place):
+            yield
+        self._place = before
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -92,7 +108,19 @@ class Phases:
 
     def _say(self, phase: str, **more: str) -> None:
         tensors = {"tensors": self._highest_tensors} if self._highest_tensors else {}
-        self._tell(step=self._step, phase=phase, peaks=self._highest, **tensors, **more)
+        facts = {"step": self._step, "phase": phase, **self._within(), "peaks": self._highest, **tensors, **more}
+        self._tell(**facts)
+        self.watch(facts)
+
+    def _within(self) -> dict[str, Any]:
+        """Return how far the step has come, once its micro-batches are known."""
+        if not self._packs:
+            return {}
+        done, whole, pace = sum(self._packs[: self._place]), sum(self._packs), self._pace
+        if pace is None and done:
+            pace = (time.time() - self._began) / done
+        return {"pack": self._place + 1, "packs": len(self._packs), "tokens": done, "of_tokens": whole,
+                "began": self._began, "pace": pace}  # fmt: skip
 
     def report(self, meter: Meter) -> None:
         """Add the step's peaks to the meter, whose reduction finds the largest over the ranks and its rank."""
@@ -104,6 +132,9 @@ class Phases:
             for phase in self._peaks:
                 meter.add_max(f"{phase}_tensors_peak", tensors.get(phase, -math.inf))
             meter.add_max("tensors_peak", max(tensors.values(), default=-math.inf))
+        if tokens := sum(self._packs):
+            self._pace = (time.time() - self._began) / tokens
+        self._packs = ()
         self._say("between steps")
 
     def explained(self, error: BaseException, rank: int) -> OutOfMemory | None:

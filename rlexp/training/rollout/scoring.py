@@ -1,12 +1,12 @@
 """The scoring pass over the ring: log-probabilities, the critic's values, and the scores of reward models.
 
-Each ring scores the samples that its own ranks drew, in packed micro-batches of `rollout.score_batch_size`. Results
-return to the rank that holds the sample. One place says which samples share a micro-batch: `_chunks`.
+Each ring scores the samples that its own ranks drew: the dealer makes packs of them. Results return to the rank that
+holds the sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlexp.training.dealer.deal import Dealer
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout.experience import off_pack
@@ -24,11 +25,6 @@ from rlexp.training.world.objects import gather_objects
 
 Sequences = list[tuple[Ids, Ids]]  # prompt and answer
 Scores = dict[str, list[float]]  # of this rank's samples, by the name of the reward model
-
-
-def share_of(size: int, ring_size: int) -> int:
-    """Return a rank's samples in a micro-batch of the ring's."""
-    return max(1, size // ring_size)
 
 
 @dataclass(frozen=True)
@@ -43,7 +39,7 @@ class RingRewardModel:
 @dataclass(frozen=True)
 class Scorer:
     world: World
-    size: int  # samples in a micro-batch
+    dealer: Dealer  # of one ring
     pack: Callable[[Sequences], Pack]
     hold: Callable[[Pack], Shard]  # cuts this rank's shard, and puts it on its device
     policy: Callable[[Shard], TokenLogps]
@@ -55,48 +51,37 @@ class Scorer:
     @torch.no_grad()
     def score(self, mine: Sequence[Sample]) -> Scores:
         """Fill in `old`, `values` and `reference` of this rank's samples, and return the reward models' scores."""
-        rewards = self._no_rewards()
-        for chunk in self._chunks(mine):
-            self._fill_in(chunk)
-            self._add_rewards(chunk, rewards)
-        return rewards
+        sequences = [(sample.prompt.tokens, sample.answer) for sample in mine]
+        for whole, own in self._packs(sequences, together=self.together):
+            self._fill_in(whole, [(at, mine[place]) for at, place in own])
+        return self.score_rewards(mine)
 
     @torch.no_grad()
     def score_rewards(self, mine: Sequence[Sample]) -> Scores:
         """Return the reward models' scores, and compute nothing else."""
-        rewards = self._no_rewards()
-        for chunk in self._chunks(mine) if self.reward_models else ():
-            self._add_rewards(chunk, rewards)
-        return rewards
+        return {model.name: self._scored(model, mine) for model in self.reward_models}
 
-    def _no_rewards(self) -> Scores:
-        return {model.name: [] for model in self.reward_models}
+    def _packs(self, mine: Sequences, *, together: bool = False) -> Iterator[tuple[Sequences, list[tuple[int, int]]]]:
+        """Yield the sequences of each pack, with this rank's own: the place of each in the pack, and among its own.
 
-    @property
-    def share(self) -> int:
-        return share_of(self.size, self.world.ring.size)
-
-    def _chunks(self, mine: Sequence[Sample]) -> Iterable[Sequence[Sample]]:
-        """Cut this rank's samples into its shares of the ring's micro-batches.
-
-        All ranks of a ring get the same number of shares, and all ranks of all rings if they must go together.
+        All ranks of a ring have as many packs, and those of all rings if they must go together.
         """
-        share = self.share
-        most = torch.tensor(-(-len(mine) // share))
-        group = None if self.together else self.world.ring.group
-        if self.world.size > 1 and (self.together or self.world.ring.size > 1):
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
-        return [mine[number * share : (number + 1) * share] for number in range(int(most))]
+        whole, first = self._whole(mine)
+        packs = self.dealer.deal_all(len(whole), lambda place: [np.concatenate(whole[place])]).packs[0]
+        most = torch.tensor(len(packs))
+        if together and self.world.size > 1:
+            dist.all_reduce(most, op=dist.ReduceOp.MAX)
+        for places in (*packs, *((),) * (int(most) - len(packs))):
+            own = [(at, place - first) for at, place in enumerate(places) if 0 <= place - first < len(mine)]
+            yield [whole[place] for place in places], own
 
-    def _whole(self, mine: Sequences) -> tuple[Sequences, slice]:
-        """Return the shares of all ranks of the ring as one list, and the place of this rank's share in it."""
+    def _whole(self, mine: Sequences) -> tuple[Sequences, int]:
+        """Return the sequences of all ranks of the ring as one list, and the place of this rank's first."""
         ring = self.world.ring
         parts = gather_objects(mine, ring.size, ring.group)
-        first = sum(len(part) for part in parts[: ring.rank])
-        return [each for part in parts for each in part], slice(first, first + len(mine))
+        return [each for part in parts for each in part], sum(map(len, parts[: ring.rank]))
 
-    def _fill_in(self, chunk: Sequence[Sample]) -> None:
-        sequences, own = self._whole([(sample.prompt.tokens, sample.answer) for sample in chunk])
+    def _fill_in(self, sequences: Sequences, own: Sequence[tuple[int, Sample]]) -> None:
         pack = self.pack(sequences)
         shard = self.hold(pack)
         said = self.policy(shard)
@@ -106,15 +91,19 @@ class Scorer:
         if self.reference is not None:
             columns["reference"] = self.reference.logps(shard)
         for field, values_n in columns.items():
-            self._keep(chunk, field, off_pack(pack, shard, values_n)[own])
+            of_sequences = off_pack(pack, shard, values_n)
+            self._keep([sample for _, sample in own], field, [of_sequences[at] for at, _ in own])
 
-    def _add_rewards(self, chunk: Sequence[Sample], rewards: Scores) -> None:
-        for model in self.reward_models:
-            sequences, own = self._whole([model.encode(sample) for sample in chunk])
-            scores_S = ring_sum(model.score(self.pack(sequences)), self.world.ring)
-            rewards[model.name] += scores_S[own].tolist()
-
-    def _keep(self, chunk: Sequence[Sample], field: str, arrays: Sequence[Floats]) -> None:
-        for sample, values in zip(chunk, arrays, strict=True):
+    def _keep(self, samples: Sequence[Sample], field: str, arrays: Sequence[Floats]) -> None:
+        for sample, values in zip(samples, arrays, strict=True):
             assert len(values) == len(sample.answer), f"{field}: {len(values)} values of {len(sample.answer)} tokens"
             setattr(sample, field, values.astype(self.dtype))
+
+    def _scored(self, model: RingRewardModel, mine: Sequence[Sample]) -> list[float]:
+        """Return the scores of this rank's samples. A ring runs its own reward model: no other waits for it."""
+        scores = [0.0] * len(mine)
+        for whole, own in self._packs([model.encode(sample) for sample in mine]):
+            scores_S = ring_sum(model.score(self.pack(whole)), self.world.ring).tolist()
+            for at, place in own:
+                scores[place] = scores_S[at]
+        return scores

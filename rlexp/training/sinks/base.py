@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.run_files.metrics_jsonl import MetricRow
@@ -56,6 +56,10 @@ class Sink(Protocol):
     def log(self, row: MetricRow) -> None:
         """Take the row of one optimizer step. Its first key is `step`."""
 
+    def within_step(self, facts: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Learn that another phase of a step begins, and how far the step has come (launch/rank_progress.py)."""
+        return
+
     def rollout(self, facts: RolloutFacts) -> None:  # noqa: ARG002
         """Take a rollout when its samples are scored, some steps before the row of `facts.step` or with it."""
         return
@@ -86,6 +90,10 @@ class Sinks:
             row = self.companion.beside(row)
         for sink in self.sinks:
             sink.log(row)
+
+    def within_step(self, facts: Mapping[str, Any]) -> None:
+        for sink in self.sinks:
+            sink.within_step(facts)
 
     def rollout(self, facts: RolloutFacts) -> None:
         for sink in self.sinks:

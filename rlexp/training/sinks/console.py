@@ -6,10 +6,12 @@ import contextlib
 import shutil
 import sys
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from rlexp.launch.rank_progress import seconds_in_step, within_step
 from rlexp.run_files.curve_distance import SCORE
 from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
@@ -18,6 +20,7 @@ if TYPE_CHECKING:  # importing it would import torch, which readers do without
     from rlexp.run_files.metrics_jsonl import MetricRow
 
 LINES = 10  # per run, where there is no terminal
+SHOWN, SAID = 5.0, 30.0  # seconds of a step after which it is shown in a terminal how far it is, and said elsewhere
 
 
 def say(text: str) -> None:
@@ -32,6 +35,7 @@ class ConsoleSink(Sink):
         self.total_steps = total_steps
         self.started = time.monotonic()
         self.first_step = first_step
+        self.said = 0.0  # when a line said how far a step is
         self.score: float | None = None  # of the last rollout: only the row of its first step has it
         self.bar = (
             tqdm(total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, smoothing=0.1)
@@ -61,6 +65,17 @@ class ConsoleSink(Sink):
             left = seconds / (step - self.first_step + 1) * (self.total_steps - step)
             values = "  ".join(f"{name} {value}" for name, value in shown.items())
             say(f"step {step}/{self.total_steps}  {values}  {left:.0f} s left\n")
+
+    def within_step(self, facts: Mapping[str, Any]) -> None:
+        now = time.time()
+        seconds = seconds_in_step(facts, now)
+        if self.bar is None:
+            if seconds >= SAID and now - self.said >= SAID:
+                self.said = now
+                say(f"step {facts['step']}/{self.total_steps}  {within_step(facts, now)}\n")
+            return
+        with contextlib.suppress(OSError):
+            self.bar.set_description_str(within_step(facts, now) if seconds >= SHOWN else None)
 
     def _before_training(self, row: MetricRow) -> None:
         values = "  ".join(f"{name} {row[name]:.4f}" for name in ("eval/loss", "eval/objective/scores") if name in row)

@@ -13,12 +13,14 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import heads_in, windows_in
+from rlexp.config.checks.micro_batches import scoring_at_once
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RewardConfig, RolloutEngine
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dealer.deal import room_of
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.base import Engine
 from rlexp.training.model.export import has_other_names, save_description
@@ -74,7 +76,7 @@ def build_rollouts(
     rewards = parts.rewards(cfg.reward)
     scorer = parts.scorer(
         world=run.world,
-        size=cfg.rollout.score_batch_size,
+        dealer=replace(run.dealer, replicas=1, room=room_of(cfg, scoring_at_once(cfg))),
         pack=run.pack,
         hold=run.to_device,
         policy=run.engine.forward,

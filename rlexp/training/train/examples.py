@@ -13,6 +13,7 @@ import numpy as np
 
 from rlexp.base import cache
 from rlexp.base.errors import ConfigError, DataError
+from rlexp.config.checks.micro_batches import fullest_micro_batch
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.schema.data_sources import has_held_out, sources_of, weights_of
@@ -113,12 +114,13 @@ def sampler_of(cfg: Config, kind: Kind, size: int, mixture: Mixture | None = Non
 def longest_examples(cfg: Config) -> list[Any]:
     """Make one train batch of the longest examples: half of an answer is trained on, and no two sequences have a token
     in common but for the prompt's only one."""
-    length, kind = cfg.data.max_length, cfg.loss.rows
+    kind, lengths = cfg.loss.rows, fullest_micro_batch(cfg)
     sides = len(SIDES[kind])
-    mask = np.arange(length - 1) >= length // 2 - 1
     row = Row("", ("",) * sides, "", label=True, margin=0.0)
 
     def example(index: int) -> Example:
+        length = lengths[index % len(lengths)]
+        mask = np.arange(length - 1) >= length // 2 - 1
         answers = tuple(np.full(length - 1, index * sides + side, dtype=np.int32) for side in range(sides))
         return Example(row, np.full(1, index, dtype=np.int32), answers, (mask,) * sides)
 

@@ -29,7 +29,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.deal import Dealt, shared_in_words, unit_of
+from rlexp.training.dealer.deal import Dealt, TooLargeError, shared_in_words, unit_of, without_room
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
@@ -67,6 +67,9 @@ class OfflineTask(Task):
         self.buckets = Buckets(cfg.eval.buckets)
         if (said := self.unfit(cfg, examples)) is not None:
             raise DataError(said)
+        for part in (self.train, self.held_out):
+            if (said := without_room(cfg, part)) is not None:
+                raise DataError(said)
 
     @classmethod
     def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> OfflineTask:  # noqa: ARG003
@@ -255,7 +258,10 @@ class OfflineStep(Step):
         dealer = self.task.run.dealer
         if self.held_out:
             return dealer.deal_all(self.count, lambda place: unit_of(example(place)))
-        return dealer.deal([unit_of(example(place)) for place in range(self.count)])
+        try:
+            return dealer.deal([unit_of(example(place)) for place in range(self.count)])
+        except TooLargeError as error:  # one that is made of several examples
+            raise DataError(error.in_words(self.task.run.cfg, example(error.place).origin)) from None
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]

@@ -30,6 +30,7 @@ from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import unchanged
 from rlexp.base.files import sync
+from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.schema import Config, ModelConfig
 from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
@@ -187,7 +188,7 @@ class _Keeper:
 
     def make(self, rows: Rows, making: _Making, place: Path, facts: dict[str, Any]) -> None:
         """Compute all rows that are in no part yet, and join the parts."""
-        first, size = self.rank0_does(making.taken_up), self.world.dp_size * self.cfg.train.micro_batch_size
+        first, size = self.rank0_does(making.taken_up), self.world.dp_size * (at_once(self.cfg).samples or 1)
         with self.setting.phases("reference"), self.progress(len(rows), first) as show:
             while first < len(rows):
                 last = min(len(rows), first + -(-PART // size) * size)

@@ -13,6 +13,7 @@ from rlexp.base.errors import NonFiniteError
 from rlexp.base.kernel_rates import faster
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
+from rlexp.config.checks.micro_batches import size_in_words
 from rlexp.config.model_names import called
 from rlexp.config.schema import BackendName, Config, CountTensors, LoggerName
 from rlexp.launch import run_folder
@@ -90,6 +91,7 @@ def train_watched(
         return leave(task, Outcome(), closing)
     curve = JsonlSink(run_dir / METRICS) if first else None
     sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
+    phases.watch = sinks.within_step
     if first:
         run_folder.note(run_dir, **ledger(task), began_after_step=position.step)
         say(header(task, run_dir) + came_from)
@@ -166,12 +168,17 @@ def header(task: Task, run_dir: Path) -> str:
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
         f"{chosen(run)}{installable(run)}{fused(run)}"
-        f"  batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × "
-        f"{cfg.train.grad_acc} accumulation step{'s' * (cfg.train.grad_acc > 1)}\n"
+        f"  batch {cfg.train.batch_size} = {replicas} × {accumulation(cfg)}\n"
         f"{sharing(task)}"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
         f"  {run_dir}\n"
     )
+
+
+def accumulation(cfg: Config) -> str:
+    """Say how much a micro-batch holds, and how many of them a step has, if all have as many."""
+    steps = cfg.train.grad_acc
+    return size_in_words(cfg) + ("" if steps is None else f" × {steps} accumulation step{'s' * (steps > 1)}")
 
 
 def trained(run: Run) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import CheckpointError
+from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.checks.sharing import shares
 from rlexp.config.identity import identity
@@ -117,6 +118,7 @@ def layout(run: Run) -> dict[str, Any]:
         "engine": run.engine.name,
         "precision": cfg.train.precision.value,
         "micro_batch_size": cfg.train.micro_batch_size,
+        "max_tokens_per_micro_batch": at_once(cfg).tokens,
         "packing": cfg.data.packing,
         "share_prefix": shares(cfg),
     }

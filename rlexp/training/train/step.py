@@ -92,7 +92,7 @@ def row_of(task: Task, step: Step, meter: Meter, optimizer: dict[str, float]) ->
         "tokens_per_second": train["tokens"] / train["step_seconds"],
         "epoch": batch.step / task.steps_per_epoch,
         "global_step": batch.step,
-        "grad_acc": run.cfg.train.grad_acc,
+        "grad_acc": len(step.micro_batches),
         "micro_batches": len(step.micro_batches),
     }
     return {f"train/{name}": value for name, value in train.items()} | memory

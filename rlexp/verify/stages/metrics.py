@@ -67,11 +67,12 @@ def layouts_own(step: ComparedStep) -> Iterator[Finding]:
     """Check the metrics that describe the layout itself, as far as they can be counted."""
     seen = [step.micros for step in step.seen]
     held = [sum(len(m.tokens_t) for m in micros if m.tokens_t is not None) for micros in seen]
+    packs = max(len(micros) for micros in seen)
     real = sum(micro.real_tokens for micros in seen for micro in micros)
     shared = sum(micro.sequence_tokens for _, _, micro in step.micros()) - real
     for name, wanted in (
-        ("train/micro_batches", max(len(micros) for micros in seen)),
-        ("train/grad_acc", step.whole.cfg.train.grad_acc),
+        ("train/micro_batches", packs),
+        ("train/grad_acc", packs if step.whole.cfg.train.grad_acc is None else step.whole.cfg.train.grad_acc),
         ("train/ring_tokens", max(held)),
         ("train/shared_tokens", shared),
     ):

@@ -97,7 +97,4 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/rollout/sampling.py", "np.asarray(drawn.logps[row], dtype=self._dtype),",
      "np.asarray(drawn.logps[row], dtype=self._dtype)", "np.asarray(drawn.logps[row])"):
         f"{BYTES}: the same values",
-    ("training/rollout/scoring.py",
-     "if self.world.size > 1 and (self.together or self.world.ring.size > 1):",
-     "self.world.ring.size > 1", "self.world.ring.size >= 1"): "the maximum over one rank is its own",
 }  # fmt: skip

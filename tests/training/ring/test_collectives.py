@@ -130,7 +130,7 @@ def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int, layouts: lis
     cfgs = [
         compose_config([
             "launch.device=cpu", "logger=none", f"parallel=ring{ring_size}", "engine=torch", "train.batch_size=2",
-            "data.size=8", "data.share_prefix=false", f"parallel.layout={layout}",
+            "data.size=8", "data.share_prefix=false", "train.micro_batch_size=1", f"parallel.layout={layout}",
             *([f"parallel.transport={transport}"] if transport else []),
             *([f"parallel.ulysses_size={inner}"] if layout == "hybrid" else []),
         ])

@@ -24,10 +24,14 @@ BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=jsonl"
 ROWS = (f"data.path={FILES}/rows/alike.jsonl", f"data.eval_path={FILES}/rows/alike.jsonl")
 ALONE = Case(1, 1, 1, True)
 RING = Case(2, 2, 4, True)
+BY_TOKENS = Case(2, 2, "auto", True, tokens=140)  # room for the largest pair, or for five small ones
 LAYOUTS = [
     Case(1, 1, 8, True),
     Case(1, 2, 2, True),
     RING,
+    BY_TOKENS,
+    Case(1, 1, "auto", True, tokens=400),
+    Case(4, 1, "auto", True, "hybrid", 2, tokens=70),
     Case(2, 1, 8, True, "contiguous"),
     Case(4, 1, 4, True, "allgather"),
     Case(2, 2, 2, True, "ulysses"),
@@ -56,7 +60,7 @@ def agree(cases: list[Case], *more: str) -> None:
 
 def test_shared_tokens_move_nothing() -> None:
     """There are batches of 8 and of 2 pairs. LD-DPO weighs a shared token otherwise in the longer answer."""
-    agree([Case(1, 1, 8, True), RING], "loss.ld_alpha=0.3")
+    agree([Case(1, 1, 8, True), RING, BY_TOKENS], "loss.ld_alpha=0.3")
 
 
 def test_what_is_shared_is_counted() -> None:

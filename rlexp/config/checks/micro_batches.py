@@ -1,0 +1,138 @@
+"""How much is computed at once: a number of samples, or of tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.schema import AUTO, Config, Device
+from rlexp.config.schema.row_kinds import SIDES
+
+# Tokens of a rank that keep its device busy, where nobody says how many: with fewer, what a forward pass costs apart
+# from its tokens shows in the time; with more, only memory grows.
+ON_CPU, ON_GPU = 4096, 16384
+BUDGET = "train.max_tokens_per_micro_batch"
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """The most that a micro-batch holds. One of the two is None."""
+
+    samples: int | None = None
+    tokens: int | None = None  # of each rank
+
+
+def at_once(cfg: Config) -> AtOnce:
+    """Return how much a replica trains on at once."""
+    size = cfg.train.micro_batch_size
+    return AtOnce(samples=size) if isinstance(size, int) else _by_tokens(cfg)
+
+
+def scoring_at_once(cfg: Config) -> AtOnce:
+    """Return how much of what it drew a ring scores at once."""
+    size = cfg.rollout.score_batch_size
+    return _by_tokens(cfg) if size is None else AtOnce(samples=size)
+
+
+def _by_tokens(cfg: Config) -> AtOnce:
+    """What is not said is enough for the longest sample, which needs that memory anyway."""
+    if not cfg.data.packing:
+        return AtOnce(samples=1)  # every sequence is as long as the longest: few tokens would be real
+    given = cfg.train.max_tokens_per_micro_batch
+    return AtOnce(tokens=max(usual_tokens(cfg), longest_sample(cfg)) if given is None else given)
+
+
+def usual_tokens(cfg: Config) -> int:
+    return ON_CPU if cfg.launch.device is Device.cpu else ON_GPU
+
+
+def longest_sample(cfg: Config) -> int:
+    """Return the tokens that a rank holds of the longest sample: of all its sequences, where they share nothing."""
+    return -(-_sequences(cfg) * cfg.data.max_length // cfg.parallel.ring_size)
+
+
+def _sequences(cfg: Config) -> int:
+    return 1 if cfg.loss.draws else len(SIDES[cfg.loss.rows])
+
+
+# ---- the longest samples ----
+
+
+def micro_batches(cfg: Config) -> int:
+    """Return the micro-batches of a replica in a step of the longest samples."""
+    if cfg.train.grad_acc is not None:
+        return cfg.train.grad_acc
+    return -(-_of_replica(cfg) // len(fullest_micro_batch(cfg)))
+
+
+def fullest_micro_batch(cfg: Config) -> list[int]:
+    """Return the samples of a micro-batch than which none holds more, each by the length of its sequences."""
+    return longest_lengths(cfg, at_once(cfg))[: _of_replica(cfg)]
+
+
+def tokens_of_fullest(cfg: Config) -> int | None:
+    """Return the tokens that a rank holds of the fullest micro-batch; None where samples are counted."""
+    if at_once(cfg).tokens is None:
+        return None
+    return -(-_sequences(cfg) * sum(fullest_micro_batch(cfg)) // cfg.parallel.ring_size)
+
+
+def tokens_of_ring(cfg: Config) -> int | None:
+    """Return the tokens that a ring holds of a micro-batch; None where samples are counted."""
+    tokens = at_once(cfg).tokens
+    return None if tokens is None else tokens * cfg.parallel.ring_size
+
+
+def longest_lengths(cfg: Config, most: AtOnce) -> list[int]:
+    """Return the samples of a micro-batch of the longest: the last one fills it, if it can be long enough."""
+    longest, sequences = cfg.data.max_length, _sequences(cfg)
+    least = cfg.rollout.max_new_tokens if cfg.loss.draws else 1
+    if most.samples is not None:
+        return [longest] * most.samples
+    assert most.tokens is not None
+    whole, rest = divmod(most.tokens * cfg.parallel.ring_size, sequences * longest)
+    return [longest] * max(1, whole) + [rest // sequences] * (rest // sequences > least)
+
+
+def _of_replica(cfg: Config) -> int:
+    """Return the samples of a replica in a train batch, on one that has most if all are alike."""
+    return -(-cfg.train.batch_size // cfg.parallel.dp_size)
+
+
+# ---- words ----
+
+
+def size_in_words(cfg: Config) -> str:
+    """Say how much a micro-batch holds."""
+    most = at_once(cfg)
+    if most.tokens is None:
+        return f"micro-batches of {most.samples}"
+    return f"micro-batches of up to {most.tokens:,} tokens{' a rank' * (cfg.parallel.ring_size > 1)}"
+
+
+def check_micro_batches(cfg: Config) -> None:
+    """Refuse a size that is none, and a number of tokens that cannot be."""
+    size, tokens, ring = cfg.train.micro_batch_size, cfg.train.max_tokens_per_micro_batch, cfg.parallel.ring_size
+    if isinstance(size, str) and size != AUTO:
+        raise ConfigError(
+            f"train.micro_batch_size={size}: must be a whole number of samples, or auto, which fills micro-batches by "
+            f"tokens."
+        )
+    if tokens is None:
+        return
+    if isinstance(size, int):
+        raise ConfigError(
+            f"{BUDGET}={tokens}: fills micro-batches by tokens, and train.micro_batch_size={size} by samples. Leave "
+            f"one of them out."
+        )
+    if not cfg.data.packing:
+        raise ConfigError(
+            f"{BUDGET}={tokens}: data.packing=false pads every sequence to the longest, so samples are counted. Use "
+            f"data.packing=true, or train.micro_batch_size=NUMBER."
+        )
+    if cfg.loss.draws and tokens < longest_sample(cfg):
+        raise ConfigError(
+            f"{BUDGET}={tokens}: must hold one sample at least, and data.max_length={cfg.data.max_length} on "
+            f"{f'a ring of {ring}' if ring > 1 else 'one rank'} may make it {longest_sample(cfg)} tokens a rank. Use "
+            f"{BUDGET}={longest_sample(cfg)} or more, or leave it out."
+        )
