@@ -29,7 +29,7 @@ GPUS = 8
 RINGS = (8, 4, 2, 1)  # the longest first: it is found from a short one, and the others from it
 LLAMA = ("model=hf", f"model.path={ROOT / 'tests' / 'files' / 'models' / 'llama_8b'}")
 # As large a batch that every ring accumulates gradients: with 8 pairs, a ring of 1 would not, and need less memory.
-ON = ("hardware=h100", f"launch.nproc={GPUS}", "logger=none", "train.batch_size=64")
+ON = ("hardware=h100", f"launch.nproc={GPUS}", "logger=none", "train.batch_size=64", "train.micro_batch_size=1")
 # What is also asked with checkpointing, and how the table names it.
 ALSO = {"reference=precompute": "reference precomputed", "reference.offload=true": "reference on the host",
         "adapter=lora": "LoRA"}  # fmt: skip

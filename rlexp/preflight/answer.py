@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,13 +13,15 @@ from typing import Any
 import torch
 
 from rlexp.config.checks.micro_batches import tokens_of_ring
+from rlexp.config.checks.sharing import shares
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
 from rlexp.config.schema import Config
+from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
 from rlexp.preflight.changes import Change, cost, pass_before, singles
 from rlexp.preflight.children import Calls, at_once
-from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, predict_and_fit, room, with_length
+from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, room, with_length
 from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.preflight.predict import Found, Prediction, plan_of, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
@@ -36,6 +38,7 @@ class Answer:
     parameters: int
     prediction: Prediction
     rings: dict[int, Longest | str]  # by ring size; a text says why there is no such ring
+    sharing: dict[int, Longest]  # the longest pair that shares its prompt, by ring size; none where nothing is shared
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
     engine_chosen: str | None = None  # why engine=auto takes this engine
@@ -77,7 +80,7 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     known = engine.found.prediction if engine.found else None
     fits = known is not None and known.peak.bytes <= room(cfg)
     rank = known.rank if known and fits else None  # a change must fit only where the run does not
-    (asked, lengths), logs, *changed = yield [
+    (asked, lengths, sharing), logs, *changed = yield [
         lengths_that_fit(cfg, model, rings, engine.found),
         logs_to_compare(cfg, model, engine.found),
         *(attempt(each, model, room(cfg), rank) for _, each in changes),
@@ -85,7 +88,7 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = shared_out(cfg, model, *logs) if logs else None
-    return Answer(cfg, count_parameters(model), asked.prediction, lengths, tried, sharding, engine.chosen)
+    return Answer(cfg, count_parameters(model), asked.prediction, lengths, sharing, tried, sharding, engine.chosen)
 
 
 def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
@@ -99,7 +102,8 @@ def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
 
 
 def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], known: Found | None) -> Calls:
-    """Predict the run, and find the longest sequence on its ring and then on others. A task of `children.at_once`."""
+    """Predict the run, and find the longest sequence on its ring and then on others, and the longest pairs that share
+    their prompt. A task of `children.at_once`."""
     asked, longest = yield from predict_and_fit(cfg, model, found=known)
     there = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in there]
@@ -107,8 +111,18 @@ def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], kn
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
-    lengths |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
-    return asked, dict(sorted((lengths | {cfg.parallel.ring_size: longest}).items()))
+    alone = {cfg.parallel.ring_size: longest}
+    alone |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
+    sharing = yield from _sharing([cfg, *others], model, alone, asked)
+    return asked, dict(sorted((lengths | alone).items())), sharing
+
+
+def _sharing(cfgs: Sequence[Config], model: Any, alone: Mapping[int, Longest], asked: Found) -> Calls:
+    """Find the longest pair that shares its prompt, by ring size; nothing where no pair does."""
+    if cfgs[0].loss.draws or cfgs[0].loss.rows is not Kind.pairs or not shares(cfgs[0]):
+        return {}
+    found = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in cfgs]
+    return {each.parallel.ring_size: longest for each, longest in zip(cfgs, found, strict=True)}
 
 
 def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:

@@ -17,6 +17,7 @@ STEP = 1024  # tokens of a rank: a length that is closer to the longest is not l
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
 TRIES = 6
 FIRST = 4096  # tokens for each rank of a ring, where nothing is known yet
+ANSWERS = 1024  # tokens of each answer of a pair that shares its prompt
 LEAP = 16  # times the longest known length, at most: while a peak does not depend on the length, any one seems to fit
 LONGEST = 1 << 26  # tokens; a rehearsal has the tokens of the whole batch on the host, as a real rank has
 
@@ -138,7 +139,21 @@ def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
     return longest
 
 
-def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
+def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
+    """Find the longest pair whose answers share a prompt, and have `ANSWERS` tokens each. `alone` is the longest that
+    shares nothing. A task of `children.at_once`.
+    """
+    one = dataclasses.replace(cfg.train, micro_batch_size=1, max_tokens_per_micro_batch=None,
+                              grad_acc=-(-cfg.train.batch_size // cfg.parallel.dp_size))  # fmt: skip
+    granule = STEP * cfg.parallel.ring_size
+    tokens = max(2 * (alone.tokens or cfg.data.max_length) - ANSWERS, granule + ANSWERS)  # as many in all
+    first = with_length(dataclasses.replace(cfg, train=one), -(-tokens // granule) * granule)
+    found = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
+    longest: Longest = yield from _longest(first, model, found, alone.slope / 2, ANSWERS)
+    return longest
+
+
+def _longest(cfg: Config, model: Any, found: Found, slope: float, answers: int | None = None) -> Calls:
     """Search from the configuration's own length, whose prediction is known."""
     length = cfg.data.max_length
     search = Search(room(cfg), STEP * cfg.parallel.ring_size)
@@ -151,7 +166,7 @@ def _longest(cfg: Config, model: Any, found: Found, slope: float) -> Calls:
         if search.done or len(predictions) > TRIES:
             break
         length = search.guess(slope)
-        found = yield from predict_again(with_length(cfg, length), model, found, search.limit)
+        found = yield from predict_again(with_length(cfg, length), model, found, search.limit, answers)
     known = predictions[search.best or min(predictions)].peak
     grows = search.reach()
     return Longest(search.best, known.bytes, grows[1] if grows else slope, known.phase, search.done)

@@ -113,13 +113,19 @@ class Found:
 
 
 def predict(
-    cfg: Config, model: Any, rank: int | None = None, known: Grows | None = None, limit: float = math.inf
+    cfg: Config,
+    model: Any,
+    rank: int | None = None,
+    known: Grows | None = None,
+    limit: float = math.inf,
+    answers: int | None = None,
 ) -> Calls:
     """Rehearse a few layers, and tell all others from them, or all layers if they differ.
 
     `rank` is the one that holds most if it is not given, and `known` says how many layers were enough at another
-    length. Where all layers must be rehearsed, a build that needs more bytes than `limit` is enough. A task of
-    `children.at_once`; the result is a `Found`.
+    length. Where all layers must be rehearsed, a build that needs more bytes than `limit` is enough. `answers` are the
+    tokens of each answer of pairs that share their prompt; None: nothing is shared. A task of `children.at_once`; the
+    result is a `Found`.
     """
     ranks = fullest(cfg) if rank is None else [rank]
     layers = int(model.num_hidden_layers)
@@ -129,7 +135,7 @@ def predict(
     logs: dict[int, Log] = {}
     for few in cycle.few(layers, fewest) if alike(cfg) else ():
         counts = [each for each in (few, few + cycle.period) if each not in logs]
-        more = yield from rehearsals(plan_of(cfg, model, ranks[0], each) for each in counts)
+        more = yield from rehearsals(plan_of(cfg, model, ranks[0], each, answers) for each in counts)
         logs |= dict(zip(counts, more, strict=True))
         with contextlib.suppress(NotAlikeError):
             growth = growth_of(logs[few], logs[few + cycle.period], lines=few - cycle.lead >= steady)
@@ -137,7 +143,8 @@ def predict(
             passed = grown(growth, grows.times(model))
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
             return Found(Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]), again, logs[few])
-    whole = yield from rehearsals(dataclasses.replace(plan_of(cfg, model, each, None), limit=limit) for each in ranks)
+    plans = [dataclasses.replace(plan_of(cfg, model, each, None, answers), limit=limit) for each in ranks]
+    whole = yield from rehearsals(plans)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
     return Found(Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank), None, log)
 
@@ -152,14 +159,16 @@ def fullest(cfg: Config) -> list[int]:
     return [last, last - 1] if last and ENGINES[cfg.engine.name.value].stage in (1, 2) else [0]
 
 
-def predict_fuller(cfg: Config, model: Any, first: int, known: Grows | None, limit: float) -> Calls:
+def predict_fuller(
+    cfg: Config, model: Any, first: int, known: Grows | None, limit: float, answers: int | None = None
+) -> Calls:
     """Predict the rank that holds most, or one that holds more bytes than `limit`, and `first` before the others.
 
     Which one it is may change with the length. A task of `children.at_once`; the result is a `Found`.
     """
     fuller: Found | None = None
     for rank in sorted(fullest(cfg), key=lambda rank: rank != first):
-        found: Found = yield from predict(cfg, model, rank, known)
+        found: Found = yield from predict(cfg, model, rank, known, answers=answers)
         if fuller is None or found.prediction.peak.bytes > fuller.prediction.peak.bytes:
             fuller = found
         if found.prediction.peak.bytes > limit:
@@ -177,18 +186,18 @@ def alike(cfg: Config) -> bool:
     return ENGINES[cfg.engine.name.value].sharded and not cfg.engine.overrides
 
 
-def predict_again(cfg: Config, model: Any, before: Found, limit: float) -> Calls:
+def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers: int | None = None) -> Calls:
     """Predict the same run at another length, from one rehearsal where that is enough.
 
     Of ranks that differ, one that holds more bytes than `limit` is enough. The result is a `Found`.
     """
     grows, rank = before.grows, before.prediction.rank
     if grows is not None and not any(isinstance(each, Line) for each in grows.growth):
-        (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers)])
+        (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers, answers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
             return Found(Prediction(passed, int(model.num_hidden_layers), micro_batches(cfg), rank=rank), grows, log)
-    found: Found = yield from predict_fuller(cfg, model, rank, grows, limit)
+    found: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
     return found
 
 
@@ -201,11 +210,11 @@ def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls:
     return logs
 
 
-def plan_of(cfg: Config, model: Any, rank: int, layers: int | None) -> RehearsalPlan:
+def plan_of(cfg: Config, model: Any, rank: int, layers: int | None, answers: int | None = None) -> RehearsalPlan:
     alike = min(micro_batches(cfg), 2)
     batch = alike * len(fullest_micro_batch(cfg)) * cfg.parallel.dp_size
     few = dataclasses.replace(cfg.train, batch_size=batch, grad_acc=cfg.train.grad_acc and alike)
     return RehearsalPlan(
         dataclasses.replace(cfg, train=few), model, rank, layers, gpu=cfg.launch.device is not Device.cpu,
-        rates=Rates.of(cfg, cfg.parallel.ring_size),
+        rates=Rates.of(cfg, cfg.parallel.ring_size), answers=answers,
     )  # fmt: skip

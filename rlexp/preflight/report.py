@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rlexp.config.checks.micro_batches import micro_batches, size_in_words
+from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.schema import Checkpointing, Config
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
-from rlexp.preflight.longest_that_fits import Longest
+from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import GIB, Peak, Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
@@ -45,8 +45,8 @@ def _head(answer: Answer) -> Iterator[str]:
         f"CUDA, NCCL and fragmentation"
     )
     yield (
-        f"  train batch {train.batch_size} = {parallel.dp_size} × {size_in_words(cfg)} × {micro_batches(cfg)}; "
-        f"every sequence {cfg.data.max_length:,} tokens, {task_class(cfg.loss).longest_in_words(cfg)}"
+        f"  {batch_in_words(cfg)}, {micro_batches(cfg)} a step; every sequence {cfg.data.max_length:,} tokens, "
+        f"{task_class(cfg.loss).longest_in_words(cfg)}"
     )
     yield from _rollout(cfg)
 
@@ -108,9 +108,11 @@ def _fitting(answer: Answer) -> Iterator[str]:
     if answer.rings:
         yield ""
         yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
+        if answer.sharing:
+            yield " " * 29 + "and a pair that shares its prompt"
         for ring, found in answer.rings.items():
             asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
-            yield f"  ring of {ring:<4}{_length(found)}{asked}"
+            yield f"  ring of {ring:<4}{_length(found)}{_of_pair(answer.sharing.get(ring))}{asked}"
     if answer.changes:
         yield ""
         yield from _changes(answer.changes, answer.prediction)
@@ -127,6 +129,13 @@ def _length(found: Longest | str) -> str:
         return f"not possible: {found}"
     more = "" if found.exact else "  or more"
     return f"{found.tokens:>12,}{more}" if found.tokens else "none"
+
+
+def _of_pair(found: Longest | None) -> str:
+    """Say how long the prompt and the answers of a pair are."""
+    if found is None or not found.tokens:
+        return "" if found is None else f"{'none':>16}"
+    return f"{found.tokens - ANSWERS:>16,} + 2 × {ANSWERS:,}{'' if found.exact else '  or more'}"
 
 
 def _changed(change: Change, base: float | None) -> str:
@@ -200,6 +209,7 @@ def plain(answer: Answer) -> dict[str, Any]:
         "peak_phase": answer.prediction.peak.phase,
         "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
         "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
+        "longest_sharing": {str(size): _plain_longest(found) for size, found in answer.sharing.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
         **_plain_remedy(answer.remedy),

@@ -12,7 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rlexp.config.checks.micro_batches import size_in_words
+from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig
 from rlexp.config.schema.models import Precision
@@ -63,8 +63,7 @@ def subject(cfg: Config) -> str:
     model = cfg.model.path if isinstance(cfg.model, HFModelConfig) else cfg.model.name
     return (
         f"{cfg.loss.name} on {model}, data {cfg.data.name}\n"
-        f"  ring of {ring} × {replicas} replica{'s' * (replicas > 1)}, batch {cfg.train.batch_size} = {replicas} × "
-        f"{size_in_words(cfg)}{'' if cfg.train.grad_acc is None else f' × {cfg.train.grad_acc}'}, "
+        f"  ring of {ring} × {replicas} replica{'s' * (replicas > 1)}, {batch_in_words(cfg)}, "
         f"{'packed' if cfg.data.packing else 'padded'}; {cfg.train.precision.value}, engine {cfg.engine.name.value}\n"
     )
 

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from rlexp.launch.rank_progress import Whereabouts
 from rlexp.launch.slurm.queue import Known
 from rlexp.launch.sweep import Job
 from rlexp.status import draw, tail
@@ -451,6 +452,16 @@ def test_who_has_not_written_for_long_is_named(tmp_path: Path) -> None:
     for path in (tmp_path / "r").iterdir():
         os.utime(path, (time.time() - 7200, time.time() - 7200))
     assert "r is running: no sign of life for 2 h 00 min" in draw.text(View(tmp_path / "r").look())
+
+
+def test_a_long_step_is_watched_while_it_goes_on(tmp_path: Path) -> None:
+    for label, since in (("short", 3.0), ("long", 60.0)):
+        by_hand(tmp_path / label, 20, status="running", host="n7")
+        Whereabouts(tmp_path / label, 0).tell(step=21, phase="backward", peaks={}, pack=3, packs=8, tokens=3000,
+                                              of_tokens=8000, began=time.time() - since, pace=0.025)  # fmt: skip
+    shown = draw.text(View(tmp_path).look())
+    assert "long is in step 21: pack 3 of 8, backward, 3,000 of 8,000 tokens, 140 s left of the step" in shown
+    assert "short is in" not in shown
 
 
 def test_wrong_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

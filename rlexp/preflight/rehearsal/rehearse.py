@@ -34,6 +34,7 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import Sources, build, unprobed
 from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.examples import sharing_examples
 from rlexp.training.train.export_at_end import weights_to_write
 from rlexp.training.train.parts import Setting
 from rlexp.training.train.step import train_step
@@ -54,6 +55,7 @@ class RehearsalPlan:
     gpu: bool = True
     rates: Rates | None = None
     limit: float = math.inf  # bytes; a build that needs more is enough
+    answers: int | None = None  # tokens of each answer of pairs that share their prompt; None: nothing is shared
 
 
 def preload() -> None:
@@ -117,7 +119,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
         precomputed=Unknown,
     )
     with phases("build"):
-        task = build(plan.cfg, phases, probing=unprobed, task_of=longest_task(mode, judging), sources=sources)
+        task = build(plan.cfg, phases, probing=unprobed, task_of=longest_task(plan, mode, judging), sources=sources)
         engine = task.run.engine
         engine.fragments()  # makes the moments, as the first optimizer step does
     log.build_alone = peak_of(log) > plan.limit
@@ -194,11 +196,12 @@ class LoggedPhases(Phases):
         """Report nothing: the log has it all."""
 
 
-def longest_task(mode: Counting, judging: list[nn.Module]) -> Callable[..., Task]:
+def longest_task(plan: RehearsalPlan, mode: Counting, judging: list[nn.Module]) -> Callable[..., Task]:
     """Return what makes the task of its longest examples. `judging` is given the reward models."""
 
     def task_of(cfg: Config, _tokenizer: Any, _world: World, bridge: Bridge | None) -> Task:
         kind = task_class(cfg.loss)
-        return kind.of(cfg, kind.longest(cfg), bridge, parts_of(cfg, mode, judging))
+        longest = kind.longest(cfg) if plan.answers is None else sharing_examples(cfg, plan.answers)
+        return kind.of(cfg, longest, bridge, parts_of(cfg, mode, judging))
 
     return task_of

@@ -127,6 +127,20 @@ def longest_examples(cfg: Config) -> list[Any]:
     return [typed(kind, index, example(index)) for index in range(cfg.train.batch_size)]
 
 
+def sharing_examples(cfg: Config, answers: int) -> Examples:
+    """Make one train batch of the longest pairs whose answers have so many tokens, all of them trained on. The answers
+    of a pair share its prompt, and nothing else is shared."""
+    prompt = cfg.data.max_length - answers
+    row = Row("", ("", ""), "", label=True, margin=0.0)
+
+    def example(index: int) -> Example:
+        said = tuple(np.full(answers, 2 * index + side, dtype=np.int32) for side in range(2))
+        return Example(row, np.full(prompt, 2 * index, dtype=np.int32), said, (np.ones(answers, dtype=np.bool_),) * 2)
+
+    pairs = [typed(cfg.loss.rows, index, example(index)) for index in range(cfg.train.batch_size)]
+    return Examples(pairs, [], Counter(), Counter())
+
+
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
     if not examples:
         reasons = "; ".join(f"{count} {kind}s: {reason}" for reason, count in sorted(dropped.items()))

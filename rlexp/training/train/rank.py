@@ -13,7 +13,7 @@ from rlexp.base.errors import NonFiniteError
 from rlexp.base.kernel_rates import faster
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
-from rlexp.config.checks.micro_batches import size_in_words
+from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.model_names import called
 from rlexp.config.schema import BackendName, Config, CountTensors, LoggerName
 from rlexp.launch import run_folder
@@ -168,17 +168,11 @@ def header(task: Task, run_dir: Path) -> str:
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
         f"{chosen(run)}{installable(run)}{fused(run)}"
-        f"  batch {cfg.train.batch_size} = {replicas} × {accumulation(cfg)}\n"
+        f"  {batch_in_words(cfg)}\n"
         f"{sharing(task)}"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
         f"  {run_dir}\n"
     )
-
-
-def accumulation(cfg: Config) -> str:
-    """Say how much a micro-batch holds, and how many of them a step has, if all have as many."""
-    steps = cfg.train.grad_acc
-    return size_in_words(cfg) + ("" if steps is None else f" × {steps} accumulation step{'s' * (steps > 1)}")
 
 
 def trained(run: Run) -> str:

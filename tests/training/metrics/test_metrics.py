@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from rlexp.launch.joining import RankSpec
-from rlexp.launch.rank_progress import Whereabouts, last_seen, read
+from rlexp.launch.rank_progress import Whereabouts, last_seen, read, seconds_in_step, within_step
 from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.sinks.base import Ending
@@ -78,6 +79,35 @@ def test_each_phase_has_its_own_peak(tmp_path) -> None:
     line, _ = read(tmp_path)  # rank 0 has written nothing
     assert (line["rank"], line["step"]) == (1, 8)
     assert line["peaks"]["forward"] == peaks["forward_peak"]
+
+
+def test_how_far_a_step_is_is_told_while_it_goes_on(tmp_path) -> None:
+    """Of three packs: 10 of 60 tokens are done when the second begins. The next step knows how long a token takes."""
+    phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 0).tell)
+    told: list[dict[str, Any]] = []
+    phases.watch = told.append
+    phases.begin(4)
+    phases.choose([10, 20, 30])
+    for place in range(3):
+        with phases.micro_batch(place), phases("forward"):
+            pass
+    assert [(each["pack"], each["packs"], each["tokens"], each["of_tokens"]) for each in told] == [
+        (1, 3, 0, 60), (2, 3, 10, 60), (3, 3, 30, 60)
+    ]  # fmt: skip
+    assert [each["pace"] is None for each in told] == [True, False, False]
+    assert last_seen(tmp_path, 0) == "in step 4, pack 3 of 3, in its forward phase"
+    (line,) = read(tmp_path)
+    line |= {"began": 100.0, "pace": 2.0}
+    assert seconds_in_step(line, 130.0) == 30.0
+    assert within_step(line, 130.0) == "pack 3 of 3, forward, 30 of 60 tokens, 90 s left of the step"
+    phases.report(Meter(World(0, 1, ALONE), torch.device("cpu")))
+    assert "packs" not in told[-1]
+    assert seconds_in_step(told[-1], 130.0) == 0.0
+    phases.begin(5)
+    phases.choose([6])
+    with phases.micro_batch(0), phases("forward"):
+        pass
+    assert told[-1]["pace"] > 0
 
 
 def test_an_allocation_that_fails_is_told_with_its_phase(tmp_path) -> None:

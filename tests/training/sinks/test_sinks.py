@@ -18,6 +18,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder
 from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline, excess
+from rlexp.training.sinks.console import ConsoleSink
 from rlexp.training.sinks.tensorboard import TensorBoardSink
 from tests.helpers.wandb_runs import CLEAN, curve_of, kill_after, train, values_of
 
@@ -108,6 +109,21 @@ def test_what_a_precision_allows(
     row = {"step": step, "train/loss": loss}
     assert excess(row | {"parity/loss_abs_diff": apart}, precision) == pytest.approx(allowed)
     assert excess(row, precision) is None
+
+
+def test_a_long_step_is_watched_while_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal, one line in half a minute."""
+    sink, facts = ConsoleSink(9), {"step": 2, "phase": "backward", "pack": 3, "packs": 8, "tokens": 30_000,
+                                   "of_tokens": 80_000, "began": 1000.0, "pace": 0.001}  # fmt: skip
+    for now in (1010.0, 1031.0, 1040.0, 1062.0):
+        monkeypatch.setattr("time.time", lambda now=now: now)
+        sink.within_step(facts)
+    assert capfd.readouterr().err.splitlines() == [
+        "step 2/9  pack 3 of 8, backward, 30,000 of 80,000 tokens, 49 s left of the step",
+        "step 2/9  pack 3 of 8, backward, 30,000 of 80,000 tokens, 18 s left of the step",
+    ]
 
 
 def test_every_sink_is_closed_though_one_fails() -> None:
