@@ -60,7 +60,7 @@ def test_the_fullest_micro_batch(words: tuple[str, ...], lengths: list[int], cou
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("train.max_tokens_per_micro_batch=600", "train.micro_batch_size=2"), "and train.micro_batch_size=2 by samples"),
+        (("train.max_tokens_per_micro_batch=600", "train.micro_batch_size=2"), "and train.micro_batch_size=2 by"),
         (("train.max_tokens_per_micro_batch=600", "data.packing=false"), "data.packing=true, or train.micro_batch"),
         (("train.micro_batch_size=many",), "must be a whole number of samples, or auto"),
         (("train.micro_batch_size=0",), "train.micro_batch_size=0: must be at least 1"),

@@ -162,6 +162,25 @@ def test_engine_auto_takes_the_first_that_fits(two_gpus: None, capsys: pytest.Ca
 
 
 @pytest.mark.slow
+def test_micro_batches_are_smaller_where_the_usual_ones_do_not_fit(
+    two_gpus: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """64 pairs of up to 1,024 tokens fill 16,384 on each of two ranks. One pair has 512 there."""
+    words = ("launch.device=cuda", "parallel=ring2", "logger=none", "train.batch_size=64", "engine=torch")
+    peaks = {}
+    for tokens in (16384, 4096):
+        given = (*words, f"train.max_tokens_per_micro_batch={tokens}", "hardware.memory_gib=1")
+        peaks[tokens] = prepared(compose_config([*given]))[1].peak
+    assert peaks[4096] < 0.4 * peaks[16384]
+    room = f"hardware.memory_gib={1.02 * peaks[4096] / (1 << 30)}"
+    cfg, decision = prepared(compose_config([*words, room]))
+    assert (cfg.train.max_tokens_per_micro_batch, decision.peak) == (4096, peaks[4096])
+    assert "train.micro_batch_size=auto takes up to 4,096 tokens a rank: more do not fit" in capsys.readouterr().err
+    with pytest.raises(DoesNotFitError, match=r"train\.max_tokens_per_micro_batch="):  # said, and so not changed
+        prepared(compose_config([*words, room, "train.max_tokens_per_micro_batch=16384"]))
+
+
+@pytest.mark.slow
 def test_two_changes_are_tried_where_one_is_not_enough(two_gpus: None) -> None:
     words = [*TINY, "train.micro_batch_size=2"]
     with pytest.raises(DoesNotFitError) as refused:

@@ -21,10 +21,11 @@ from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import ENGINES, alone, counted, elsewhere, rehearsed, stretched
 
 REWARD = ("data=arithmetic", "reward.rule=arithmetic")
-# Answers for which the cache grows; two kinds of micro-batches to draw, and of chunks to score.
+# Answers for which the cache grows; two kinds of micro-batches to draw, and three packs to score. A rehearsal is of
+# samples that share nothing.
 SHORT = ("launch.device=cpu", "logger=none", "train.max_steps=1", "train.batch_size=4", "data.max_length=96",
          "rollout.max_new_tokens=72", "rollout.batch_size=4", "rollout.n_samples=3", "rollout.micro_batch_size=4",
-         "rollout.score_batch_size=4")  # fmt: skip
+         "rollout.score_batch_size=4", "data.share_prefix=false")  # fmt: skip
 
 # Bytes: what a layer's reduced gradient takes on one of 4 ranks. Gloo's thread may still hold it for a moment.
 IN_FLIGHT = 43_392
@@ -68,6 +69,19 @@ def test_what_is_predicted_is_what_real_ranks_count(loss: str, engine: str, ring
 def test_every_algorithm_is_predicted(loss: str) -> None:
     words = ("engine=torch", "parallel=ring2", "launch.nproc=2", "train.precision=fp32")
     assert_exact(compose_config([*SHORT, *REWARD, f"loss={loss}", *words]))
+
+
+@pytest.mark.slow
+def test_samples_that_share_a_prompt_need_no_more() -> None:
+    """Packs are filled by tokens: that of 4 samples of 96 tokens has room for more where their prompt is shared."""
+    words = ("loss=grpo", "engine=torch", "parallel=ring2", "launch.nproc=2", "train.precision=fp32",
+             "data.share_prefix=true", "rollout.score_batch_size=null",
+             "train.max_tokens_per_micro_batch=192")  # fmt: skip
+    cfg = compose_config([*SHORT, *REWARD, *words])
+    real, predicted = on_ranks(2, counted, cfg)[1], rehearsed(cfg, 1)
+    assert real["flops"] < predicted["flops"]
+    for phase, peak in real["peaks"].items():
+        assert peak <= predicted["peaks"][phase] + IN_FLIGHT, phase
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def fingerprint(folder: Path) -> dict[str, tuple[int, int]]:
 def test_a_sweep_that_has_ended(rlexp: Shell, status: Shell, tmp_path: Path) -> None:
     """One job finished, one failed, two were skipped. The command shows the folders' facts, and changes no file."""
     rlexp("-m", *QUICK, "hydra.sweep.dir=sw", "launch.nproc=2", "train.max_steps=3", "train.batch_size=3,4",
-          "optim.lr=1e-3,1e30")  # fmt: skip
+          "train.micro_batch_size=1", "optim.lr=1e-3,1e30")  # fmt: skip
     before = fingerprint(tmp_path / "sw")
     answer, facts = status("sw"), jobs(status("sw", "--json"))
     assert fingerprint(tmp_path / "sw") == before

@@ -12,6 +12,7 @@ as many operations for a token as for 6 × heads × head size pairs.
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -145,7 +146,10 @@ class Dealer:
         for place, size in enumerate(sizes):
             if not self.room.has(1, size):
                 raise TooLargeError(place, size.tokens)
-        runs = sorted(self._cut(self._runs(units), sizes), key=lambda run: (-self.work(run.size), run.places))
+        runs = sorted(
+            self._measured(self._cut(self._runs(units), sizes), units),
+            key=lambda run: (-self.work(run.size), run.places),
+        )
         return self._dealt(runs, units)
 
     def work(self, size: Size) -> int:
@@ -192,6 +196,21 @@ class Dealer:
                     longer = _Run().with_unit(place, sizes[place], Size())
                 run = longer
             yield run
+
+    def _measured(self, runs: Iterable[_Run], units: Sequence[Unit]) -> Iterator[_Run]:
+        """Give each run the size that its forest has, which may share less than each unit with the one before it. Cut
+        one that is larger than a pack."""
+        waiting = [*runs][::-1]
+        while waiting:
+            run = waiting.pop()
+            if len(run.places) == 1 or self.room.tokens is None:
+                yield run
+                continue
+            size = self._size([each for place in run.places for each in units[place]])
+            if self.room.has(0, size):
+                yield dataclasses.replace(run, size=size)
+            else:
+                waiting += run.halves()[::-1]
 
     # ---- packs ----
 

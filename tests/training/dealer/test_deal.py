@@ -16,6 +16,9 @@ UNITS = st.lists(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3), min_size=0, max_size=14
 )
 
+# Also beginnings that are long enough and yet not worth a call: a pack is larger then than its units seem to be.
+SHARES = st.none() | st.builds(Share, st.integers(1, 3), st.sampled_from([0, 0.25, 1]))
+
 
 def arrays(units):
     return [[np.array(sequence, dtype=np.int32) for sequence in unit] for unit in units]
@@ -33,7 +36,7 @@ def random_units(count: int, seed: int, *, skewed: bool = False) -> list[list[np
     return [[chance.integers(0, 1000, length).astype(np.int32)] for length in lengths]
 
 
-@given(UNITS, st.integers(1, 4), st.integers(1, 5), st.none() | st.integers(1, 3).map(lambda least: Share(least, 0)))
+@given(UNITS, st.integers(1, 4), st.integers(1, 5), SHARES)
 def test_by_count_each_unit_is_in_one_pack(units, replicas, count, share) -> None:
     dealt = Dealer(replicas, Room(units=count), share, token=7).deal(arrays(units))
     assert sorted(place for packs in dealt.packs for pack in packs for place in pack) == [*range(len(units))]
@@ -44,7 +47,7 @@ def test_by_count_each_unit_is_in_one_pack(units, replicas, count, share) -> Non
         assert [tokens(arrays(units), pack, share) for pack in packs] == [size.tokens for size in sizes]
 
 
-@given(UNITS, st.integers(1, 4), st.integers(1, 60), st.none() | st.integers(1, 3).map(lambda least: Share(least, 0)))
+@given(UNITS, st.integers(1, 4), st.integers(1, 60), SHARES)
 def test_by_tokens_no_pack_is_over_its_room(units, replicas, room, share) -> None:
     given_units = arrays(units)
     dealer = Dealer(replicas, Room(tokens=room), share, token=7)
@@ -88,6 +91,13 @@ def test_units_that_begin_alike_are_computed_together() -> None:
     units = [[np.concatenate((prompts[n % 4], chance.integers(0, 1000, 5).astype(np.int32)))] for n in range(16)]
     dealt = Dealer(2, Room(units=4), share=Share()).deal(units)
     assert all(len({place % 4 for place in pack}) == 1 for packs in dealt.packs for pack in packs)
+
+
+def test_units_that_begin_alike_and_share_less_are_parted() -> None:
+    """A beginning of three tokens is long enough, and saves too little: a pack of both has 15 tokens, and not 12."""
+    units = arrays([[[0, 1, 1, 1, 0], [0, 1, 1]], [[0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 0, 0, 1, 1, 1]]])
+    dealt = Dealer(1, Room(tokens=14), Share(3, 1.0), token=7).deal(units)
+    assert [len(pack) for pack in dealt.packs[0]] == [1, 1]
 
 
 def test_as_few_packs_as_there_can_be() -> None:
