@@ -34,7 +34,8 @@ from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.step import train_step
 
 CPU = torch.device("cpu")
-COMMON = ("launch.device=cpu", "logger=none", "parallel=ring1", "train.batch_size=4", "data=long")
+COMMON = ("launch.device=cpu", "logger=none", "parallel=ring1", "train.batch_size=4", "train.micro_batch_size=1",
+          "data=long")  # fmt: skip
 SHAPES: dict[str, Sequence[str]] = {
     "`model=tiny`, 512 tokens": ("data.max_length=512",),
     "4 layers, 512 wide, 1024 tokens": ("data.max_length=1024", "model.layers=4", "model.hidden_size=512",

@@ -114,6 +114,7 @@ class Trial:
         ring = self.machine.ring
         return [
             "model=hf", f"model.path={self.folder}", "logger=none", "train.precision=bf16", "train.batch_size=2",
+            "train.micro_batch_size=1",
             "train.max_steps=10", "data=synthetic", f"data.max_length={self.length}", f"parallel.ring_size={ring}",
             f"launch.nproc={ring}", *option.words,
         ]  # fmt: skip

@@ -91,7 +91,7 @@ def rows() -> Iterator[Row]:
         for (trained, reference), words in KINDS.items():
             for ring in RINGS:
                 batch = f"train.batch_size={2 * RANKS // ring}"  # two micro-batches of a pair
-                cfg = compose_config([*COMMON, *words, f"parallel.ring_size={ring}", batch])
+                cfg = compose_config([*COMMON, *words, f"parallel.ring_size={ring}", batch, "train.micro_batch_size=1"])
                 step = on_ranks(measured, RANKS, cfg)
                 held, rank = int(step["memory/tensors_peak_bytes"]), int(step["memory/tensors_peak_rank"])
                 found.append((trained, reference, ring, held, Asked(cfg, gpu=False, rank=rank)))
