@@ -136,3 +136,24 @@ def test_no_length_is_tried_that_is_far_longer_than_what_is_known() -> None:
     assert after(step, 2 * step) == 2 * fit.LEAP * step
     assert after(step // 2) == fit.LEAP * step // 2
     assert after(longest // 4, longest // 2) == longest
+
+
+def both(cfg: Config) -> tuple[fit.Longest, fit.Longest]:
+    """Find the longest sequence, and the longest pair that shares its prompt."""
+    from rlexp.training.model.loading import load_config
+
+    model = load_config(cfg.model, cfg.data.max_length)
+    ((asked, longest),) = at_once([fit.predict_and_fit(cfg, model)], 2)
+    (sharing,) = at_once([fit.fit_sharing(cfg, model, longest, asked)], 2)
+    return longest, sharing
+
+
+@pytest.mark.slow
+def test_a_pair_that_shares_its_prompt_may_be_nearly_twice_as_long() -> None:
+    """Where a sequence is, it is there twice. A shared prompt is there once, with two answers."""
+    sizes = ("engine=torch", "parallel=ring2", "launch.nproc=2", "hardware.memory_gib=1", "hardware.reserve_gib=0",
+             "data.max_length=8192")  # fmt: skip
+    longest, sharing = alone(both, elsewhere(*sizes, "model.layers=2"))
+    assert sharing.exact
+    assert fit.CLOSE * fit.GIB < sharing.peak <= fit.GIB
+    assert 1.8 * longest.tokens < sharing.tokens < 2.6 * longest.tokens
