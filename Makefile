@@ -80,6 +80,8 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.attention --write docs/measured/attention.md
 	$(BIN)/python -m bench.pairs $(BEFORE) --write docs/measured/attention.md
 	$(BIN)/python -m bench.traffic --write docs/layouts.md
+	$(BIN)/python -m bench.sharing --write docs/sharing.md
+	$(BIN)/python -m bench.dealing --write docs/sharing.md
 	$(BIN)/python -m bench.families --write docs/models.md
 	$(BIN)/python -m bench.report_picture --write docs/report.png
 	$(BIN)/python -m bench.checkpoint --write docs/measured/benchmarks.md

@@ -1,7 +1,7 @@
 """Time what the dealer makes of short pairs on a ring of 8, and how evenly two replicas work.
 
-    python -m bench.dealing                             print both tables; ten minutes on two cores
-    python -m bench.dealing --write docs/measured/benchmarks.md
+    python -m bench.dealing                             print both tables; a quarter of an hour on two cores
+    python -m bench.dealing --write docs/sharing.md
 
 On eight ranks, pairs with HH-RLHF's lengths are trained by a ring of 8 and by eight rings of 1. Nothing is chosen by
 hand; beside it, the ring has one pair at a time. A ring sends keys and values that rings of 1 do not send, and each
@@ -32,8 +32,8 @@ from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import run_ranks
 
 LLAMA = Shape("a Llama of 12 million parameters", 320, 864, 8, 2, 8192, 6)
-RANKS, PAIRS, ANSWERS, UNIT = 8, 64, 64, 16  # UNIT: tokens of an answer of length 1
-STEPS, ROUNDS = 3, 3
+RANKS, PAIRS, ANSWERS, UNIT = 8, 64, 64, 4  # UNIT: tokens of an answer of length 1
+STEPS, ROUNDS = 1, 3  # after a first step, which is not counted
 AUTO, BY_ONE = ("train.micro_batch_size=auto",), ("train.micro_batch_size=1",)
 
 Lengths = Sequence[tuple[int, ...]]  # of each example: its prompt's, and its answers'
@@ -90,8 +90,8 @@ def replicas(folder: str, rounds: int) -> str:
     """Compare the work of two replicas, by the formula and by the processor."""
     draw = np.random.default_rng(0)
     cases = {
-        "1 to 100, uniform": draw.integers(1, 101, ANSWERS * STEPS),
-        "one in ten of 100, the others of 10": np.where(np.arange(ANSWERS * STEPS) % 10 == 0, 100, 10),
+        "1 to 100, uniform": draw.integers(1, 101, ANSWERS * (STEPS + 1)),
+        "one in ten of 100, the others of 10": np.where(np.arange(ANSWERS * (STEPS + 1)) % 10 == 0, 100, 10),
     }
     lines = [f"| {ANSWERS} answers a step, lengths (× {UNIT} tokens) | busier / other replica, by the formula | "
              f"by processor time |", "| --- | ---: | ---: |"]  # fmt: skip

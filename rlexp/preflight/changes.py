@@ -18,7 +18,7 @@ from rlexp.base.errors import ConfigError, first_line
 from rlexp.config.checks.across_fields import check_engine
 from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
-from rlexp.config.checks.micro_batches import BUDGET, longest_sample, tokens_of_fullest
+from rlexp.config.checks.micro_batches import BUDGET, at_once, longest_sample
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.schema import Checkpointing, Config, Device, EngineName, LoraConfig, Offload
 from rlexp.config.schema.loss_terms import compares
@@ -205,7 +205,7 @@ def _with_less_at_once(cfg: Config) -> Iterator[tuple[str, Config]]:
 
 def fewer_tokens(cfg: Config) -> Iterator[tuple[str, Config]]:
     """Yield micro-batches of half the tokens, and so on, down to the longest sample."""
-    tokens, least = tokens_of_fullest(cfg), longest_sample(cfg)
+    tokens, least = at_once(cfg).tokens, longest_sample(cfg)
     while tokens is not None and tokens > least:
         tokens = max(tokens // 2, least)
         train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens)

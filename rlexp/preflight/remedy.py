@@ -39,12 +39,15 @@ Result = Found | Exception
 @dataclass(frozen=True)
 class Taken:
     """A configuration with the engine that a run takes. `chosen` says why, and `others` are the engines that were tried
-    too, where engine=auto was given; else nothing has been predicted yet."""
+    too, where engine=auto was given. `found` is None where nothing but a build was predicted."""
 
     cfg: Config
     chosen: str | None = None
     others: Sequence[Change] = ()
     found: Found | None = None
+
+    def fits(self, limit: int) -> bool:
+        return self.found is not None and self.found.prediction.peak.bytes <= limit
 
 
 def first_that_fits(cfg: Config, model: Any) -> Calls:
@@ -53,19 +56,30 @@ def first_that_fits(cfg: Config, model: Any) -> Calls:
 
     A task of `children.at_once`; the result is a `Taken`.
     """
-    taken: Taken = yield from _first_engine(cfg, model)
-    fewer = [each for _, each in fewer_tokens(taken.cfg)] if cfg.train.max_tokens_per_micro_batch is None else []
+    fewer = [each for _, each in fewer_tokens(cfg)] if cfg.train.max_tokens_per_micro_batch is None else []
     if not fewer:
+        return (yield from _first_engine(cfg, model))
+    limit = room(cfg)
+    taken: Taken = yield from _predicted(cfg, model)
+    if taken.found is None or taken.fits(limit):  # None: what is built is too large by itself
         return taken
-    (result,) = (taken.found,) if taken.found else (yield [attempt(taken.cfg, model, room(cfg))])
+    taken = yield from _predicted(fewer[-1], model)
+    if not taken.fits(limit):
+        return taken
+    more = [dataclasses.replace(each, engine=taken.cfg.engine) for each in fewer[:-1]]
+    results: Sequence[Result] = yield [attempt(each, model, limit) for each in more]
+    tried = zip(more, map(whole, results), strict=True)
+    several = [dataclasses.replace(taken, cfg=each, found=found) for each, found in tried]
+    return next((each for each in several if each.fits(limit)), taken)
+
+
+def _predicted(cfg: Config, model: Any) -> Calls:
+    """Return the run with the engine that it takes, and its prediction where its build alone fits."""
+    if cfg.engine.chosen is not None:
+        return (yield from _first_engine(cfg, model))
+    (result,) = yield [attempt(cfg, model, room(cfg))]
     found = whole(result)
-    if found.prediction.peak.bytes <= room(cfg):
-        return dataclasses.replace(taken, found=found)
-    results: Sequence[Result] = yield [attempt(each, model, room(cfg)) for each in fewer]
-    pairs = [(each, whole(result)) for each, result in zip(fewer, results, strict=True)]
-    fitting = [pair for pair in pairs if pair[1].prediction.peak.bytes <= room(cfg)]
-    less, found = (fitting or pairs[-1:])[0]
-    return dataclasses.replace(taken, cfg=less, found=found)
+    return Taken(cfg, found=None if found.prediction.build_alone else found)
 
 
 def _first_engine(cfg: Config, model: Any) -> Calls:

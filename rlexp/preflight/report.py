@@ -133,7 +133,7 @@ def _length(found: Longest | str) -> str:
 
 def _of_pair(found: Longest | None) -> str:
     """Say how long the prompt and the answers of a pair are."""
-    if found is None or not found.tokens:
+    if found is None or found.tokens <= ANSWERS:
         return "" if found is None else f"{'none':>16}"
     return f"{found.tokens - ANSWERS:>16,} + 2 × {ANSWERS:,}{'' if found.exact else '  or more'}"
 

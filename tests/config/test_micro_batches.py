@@ -25,7 +25,11 @@ GRPO = ("loss=grpo", "reward.rule=length", "launch.device=cpu")
 def test_nobody_has_to_choose() -> None:
     """There is room for the longest pair, which is two sequences, and for what keeps a device busy."""
     assert at_once(compose_config(["launch.device=cpu"])) == AtOnce(tokens=ON_CPU)
-    assert at_once(compose_elsewhere(["hardware=h100", "launch.nproc=1"])) == AtOnce(tokens=ON_GPU)
+    many = ("hardware=h100", "launch.nproc=1", "train.batch_size=64")
+    assert at_once(compose_elsewhere([*many])) == AtOnce(tokens=ON_GPU)
+    assert at_once(compose_elsewhere([*many, "launch.nproc=8", "train.batch_size=32"])) == AtOnce(
+        tokens=4096
+    )  # four pairs
     long = ("launch.device=cpu", "data.max_length=32000")
     assert at_once(compose_config([*long])) == AtOnce(tokens=64000)
     assert at_once(compose_config([*long, "loss=sft"])) == AtOnce(tokens=32000)
@@ -46,7 +50,14 @@ def test_scoring_has_a_size_of_its_own() -> None:
         (("train.micro_batch_size=2",), [300, 300], 8),
         (("train.max_tokens_per_micro_batch=600",), [300], 16),
         (("train.max_tokens_per_micro_batch=1500",), [300, 300, 150], 6),  # 2.5 pairs at once
-        (("train.max_tokens_per_micro_batch=1500", "train.batch_size=2"), [300, 300], 1),
+        (("train.max_tokens_per_micro_batch=1500", "train.batch_size=2"), [300, 300, 150], 1),
+        (("train.max_tokens_per_micro_batch=400",), [200], 16),  # a pair that shares its prompt
+        (("train.batch_size=3",), [300, 300, 300], 1),
+        (
+            ("loss=grpo", "reward.rule=length", "train.max_tokens_per_micro_batch=1000", "rollout.max_new_tokens=64"),
+            [300, 300, 300, 100],
+            4,
+        ),
         (("train.max_tokens_per_micro_batch=750", "parallel=ring2", "launch.nproc=4"), [300, 300, 150], 3),
         (("data.packing=false",), [300], 16),
         (("loss=sft", "train.max_tokens_per_micro_batch=1000"), [300, 300, 300, 100], 4),
@@ -64,7 +75,7 @@ def test_the_fullest_micro_batch(words: tuple[str, ...], lengths: list[int], cou
         (("train.max_tokens_per_micro_batch=600", "data.packing=false"), "data.packing=true, or train.micro_batch"),
         (("train.micro_batch_size=many",), "must be a whole number of samples, or auto"),
         (("train.micro_batch_size=0",), "train.micro_batch_size=0: must be at least 1"),
-        (("train.grad_acc=2",), "is derived, and comes to what each step has"),
+        (("train.grad_acc=2",), "is derived, and with train.micro_batch_size=auto each step has its own"),
         (("launch.nproc=16",), "train.batch_size=8: 16 replicas need a sample each at least. Use train.batch_size=16"),
         ((*GRPO, "train.max_tokens_per_micro_batch=100", "parallel=ring2"), "max_tokens_per_micro_batch=256 or more"),
     ],

@@ -89,7 +89,7 @@ def test_the_longest_fits_on_the_rank_that_is_fuller_there(monkeypatch: pytest.M
     """Under ZeRO-1 the last rank holds most of short sequences here, and the last but one of long ones."""
     ranks = {7: Memory(50 * GIB, 0, 20_000), 6: Memory(49 * GIB, 0, 25_000), 0: Memory(40 * GIB, 0, 20_000)}
 
-    def predicted(cfg: Config, _model: Any, rank: int, *_: Any) -> Any:
+    def predicted(cfg: Config, _model: Any, rank: int, *_: Any, **__: Any) -> Any:
         yield []
         found = ranks[rank].at(cfg.data.max_length)
         return dataclasses.replace(found, prediction=dataclasses.replace(found.prediction, rank=rank))

@@ -34,12 +34,15 @@ def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
     """It fits, a rank keeps its half of the sequence, and the host waits for nothing in a micro-batch. A ring of one,
     whose two replicas cannot share 3 pairs, is named with the reason."""
     file = tmp_path / "answer.json"
-    words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=torch", "train.batch_size=3")
+    words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=torch", "train.batch_size=3",
+             "train.micro_batch_size=1")  # fmt: skip
     told = preflight(*words, "--json", str(file), fresh=False)
     assert "\nfits: " in told.stdout
+    assert "and a pair that shares its prompt" in told.stdout
     assert "train.batch_size=3: 2 replicas × train.micro_batch_size=1 need a multiple of 2." in told.stdout
     answer = json.loads(file.read_text(encoding="utf-8"))
     assert answer["fits"]
+    assert answer["longest_sharing"]["2"]["tokens"] > 1.5 * answer["longest"]["2"]["tokens"]
     assert 0 < answer["peak_gib"] < answer["room_gib"]
     assert answer["sharding"]["share"] == 1 / 2
     assert answer["sharding"]["whole"] == {}

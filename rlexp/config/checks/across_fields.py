@@ -116,8 +116,12 @@ def _check_derived(cfg: Config) -> None:
         ("rollout.minibatches", cfg.rollout.minibatches, minibatches(cfg), "rollout.batch_size or train.batch_size"),
     ):
         if value != derived:
-            comes = "to what each step has" if derived is None else f"to {derived}"
-            raise ConfigError(f"{key}={value}: is derived, and comes {comes}. Set {instead} instead.")
+            if derived is None:
+                raise ConfigError(
+                    f"{key}={value}: is derived, and with train.micro_batch_size=auto each step has its own. Leave it "
+                    f"out, or set train.micro_batch_size=NUMBER."
+                )
+            raise ConfigError(f"{key}={value}: is derived, and comes to {derived}. Set {instead} instead.")
 
 
 def check_engine(cfg: Config) -> None:

@@ -11,6 +11,7 @@ from rlexp.config.schema.row_kinds import SIDES
 # Tokens of a rank that keep its device busy, where nobody says how many: with fewer, what a forward pass costs apart
 # from its tokens shows in the time; with more, only memory grows.
 ON_CPU, ON_GPU = 4096, 16384
+UNPACKED = 8  # samples that are scored at once, each padded to the longest
 BUDGET = "train.max_tokens_per_micro_batch"
 
 
@@ -31,15 +32,20 @@ def at_once(cfg: Config) -> AtOnce:
 def scoring_at_once(cfg: Config) -> AtOnce:
     """Return how much of what it drew a ring scores at once."""
     size = cfg.rollout.score_batch_size
-    return _by_tokens(cfg) if size is None else AtOnce(samples=size)
+    if size is not None or not cfg.data.packing:
+        return AtOnce(samples=size or UNPACKED)
+    given = cfg.train.max_tokens_per_micro_batch
+    return AtOnce(tokens=max(usual_tokens(cfg), longest_sample(cfg)) if given is None else given)
 
 
 def _by_tokens(cfg: Config) -> AtOnce:
-    """What is not said is enough for the longest sample, which needs that memory anyway."""
+    """What is not said is enough for the longest sample, which needs that memory anyway; and no more than a replica's
+    share of the longest samples."""
     if not cfg.data.packing:
         return AtOnce(samples=1)  # every sequence is as long as the longest: few tokens would be real
-    given = cfg.train.max_tokens_per_micro_batch
-    return AtOnce(tokens=max(usual_tokens(cfg), longest_sample(cfg)) if given is None else given)
+    given, longest = cfg.train.max_tokens_per_micro_batch, longest_sample(cfg)
+    most = min(max(usual_tokens(cfg), longest), _of_replica(cfg) * longest)
+    return AtOnce(tokens=most if given is None else given)
 
 
 def usual_tokens(cfg: Config) -> int:
@@ -67,14 +73,7 @@ def micro_batches(cfg: Config) -> int:
 
 def fullest_micro_batch(cfg: Config) -> list[int]:
     """Return the samples of a micro-batch than which none holds more, each by the length of its sequences."""
-    return longest_lengths(cfg, at_once(cfg))[: _of_replica(cfg)]
-
-
-def tokens_of_fullest(cfg: Config) -> int | None:
-    """Return the tokens that a rank holds of the fullest micro-batch; None where samples are counted."""
-    if at_once(cfg).tokens is None:
-        return None
-    return -(-_sequences(cfg) * sum(fullest_micro_batch(cfg)) // cfg.parallel.ring_size)
+    return longest_lengths(cfg, at_once(cfg))
 
 
 def tokens_of_ring(cfg: Config) -> int | None:
@@ -91,7 +90,7 @@ def longest_lengths(cfg: Config, most: AtOnce) -> list[int]:
         return [longest] * most.samples
     assert most.tokens is not None
     whole, rest = divmod(most.tokens * cfg.parallel.ring_size, sequences * longest)
-    return [longest] * max(1, whole) + [rest // sequences] * (rest // sequences > least)
+    return [longest] * whole + [rest // sequences] * (not whole or rest // sequences > least)
 
 
 def _of_replica(cfg: Config) -> int:
@@ -126,8 +125,8 @@ def check_micro_batches(cfg: Config) -> None:
     size, tokens, ring = cfg.train.micro_batch_size, cfg.train.max_tokens_per_micro_batch, cfg.parallel.ring_size
     if isinstance(size, str) and size != AUTO:
         raise ConfigError(
-            f"train.micro_batch_size={size}: must be a whole number of samples, or auto, which fills micro-batches by "
-            f"tokens."
+            f"train.micro_batch_size={size!r}: must be a whole number of samples, or auto, which fills "
+            f"micro-batches by tokens."
         )
     if tokens is None:
         return

@@ -54,7 +54,7 @@ class RolloutConfig:
     # rollout.max_new_tokens; null: no limit
     micro_batch_tokens: int | None = number(None, least=1)
     # answers in one forward pass of a ring, when answers are scored; null: as many tokens as
-    # train.max_tokens_per_micro_batch says
+    # train.max_tokens_per_micro_batch says, or 8 answers without data.packing
     score_batch_size: int | None = number(None, least=1)
     max_new_tokens: int = number(64, least=1)  # limit on the tokens of an answer
     # the logits are divided by it, in sampling and in training

@@ -91,7 +91,7 @@ def drawn_at_once(cfg: Config) -> int:
 
 def scored_at_once(cfg: Config) -> int:
     """Return the longest samples that a ring scores at once."""
-    return longest_lengths(cfg, scoring_at_once(cfg)).count(cfg.data.max_length)
+    return max(1, longest_lengths(cfg, scoring_at_once(cfg)).count(cfg.data.max_length))
 
 
 def smaller(cfg: Config) -> Iterator[str]:
@@ -200,14 +200,21 @@ class ShortScorer(Scorer):
 
     def _count(self, mine: Sequences) -> int:
         """Return how many packs the run has."""
-        room, longest = self.dealer.room, sum(map(len, mine[0]))
-        return -(-self.samples // (room.units or max(1, (room.tokens or 0) // longest)))
+        return -(-self.samples // len(self._prompts(mine)))
+
+    def _prompts(self, mine: Sequences) -> list[int]:
+        """Return the lengths of the prompts of the longest samples that fill a pack."""
+        (prompt, answer), room = mine[0], self.dealer.room
+        if room.tokens is None:
+            return [len(prompt)] * (room.units or 1)
+        whole, rest = divmod(room.tokens, len(prompt) + len(answer))
+        return [len(prompt)] * max(1, whole) + [rest - len(answer)] * (whole > 0 and rest > len(answer))
 
     def _whole(self, mine: Sequences) -> tuple[Sequences, int]:
-        packs = self._count(mine)
-        two = max(len(mine), min(packs, 2) * -(-self.samples // packs))
-        alike = [mine[number % len(mine)] for number in range(two)]
-        return [(np.full_like(prompt, number), answer) for number, (prompt, answer) in enumerate(alike)], 0
+        packs, prompts = self._count(mine), self._prompts(mine)
+        each = min(len(prompts), self.samples) if self.dealer.room.tokens is not None else -(-self.samples // packs)
+        lengths = [prompts[number % len(prompts)] for number in range(max(len(mine), min(packs, 2) * each))]
+        return [(np.full(length, number, dtype=np.int32), mine[0][1]) for number, length in enumerate(lengths)], 0
 
 
 class AlikeRollouts(Rollouts):

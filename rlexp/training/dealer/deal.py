@@ -32,7 +32,7 @@ Unit = Sequence[Ids]  # the sequences that a loss reads together
 Places = tuple[int, ...]  # of units in their batch
 TOKEN, USUAL = 6, 2048  # see above; the width of heads where it is not known
 AT_ONCE = 1 << 24  # tokens that are dealt together, where they are no train batch
-EVEN = 1.02  # the busiest replica over the mean, with which we are content
+EVEN = 1.02  # the busiest replica's work over the mean of all, with which we are content
 
 
 def unit_of(example: Answered) -> Unit:
@@ -146,11 +146,14 @@ class Dealer:
         for place, size in enumerate(sizes):
             if not self.room.has(1, size):
                 raise TooLargeError(place, size.tokens)
-        runs = sorted(
-            self._measured(self._cut(self._runs(units), sizes), units),
-            key=lambda run: (-self.work(run.size), run.places),
-        )
-        return self._dealt(runs, units)
+        runs = self._measured(self._cut(self._runs(units), sizes), units)
+        return self._dealt(self._heaviest_first(runs), units)
+
+    def with_room_for(self, tokens: int) -> Dealer:
+        """Return a dealer whose packs have room for so many tokens at least."""
+        if self.room.tokens is None or self.room.tokens >= tokens:
+            return self
+        return dataclasses.replace(self, room=Room(tokens=tokens))
 
     def work(self, size: Size) -> int:
         return self.token * size.tokens + size.pairs
@@ -215,19 +218,44 @@ class Dealer:
     # ---- packs ----
 
     def _dealt(self, runs: Sequence[_Run], units: Sequence[Unit]) -> Dealt:
-        """Give runs out to few packs, equally many for each replica. A replica has one pack more than it needs, or one
-        in eight more, where replicas are more even for it."""
+        """Give runs out to few packs, equally many for each replica. Where the busiest replica has less to do for it,
+        runs are cut, which share less then."""
         if self.room.units is not None:
             share = -(-len(units) // self.replicas)
             dealt = self._filled(runs, max(1, -(-share // self.room.units)), units)
             assert dealt is not None  # there is a place for each unit, and runs may be cut
             return dealt
+        mean = sum(self.work(run.size) for run in runs) / self.replicas
+        best = self._by_tokens(runs, units, mean)
+        for parts in (1, 2, 4):  # of a replica's work
+            if max(best.work) <= EVEN * mean:
+                break
+            dealt = self._by_tokens(self._lighter(runs, mean / parts, units), units, mean)
+            best = dealt if max(dealt.work) < max(best.work) else best
+        return best
+
+    def _lighter(self, runs: Sequence[_Run], most: float, units: Sequence[Unit]) -> list[_Run]:
+        """Cut runs that have more work than a limit."""
+        found, waiting = list[_Run](), [*runs]
+        while waiting:
+            run = waiting.pop()
+            halves = run.halves() if self.work(run.size) > most else ()
+            waiting += self._measured(halves, units)
+            found += () if halves else (run,)
+        return self._heaviest_first(found)
+
+    def _heaviest_first(self, runs: Iterable[_Run]) -> list[_Run]:
+        return sorted(runs, key=lambda run: (-self.work(run.size), run.places))
+
+    def _by_tokens(self, runs: Sequence[_Run], units: Sequence[Unit], mean: float) -> Dealt:
+        """Give runs out to as few packs as can be; a replica has one more, or one in eight more, if that is more
+        even."""
         fewest, best = self._fewest(runs, units)
         for each in range(fewest + 1, fewest + max(1, fewest // 8) + 1):
-            if best.skew <= EVEN:
+            if max(best.work) <= EVEN * mean:
                 break
             dealt = self._filled(runs, each, units)
-            best = dealt if dealt is not None and dealt.skew < best.skew else best
+            best = dealt if dealt is not None and max(dealt.work) < max(best.work) else best
         return best
 
     def _fewest(self, runs: Sequence[_Run], units: Sequence[Unit]) -> tuple[int, Dealt]:

@@ -50,7 +50,8 @@ class Phases:
         self._step = 0
         self._phase = ""
         self._packs: Sequence[int] = ()  # the tokens of each of the step's micro-batches, once they are known
-        self._place = 0  # of the one at hand
+        self._place = 0  # of the one at hand; after the last their number
+        self._within_pack = False
         self._began = 0.0  # when the first began
         self._pace: float | None = None  # seconds that a token took in the last step
         self.watch: Callable[[dict[str, Any]], None] = lambda _facts: None  # called with what is told
@@ -75,11 +76,12 @@ class Phases:
 
     @contextlib.contextmanager
     def micro_batch(self, place: int) -> Iterator[None]:
-        """Stand around all that is done for a micro-batch."""
-        before, self._place = self._place, place
+        """Stand around all that is done for a micro-batch. The next one is loaded within it."""
+        within, self._within_pack, before = self._within_pack, True, self._place
+        self._place = place
         with contextlib.nullcontext() if self._count is None else self._count.micro_batch(place):
             yield
-        self._place = before
+        self._within_pack, self._place = within, before if within else place + 1
 
     @contextlib.contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
@@ -119,7 +121,8 @@ class Phases:
         done, whole, pace = sum(self._packs[: self._place]), sum(self._packs), self._pace
         if pace is None and done:
             pace = (time.time() - self._began) / done
-        return {"pack": self._place + 1, "packs": len(self._packs), "tokens": done, "of_tokens": whole,
+        packs = len(self._packs)
+        return {"pack": min(self._place + 1, packs), "packs": packs, "tokens": done, "of_tokens": whole,
                 "began": self._began, "pace": pace}  # fmt: skip
 
     def report(self, meter: Meter) -> None:

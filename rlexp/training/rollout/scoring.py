@@ -67,7 +67,9 @@ class Scorer:
         All ranks of a ring have as many packs, and those of all rings if they must go together.
         """
         whole, first = self._whole(mine)
-        packs = self.dealer.deal_all(len(whole), lambda place: [np.concatenate(whole[place])]).packs[0]
+        units = [[np.concatenate(each)] for each in whole]
+        longest = max((len(sequence) for (sequence,) in units), default=0)  # of a reward model with tokens of its own
+        packs = self.dealer.with_room_for(longest).deal_all(len(units), units.__getitem__).packs[0]
         most = torch.tensor(len(packs))
         if together and self.world.size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)

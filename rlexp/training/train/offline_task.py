@@ -256,9 +256,9 @@ class OfflineStep(Step):
     def deal(self, example: Callable[[int], Answered]) -> Dealt:
         """Deal one example for each place of the batch."""
         dealer = self.task.run.dealer
-        if self.held_out:
-            return dealer.deal_all(self.count, lambda place: unit_of(example(place)))
         try:
+            if self.held_out:
+                return dealer.deal_all(self.count, lambda place: unit_of(example(place)))
             return dealer.deal([unit_of(example(place)) for place in range(self.count)])
         except TooLargeError as error:  # one that is made of several examples
             raise DataError(error.in_words(self.task.run.cfg, example(error.place).origin)) from None

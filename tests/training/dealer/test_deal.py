@@ -84,6 +84,19 @@ def test_the_work_is_even_where_units_are_counted(count) -> None:
         assert max(work) <= 1.1 * min(work), seed
 
 
+@pytest.mark.parametrize(("beginning", "own", "most"), [(24, 200, 1.1), (1000, 200, 1.0), (2000, 20, 1.0)])
+def test_no_replica_takes_all_that_begins_alike(beginning: int, own: int, most: float) -> None:
+    """Eight samples to a prompt, or pairs after a template's first words: all fit into one pack, and replicas wait."""
+    chance = np.random.default_rng(0)
+    prompt = chance.integers(0, 1000, beginning).astype(np.int32)
+    units = [[np.concatenate((prompt, chance.integers(0, 1000, own).astype(np.int32)))] for _ in range(8)]
+    dealt = Dealer(8, Room(tokens=16384), Share(), token=12288).deal(units)
+    assert dealt.skew <= most
+    assert [len(packs) for packs in dealt.packs] == [1] * 8
+    one = Dealer(1, Room(tokens=16384), Share(), token=12288).deal(units)
+    assert (len(one.packs[0]), one.size.tokens) == (1, beginning - 1 + 8 * (own + 1))
+
+
 def test_units_that_begin_alike_are_computed_together() -> None:
     """Four prompts with four answers each, in any order."""
     chance = np.random.default_rng(0)

@@ -89,17 +89,26 @@ def test_how_far_a_step_is_is_told_while_it_goes_on(tmp_path) -> None:
     phases.begin(4)
     phases.choose([10, 20, 30])
     for place in range(3):
-        with phases.micro_batch(place), phases("forward"):
-            pass
+        with phases.micro_batch(place):
+            with phases("forward"):
+                pass
+            if place < 2:
+                with phases.micro_batch(place + 1), phases("data"):
+                    pass
+                with phases("backward"):
+                    pass
+    with phases("optimizer"):
+        pass
     assert [(each["pack"], each["packs"], each["tokens"], each["of_tokens"]) for each in told] == [
-        (1, 3, 0, 60), (2, 3, 10, 60), (3, 3, 30, 60)
+        (1, 3, 0, 60), (2, 3, 10, 60), (1, 3, 0, 60), (2, 3, 10, 60), (3, 3, 30, 60), (2, 3, 10, 60), (3, 3, 30, 60),
+        (3, 3, 60, 60),
     ]  # fmt: skip
-    assert [each["pace"] is None for each in told] == [True, False, False]
-    assert last_seen(tmp_path, 0) == "in step 4, pack 3 of 3, in its forward phase"
+    assert [each["pace"] is None for each in told] == [place in (0, 2) for place in range(8)]
+    assert last_seen(tmp_path, 0) == "in step 4, pack 3 of 3, in its optimizer phase"
     (line,) = read(tmp_path)
     line |= {"began": 100.0, "pace": 2.0}
     assert seconds_in_step(line, 130.0) == 30.0
-    assert within_step(line, 130.0) == "pack 3 of 3, forward, 30 of 60 tokens, 90 s left of the step"
+    assert within_step(line, 130.0) == "pack 3 of 3, optimizer, 60 of 60 tokens, 90 s left of the step"
     phases.report(Meter(World(0, 1, ALONE), torch.device("cpu")))
     assert "packs" not in told[-1]
     assert seconds_in_step(told[-1], 130.0) == 0.0

@@ -2,7 +2,11 @@
 
 const STATUS_ICONS = { finished: "check", running: "dot", stopped: "square", failed: "cross", skipped: "skip" };
 const RANK_SIZES = [["world_size", "ranks"], ["ring_size", "ring"], ["dp_size", "dp"]];
-const BATCH_SIZES = [["micro_batch_size", "micro-batch"], ["grad_acc", "accumulation"]];
+const BATCH_SIZES = [
+  ["micro_batch_size", "micro-batch"],
+  ["max_tokens_per_micro_batch", "tokens of a rank"],
+  ["grad_acc", "accumulation"],
+];
 
 function statusCells({ status, reason }) {
   const image = icon(STATUS_ICONS[status] ?? "dash");
