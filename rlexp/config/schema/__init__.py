@@ -225,7 +225,7 @@ class TrainConfig:
     # samples in one optimizer step, on all devices together: pairs with a loss over pairs, else answers
     batch_size: int = number(8, least=1, most=MANY)
     # samples in one forward pass of one replica; auto: as many as train.max_tokens_per_micro_batch has room for
-    micro_batch_size: str | int = number(AUTO, least=1, most=MANY)
+    micro_batch_size: int | str = number(AUTO, least=1, most=MANY)
     # tokens that a rank holds in one forward pass, a shared one counted once; null: enough for the longest sample, and
     # at least 4096 on CPU, 16384 on a GPU, if a replica's samples can be as many
     max_tokens_per_micro_batch: int | None = number(None, least=1)

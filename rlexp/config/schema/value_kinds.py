@@ -53,7 +53,8 @@ def in_words(hint: Any) -> str:
     plain, optional = _unwrapped(hint)
     origin = typing.get_origin(plain)
     if isinstance(plain, types.UnionType):
-        words = ", or ".join(in_words(each) for each in typing.get_args(plain))
+        kinds = sorted(typing.get_args(plain), key=lambda each: each in (int, float))  # bounds are said behind numbers
+        words = ", or ".join(map(in_words, kinds))
     elif origin is list:
         words = _LIST
     elif origin is dict:
