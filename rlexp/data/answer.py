@@ -19,7 +19,7 @@ from rlexp.data.rings import rings_of
 from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
-from rlexp.training.dealer.deal import without_room
+from rlexp.training.dealer.of_run import without_room
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import kind_read, sampler_of

@@ -19,8 +19,9 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import Ring, counted
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit, dealer_of
+from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit
 from rlexp.training.dealer.forest import Share
+from rlexp.training.dealer.of_run import dealer_of, too_large
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
@@ -74,7 +75,7 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...
             try:
                 dealt = each.dealer.deal_all(len(units), units.__getitem__)
             except TooLargeError as error:
-                shapes[each.size] = error.in_words(each.cfg, examples[error.place].origin)
+                shapes[each.size] = too_large(error, each.cfg, examples[error.place].origin)
                 continue
             seen[each.size].packs += len(dealt.packs[0])
             for places in chain.from_iterable(dealt.packs):

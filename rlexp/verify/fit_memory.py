@@ -30,7 +30,8 @@ from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
-from rlexp.training.dealer.deal import dealer_of, unit_of
+from rlexp.training.dealer.deal import unit_of
+from rlexp.training.dealer.of_run import dealer_of
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
 from rlexp.training.model.prepared import prepared

@@ -30,7 +30,8 @@ from rlexp.data.sharing import hashes
 from rlexp.data.visible import visible
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
-from rlexp.training.dealer.deal import dealer_of, unit_of
+from rlexp.training.dealer.deal import unit_of
+from rlexp.training.dealer.of_run import dealer_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer

@@ -6,8 +6,7 @@ lie next to each other in an order of all units, so a run of neighbours shares w
 pack is full, and given out from the heaviest on: each to the replica with the least work so far, and there to the pack
 with the least work that has room.
 
-The work of a pack is `token` × its tokens + the pairs of a query and a key that it sees: a layer of a common model has
-as many operations for a token as for 6 × heads × head size pairs.
+The work of a pack is `token` × its tokens + the pairs of a query and a key that it sees (`of_run.py` knows the model).
 """
 
 from __future__ import annotations
@@ -20,17 +19,12 @@ from itertools import pairwise
 
 import numpy as np
 
-from rlexp.config.checks.layout import Heads
-from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample
-from rlexp.config.checks.sharing import shares
-from rlexp.config.schema import Config
 from rlexp.training.dealer.forest import Share, common, shared
 from rlexp.training.ring.slices import seen
 from rlexp.training.types import Answered, Ids
 
 Unit = Sequence[Ids]  # the sequences that a loss reads together
 Places = tuple[int, ...]  # of units in their batch
-TOKEN, USUAL = 6, 2048  # see above; the width of heads where it is not known
 AT_ONCE = 1 << 24  # tokens that are dealt together, where they are no train batch
 EVEN = 1.02  # the busiest replica's work over the mean of all, with which we are content
 
@@ -40,52 +34,12 @@ def unit_of(example: Answered) -> Unit:
     return [np.concatenate((example.prompt, answer)) for answer, _ in example.answers]
 
 
-def dealer_of(cfg: Config, heads: Heads | None, replicas: int) -> Dealer:
-    """Return the dealer of a run, whose model has such heads if they are known."""
-    width = heads.queries * heads.size if heads else USUAL
-    return Dealer(replicas, room_of(cfg, at_once(cfg)), Share() if shares(cfg) else None, TOKEN * width)
-
-
-def room_of(cfg: Config, most: AtOnce) -> Room:
-    """Return how much a pack of a ring takes."""
-    return Room(most.samples, None if most.tokens is None else most.tokens * cfg.parallel.ring_size)
-
-
 class TooLargeError(Exception):
     """A unit that no pack has room for."""
 
     def __init__(self, place: int, tokens: int) -> None:
         super().__init__(f"unit {place}: {tokens} tokens")
         self.place, self.tokens = place, tokens
-
-    def in_words(self, cfg: Config, origin: str) -> str:
-        ring, most = cfg.parallel.ring_size, at_once(cfg).tokens
-        ranks = f" on each of {ring} ranks" if ring > 1 else ""
-        return (
-            f"{origin}: has {self.tokens:,} tokens, and {BUDGET}={most}{ranks} has no room for them. Use "
-            f"{BUDGET}={-(-self.tokens // ring)} or more, leave it out, or limit the sequences: data.max_length with "
-            f"data.too_long=drop or data.too_long=truncate."
-        )
-
-
-def without_room(cfg: Config, examples: Iterable[Answered]) -> str | None:
-    """Say which is the largest example that no pack of a run has room for; None if all fit."""
-    given = cfg.train.max_tokens_per_micro_batch
-    if given is None or given >= longest_sample(cfg):
-        return None
-    dealer = dealer_of(cfg, None, 1)
-    room = dealer.room.tokens or 0
-    largest, origin = TooLargeError(0, 0), ""
-    for example in examples:
-        answers = [len(answer) for answer, _ in example.answers]
-        if sum(answers) + len(answers) * len(example.prompt) <= room:
-            continue  # even if they share nothing
-        try:
-            dealer.deal([unit_of(example)])
-        except TooLargeError as error:
-            if error.tokens > largest.tokens:
-                largest, origin = error, example.origin
-    return largest.in_words(cfg, origin) if largest.tokens else None
 
 
 @dataclass(frozen=True)
@@ -375,18 +329,6 @@ class Dealt:
     def skew(self) -> float:
         """The work of the busiest replica over the mean."""
         return max(self.work) * len(self.work) / sum(self.work) if any(self.work) else 1.0
-
-
-def shared_in_words(dealer: Dealer, units: Sequence[Unit]) -> str | None:
-    """Say what the packs of some units share; None if nothing."""
-    dealt = dealer.deal(units).size
-    alone = sum((Size.of(range(len(each))) for unit in units for each in unit), Size())
-    if dealt == alone:
-        return None
-    return (
-        f"{dealt.tokens:,} tokens stand for {alone.tokens:,}, and attention has {dealt.pairs / alone.pairs:.0%} of the "
-        f"query-key pairs"
-    )
 
 
 @dataclass(frozen=True)

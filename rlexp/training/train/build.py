@@ -35,7 +35,7 @@ from rlexp.config.schema import (
 from rlexp.config.schema.losses import CriticName
 from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.dataset.sampler import total_steps
-from rlexp.training.dealer.deal import dealer_of
+from rlexp.training.dealer.of_run import dealer_of
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine

@@ -20,7 +20,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RewardConfig, RolloutEngine
 from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.dataset.sampler import Sampler
-from rlexp.training.dealer.deal import room_of
+from rlexp.training.dealer.of_run import room_of
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.base import Engine
 from rlexp.training.model.export import has_other_names, save_description

@@ -29,7 +29,8 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.dealer.deal import Dealt, TooLargeError, shared_in_words, unit_of, without_room
+from rlexp.training.dealer.deal import Dealt, TooLargeError, unit_of
+from rlexp.training.dealer.of_run import shared_in_words, too_large, without_room
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.model.head import Entropy
@@ -261,7 +262,7 @@ class OfflineStep(Step):
                 return dealer.deal_all(self.count, lambda place: unit_of(example(place)))
             return dealer.deal([unit_of(example(place)) for place in range(self.count)])
         except TooLargeError as error:  # one that is made of several examples
-            raise DataError(error.in_words(self.task.run.cfg, example(error.place).origin)) from None
+            raise DataError(too_large(error, self.task.run.cfg, example(error.place).origin)) from None
 
     def example(self, place: int) -> Answered:
         return self.examples[self.batch.indices[place]]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from rlexp.config.load import compose_config
-from rlexp.training.dealer.deal import dealer_of, unit_of
+from rlexp.training.dealer.deal import unit_of
+from rlexp.training.dealer.of_run import dealer_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.train.examples import longest_examples, sharing_examples
 
