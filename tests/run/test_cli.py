@@ -28,7 +28,7 @@ TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "grad_norm", "learning_rate"),
     *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "tflops", "epoch", "global_step"),
-    *("ring_tokens", "ring_bytes", "ring_balance", "grad_acc", "micro_batches"),
+    *("ring_tokens", "ring_bytes", "ring_balance", "grad_acc", "micro_batches", "shared_tokens", "replica_skew"),
 }
 MEMORY, TENSORS = (
     {
@@ -46,7 +46,7 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
                    "data.size=40", "data.eval_size=2")  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert "ring of 4 (zigzag direct, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
-    assert "batch 4 = 1 replica × micro-batch 1 × 4 accumulation steps" in answer.stderr
+    assert "batch 4 on 1 replica, in micro-batches of up to " in answer.stderr
     assert f"done: {tmp_path}/run" in answer.stderr
     assert "Warning" not in answer.stderr
     rows = rows_of(tmp_path / "run")
@@ -69,7 +69,8 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
     assert run["steps"] == 2
     assert "Writing" not in answer.stderr
     assert type(rows[0]["train/tokens"]) is int
-    sizes = {"world_size": 4, "ring_size": 4, "dp_size": 1, "batch_size": 4, "micro_batch_size": 1, "grad_acc": 4}
+    sizes = {"world_size": 4, "ring_size": 4, "dp_size": 1, "batch_size": 4, "micro_batch_size": "auto",
+             "max_tokens_per_micro_batch": 1024, "grad_acc": None}  # fmt: skip
     assert run["sizes"] == sizes
     assert run["versions"]["torch"]
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
