@@ -45,7 +45,8 @@ def _head(answer: Answer) -> Iterator[str]:
         f"CUDA, NCCL and fragmentation"
     )
     yield (
-        f"  {batch_in_words(cfg)}, {micro_batches(cfg)} a step; every sequence {cfg.data.max_length:,} tokens, "
+        f"  {batch_in_words(cfg)}{f', {micro_batches(cfg)} a step' if train.grad_acc is None else ''}; "
+        f"every sequence {cfg.data.max_length:,} tokens, "
         f"{task_class(cfg.loss).longest_in_words(cfg)}"
     )
     yield from _rollout(cfg)

@@ -82,7 +82,7 @@ def test_each_phase_has_its_own_peak(tmp_path) -> None:
 
 
 def test_how_far_a_step_is_is_told_while_it_goes_on(tmp_path) -> None:
-    """Of three packs: 10 of 60 tokens are done when the second begins. The next step knows how long a token takes."""
+    """Three packs have 60 tokens: 10 are done when the second begins. The next step knows how long a token takes."""
     phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 0).tell)
     told: list[dict[str, Any]] = []
     phases.watch = told.append
