@@ -135,6 +135,9 @@ def _arguments() -> argparse.Namespace:
         prog="python -m bench.beside_trl", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", choices=tuple(LINES), nargs="+", help="these sections")
+    parser.add_argument(
+        "--without", nargs="+", default=[], help="leave out variants whose names have one of these in them"
+    )
     parser.add_argument("--write", type=Path, help="put the sections into this page, between their markers")
     parser.add_argument("--commit", help="the commit to name, where git cannot tell")
     parser.add_argument("--profile", action="store_true", help="profile rlexp alone, and compare nothing")
@@ -145,7 +148,8 @@ def _arguments() -> argparse.Namespace:
 def section(name: str, on: Machine, folder: str, options: argparse.Namespace) -> list[str]:
     """Measure a line, print it and write it. Return what is wrong in it."""
     line, began = LINES[name], time.monotonic()
-    compared = compare(line, on, folder)
+    chosen = [each for each in VARIANTS if not any(word in each.key for word in options.without)]
+    compared = compare(line, on, folder, chosen)
     text = "\n".join([*_about(on, compared.work), "", *compared.table(), "", *compared.words()])
     kind = "Rehearsed on a CPU, which says nothing of a GPU," if options.rehearse else "Measured"
     signed = (
