@@ -22,7 +22,8 @@ import numpy as np
 from rlexp.launch.joining import RankSpec
 
 LR, BETA = 1e-6, 0.1
-FIRST = ("loss", "logps/chosen", "logps/rejected")  # what is compared of the first step
+LOGPS = ("logps/chosen", "logps/rejected")
+FIRST = ("loss", *LOGPS)  # what is compared of the first step
 OUR_WEIGHTS = "bfloat16; float32 masters, AdamW in float32"
 ON_CPU = "float32, AdamW in float32"
 Lengths = tuple[int, int, int]  # tokens of a prompt, and of its two answers
@@ -117,8 +118,9 @@ def run_variant(spec: RankSpec, variant: Variant, work: Work, profiled: bool = F
         torch.cuda.set_device(0)
     watch = Watch(work, profiled=profiled)
     more = (_ours if variant.trainer == "rlexp" else _theirs)(spec, variant, work, watch)
-    peak = torch.cuda.max_memory_allocated() if work.device == "cuda" else None
-    return {"seconds": watch.seconds, "peak": peak, "kinds": watch.kinds, **more}
+    if work.device == "cpu":
+        more["peak"] = None
+    return {"seconds": watch.seconds, "kinds": watch.kinds, **more}
 
 
 class Watch:
@@ -173,15 +175,17 @@ def _ours(spec: RankSpec, variant: Variant, work: Work, watch: Watch) -> Result:
     task = build(cfg, probing=unprobed, task_of=functools.partial(_given, work),
                  sources=Sources(tokenizer=lambda _: None))  # fmt: skip
     first: dict[str, float] = {}
+    peak = 0.0
     for step in range(1, work.warm_up + work.steps + 1):
         row = train_step(task, step)
         first = first or row
+        peak = max(peak, row["memory/peak_bytes"])
         watch.ended()
     kernel = task.run.kernel.name
     task.close()
     leave_world()
     return {"first": {name: first[f"train/{name}"] for name in FIRST}, "attention": kernel,
-            "tflops": row["train/tflops"]}  # fmt: skip
+            "tflops": row["train/tflops"], "peak": peak}  # fmt: skip
 
 
 def composed(variant: Variant, work: Work) -> Any:
@@ -233,7 +237,8 @@ def _theirs(_spec: RankSpec, variant: Variant, work: Work, watch: Watch) -> Resu
         logged = next(entry for entry in trainer.state.log_history if "logps/chosen" in entry)
     del model
     gc.collect()
-    return {"first": {name: float(logged[name]) for name in FIRST}, "attention": variant.attention}
+    peak = torch.cuda.max_memory_allocated() if work.device == "cuda" else None
+    return {"first": {name: float(logged[name]) for name in FIRST}, "attention": variant.attention, "peak": peak}
 
 
 def _trainer(model: Any, tokenizer: Any, variant: Variant, work: Work, folder: str) -> Any:
