@@ -30,7 +30,7 @@ from rlexp.config.schema.rollouts import RewardConfig
 
 GROUPS = ("data", "loss", "optim", "model", "adapter", "reference")
 # keys that runs of older versions have not written down, with what they meant
-LATER = {"data.unpair": False, "adapter.name": "none"}
+LATER = {"data.unpair": False, "adapter.name": "none", "optim.min_lr_ratio": 0.0}
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
     *(
@@ -38,7 +38,7 @@ FREE = (
         "data.share_prefix",
         "data.cache",
         "data.workers",
-        "model.suggested_lr",
+        "model.suggested_lr",  # of older versions
         "model.trust_remote_code",
         "model.fused",
     ),

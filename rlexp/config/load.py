@@ -24,7 +24,7 @@ from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import KINDS, Config, Device, launcher_keys
-from rlexp.config.schema.keys import about_unknown, all_keys
+from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
@@ -74,7 +74,8 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
             raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
     given = [each.partition("=")[0] for each in overrides]
     stored = OmegaConf.create(dict(plain))
-    known = {group: dict(plain[group]) for group in OF_CURVE if plain.get(group)}
+    known = {group: {leaf: value for leaf, value in plain[group].items() if f"{group}.{leaf}" not in GONE}
+             for group in OF_CURVE if plain.get(group)}  # fmt: skip
     data = known.get("data", {})
     options = [f"{group}={keys['name']}" for group, keys in known.items() if keys.get("name") and group not in given]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -199,6 +200,9 @@ def from_file(path: Path) -> Config:
 def from_plain(plain: Any) -> Config:
     """Return the typed object again, from the result of `to_plain`."""
     plain = OmegaConf.create(plain)
+    for key in GONE:
+        group, _, leaf = key.partition(".")
+        plain[group].pop(leaf, None)
     base = OmegaConf.structured(Config)
     for group, kinds in KINDS.items():
         base[group] = OmegaConf.structured(kinds[plain[group].name])

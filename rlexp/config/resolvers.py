@@ -15,6 +15,7 @@ from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_without_torch, visible_gpus
 from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root, experiments, own_conf_dir
+from rlexp.config.rates import default_critic_rate, default_rate
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.cadence import BEFORE_END, seconds
 from rlexp.config.schema.losses import LossConfig
@@ -148,6 +149,8 @@ def register() -> None:
         "rlexp_own_conf": lambda: str(own_conf_dir()),
         "rlexp_smollm2": smollm2_folder,
         "rlexp_nproc": default_nproc,
+        "rlexp_lr": default_rate,
+        "rlexp_critic_lr": default_critic_rate,
         "rlexp_precision": default_precision,
         "rlexp_engine": default_engine,
         "rlexp_reference": default_reference,

@@ -7,6 +7,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Callable
+from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from rlexp.config.explain import explain
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import KINDS
-from rlexp.config.schema.cadence import save_cadence
+from rlexp.config.schema.cadence import Cadence, eval_cadence, save_cadence
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")
@@ -426,6 +427,13 @@ REFUSALS = [
     ("checkpoint.save_every=10x", "checkpoint.save_every=10x: must be a number of steps (50), or a time"),
     ("checkpoint.save_every=0", "greater than 0"),
     ("checkpoint.save_every=1.5", "must be a number of steps"),
+    ("train.eval_every=10m", "train.eval_every=10m: must be a number of steps (50), or a share or number of epochs"),
+    ("train.eval_every=0epoch", "train.eval_every=0epoch: must be a number of steps"),
+    ("optim.warmup_ratio=1.5", "optim.warmup_ratio=1.5: must be at least 0 and at most 1, or null."),
+    ("optim.warmup_ratio=0.1 optim.warmup_steps=10", "optim.warmup_steps=10 says how long the warm-up is, too."),
+    ("optim.warmup_start=0", "there is no warm-up that it could begin"),
+    ("optim.min_lr_ratio=0.1 optim.decay=constant", "optim.decay=constant ends nowhere"),
+    ("model.suggested_lr=1e-5", "Say optim.lr=RATE."),
     ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
     ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
     ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
@@ -443,10 +451,25 @@ def test_engines_and_checkpoints_are_checked_before_a_process_starts(overrides: 
     assert said in str(error.value)
 
 
-def test_a_cadence_is_steps_or_time() -> None:
-    assert save_cadence(compose_config(["checkpoint.save_every=50"]).checkpoint.save_every) == (50, None)
-    assert save_cadence(compose_config(["checkpoint.save_every=10m"]).checkpoint.save_every) == (None, 600.0)
-    assert save_cadence(compose_config(["checkpoint.save_every=null"]).checkpoint.save_every) == (None, None)
+@pytest.mark.parametrize(("said", "cadence"), [
+    ("50", Cadence(steps=50)), ("10m", Cadence(seconds=600.0)), ("null", Cadence()),
+    ("0.25 epoch", Cadence(epochs=Fraction(1, 4))), ("2epochs", Cadence(epochs=Fraction(2))),
+])  # fmt: skip
+def test_a_cadence_is_steps_epochs_or_time(said: str, cadence: Cadence) -> None:
+    assert save_cadence(compose_config([f"checkpoint.save_every={said}"]).checkpoint.save_every) == cadence
+    if cadence.seconds is None:
+        assert eval_cadence(compose_config([f"train.eval_every={said}"]).train.eval_every) == cadence
+
+
+def test_a_share_of_an_epoch_is_due_at_the_first_step_at_or_after_it() -> None:
+    every = Cadence(epochs=Fraction("0.25"))
+    assert [step for step in range(1, 21) if every.due(step, 10)] == [3, 5, 8, 10, 13, 15, 18, 20]
+    assert [step for step in range(1, 5) if every.due(step, 2)] == [1, 2, 3, 4]  # two shares fall into each step
+    assert [step for step in range(1, 40) if Cadence(epochs=Fraction(2)).due(step, 7)] == [14, 28]
+    third = Cadence(epochs=Fraction("0.1"))  # in floats, three tenths of ten steps are more than three
+    assert [step for step in range(1, 11) if third.due(step, 10)] == list(range(1, 11))
+    said = [each.in_words(10) for each in (every, Cadence(epochs=Fraction(1)), Cadence(steps=1), Cadence(seconds=90.0))]
+    assert said == ["every 0.25 epoch (2 or 3 steps)", "every epoch (10 steps)", "every 1 step", "every 90s"]
 
 
 def test_what_deepspeed_knows_is_passed_on_or_refused_with_a_reason() -> None:

@@ -97,7 +97,7 @@ def untied(place: Path) -> Path:
 
 
 def hf(path: Path, **keys: Any) -> HFModelConfig:
-    return HFModelConfig(path=str(path), suggested_lr=0.0, **keys)
+    return HFModelConfig(path=str(path), **keys)
 
 
 def made(cfg: HFModelConfig) -> Path:

@@ -23,7 +23,16 @@ from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
-from rlexp.config.schema import Checkpointing, Config, Device, HFModelConfig, LoggerName, TinyModelConfig
+from rlexp.config.schema import (
+    Checkpointing,
+    Config,
+    Decay,
+    Device,
+    HFModelConfig,
+    LoggerName,
+    OptimConfig,
+    TinyModelConfig,
+)
 from rlexp.config.schema.bounds import as_typed, check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.schema.data import RowsDataConfig
@@ -43,6 +52,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_micro_batches(cfg)
     _check_derived(cfg)
     _check_memory(cfg)
+    _check_schedule(cfg.optim)
     check_engine(cfg)
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
@@ -70,6 +80,24 @@ def _check_memory(cfg: Config) -> None:
             f"memory.checkpointing={as_typed(cfg.memory.checkpointing)}: must be one of {names} (true is full, false "
             f"is none). For example: memory.checkpointing=attention."
         ) from None
+
+
+def _check_schedule(optim: OptimConfig) -> None:
+    if optim.warmup_ratio is not None and optim.warmup_steps:
+        raise ConfigError(
+            f"optim.warmup_ratio={optim.warmup_ratio}: optim.warmup_steps={optim.warmup_steps} says how long the "
+            f"warm-up is, too. Leave out one of them."
+        )
+    if optim.warmup_start is not None and not optim.warmup_steps and not optim.warmup_ratio:
+        raise ConfigError(
+            f"optim.warmup_start={optim.warmup_start}: there is no warm-up that it could begin. Give "
+            f"optim.warmup_steps=N or optim.warmup_ratio=0.1, or leave it out."
+        )
+    if optim.min_lr_ratio and optim.decay not in (Decay.linear, Decay.cosine):
+        raise ConfigError(
+            f"optim.min_lr_ratio={optim.min_lr_ratio}: is where optim.decay=linear or optim.decay=cosine end, and "
+            f"optim.decay={optim.decay.value} ends nowhere. Leave it out, or use one of the two."
+        )
 
 
 def _check_launch(cfg: Config) -> None:

@@ -6,11 +6,13 @@ import itertools
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
+from rlexp.config.schema.cadence import eval_cadence
 from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.schema.data_sources import has_held_out
 
 
 def check_evaluation(cfg: Config) -> None:
+    eval_cadence(cfg.train.eval_every)
     if cfg.train.eval_every is not None:
         refuse_nothing_held_out(cfg, f"train.eval_every={cfg.train.eval_every}", "leave train.eval_every out")
     if cfg.eval.before_training:

@@ -164,6 +164,8 @@ class Decay(Enum):
     constant = "constant"  # it does not fall
     linear = "linear"  # along a straight line
     cosine = "cosine"  # along half a period of a cosine
+    # as 1 / √step, from the end of the warm-up on; without a warm-up as if it had taken 10,000 steps
+    inverse_sqrt = "inverse_sqrt"
 
 
 class WandbMode(Enum):
@@ -236,8 +238,9 @@ class TrainConfig:
     max_steps: int | None = number(None, least=1)
     epochs: int | None = number(None, least=1)  # the run ends after this many passes over the data
     precision: Precision = MISSING  # the numbers that the model computes with; fp64 needs engine=torch or engine=fsdp2
-    # number of steps between evaluations on the held-out rows; also evaluated after the last step; null: never
-    eval_every: int | None = number(None, least=1)
+    # steps (50) or epochs (0.25 epoch) between evaluations on the held-out rows; also evaluated after the last step;
+    # null: never
+    eval_every: int | str | None = number(None, least=1)
     # stop after this many steps of this launch, and save, even if the run is not complete; to continue, repeat the
     # command with the same `hydra.run.dir`
     stop_after: int | None = number(None, least=1)
@@ -282,14 +285,21 @@ class EngineConfig:
 @dataclass
 class OptimConfig:
     name: OptimName = OptimName.adamw  # the optimizer, chosen by optim=NAME
-    lr: float = number(MISSING, least=0)  # learning rate after the warm-up
+    # learning rate after the warm-up; the default follows from the loss and from what is trained
+    lr: float = number(MISSING, least=0)
     # AdamW's two decay rates, of the mean of gradients and of their squares; each at least 0 and less than 1
     betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
     eps: float = number(1e-8, least=0)  # added to AdamW's divisor, so that it is not 0
     weight_decay: float = number(0.0, least=0)  # decay of matrices; biases and the gains of norms do not decay
     # first steps, in which the learning rate rises in a straight line to optim.lr
     warmup_steps: int = number(0, least=0)
-    decay: Decay = Decay.linear  # how the learning rate falls after the warm-up, to 0 at the end of the run
+    # the same as a share of the planned steps, rounded up; a run that continues keeps the steps that it came to
+    warmup_ratio: float | None = number(None, least=0, most=1)
+    # share of optim.lr that the first step of a warm-up has; 0: it trains nothing, as in transformers' schedules; null:
+    # as much as each further step adds
+    warmup_start: float | None = number(None, least=0, most=1)
+    decay: Decay = Decay.linear  # how the learning rate falls after the warm-up, until the end of the run
+    min_lr_ratio: float = number(0.0, least=0, most=1)  # share of optim.lr that it falls to, linearly or by a cosine
     # the whole gradient is scaled down to this norm if it is larger; 0: never
     max_grad_norm: float = number(1.0, least=0)
 
@@ -339,7 +349,8 @@ class ExportDtype(Enum):
 
 @dataclass
 class CheckpointConfig:
-    save_every: str | None = "30m"  # steps (50) or time (30s, 10m, 2h) between two checkpoints; null: at the end only
+    # steps (50), epochs (0.25 epoch) or time (30s, 10m, 2h) between two checkpoints; null: at the end only
+    save_every: str | None = "30m"
     # newest checkpoints to keep; older ones are removed once a newer one is complete
     keep_last: int = number(2, least=1)
     # further checkpoints to keep: the best ones by checkpoint.best_metric. A step that is among them is always saved

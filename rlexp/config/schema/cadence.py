@@ -1,31 +1,98 @@
-"""Cadences and lengths of time: `50` steps, `10m`, `4h`."""
+"""Cadences and lengths of time: `50` steps, `0.25 epoch`, `10m`, `4h`."""
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass
+from fractions import Fraction
 
 from rlexp.base.errors import ConfigError
 
 BEFORE_END = 30  # seconds between the end of launch.grace_seconds and the end of a cluster's job
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_NUMBER = r"(\d{1,9}(?:\.\d{1,9})?)"
 
 
 def seconds(key: str, value: str) -> float:
     """Convert `"90m"`, `"4h"` or `"2d"` to seconds."""
-    time = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd])", str(value).strip())
+    time = re.fullmatch(rf"{_NUMBER}([smhd])", str(value).strip())
     if not time or float(time[1]) == 0:
         raise ConfigError(f"{key}={value}: must be a time greater than 0 with its unit. For example: {key}=90m.")
     return float(time[1]) * _UNITS[time[2]]
 
 
-def save_cadence(value: str | None) -> tuple[int | None, float | None]:
-    """Return (steps, None) for `50`, (None, seconds) for `"10m"`, and (None, None) for null."""
-    if value is None:
-        return None, None
-    cadence = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([smhd]?)", str(value).strip())
-    if not cadence or float(cadence[1]) == 0 or (not cadence[2] and not cadence[1].isdecimal()):
+@dataclass(frozen=True)
+class Cadence:
+    """How often something is done: every so many steps, epochs or seconds, of which one is given; or never."""
+
+    steps: int | None = None
+    epochs: Fraction | None = None
+    seconds: float | None = None
+
+    def due(self, step: int, steps_per_epoch: int) -> bool:
+        """Return whether a step is the first at or after a multiple of the steps or of the share of an epoch."""
+        each = self._in_steps(steps_per_epoch)
+        return each is not None and step // each > (step - 1) // each
+
+    def in_words(self, steps_per_epoch: int) -> str:
+        """`every 0.25 epoch (12 or 13 steps)`"""
+        each = self._in_steps(steps_per_epoch)
+        if each is None:
+            return "never" if self.seconds is None else f"every {shown_time(self.seconds)}"
+        if self.epochs is None:
+            return f"every {plural(self.steps or 0, 'step')}"
+        low, high = max(1, math.floor(each)), math.ceil(each)
+        steps = plural(high, "step") if low == high else f"{low} or {plural(high, 'step')}"
+        share = f"{float(self.epochs):g}"
+        return f"every {'epoch' if share == '1' else share + ' epoch' + 's' * (self.epochs > 1)} ({steps})"
+
+    def _in_steps(self, steps_per_epoch: int) -> Fraction | None:
+        if self.steps is not None:
+            return Fraction(self.steps)
+        return None if self.epochs is None else self.epochs * steps_per_epoch
+
+
+def shown_time(length: float) -> str:
+    """`30m`, `90s`"""
+    unit = next(unit for unit in reversed(_UNITS) if length % _UNITS[unit] == 0 or unit == "s")
+    return f"{length / _UNITS[unit]:g}{unit}"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'s' * (count != 1)}"
+
+
+def save_cadence(value: str | None) -> Cadence:
+    """Read `checkpoint.save_every`: `50`, `"0.25 epoch"` or `"10m"`."""
+    found = _read(value)
+    if found is None:
         raise ConfigError(
-            f"checkpoint.save_every={value}: must be a number of steps (50), or a time with its unit (30s, 10m, 2h), "
-            f"greater than 0. Use null to save at the end only."
+            f"checkpoint.save_every={value}: must be a number of steps (50), a share or number of epochs (0.25 epoch), "
+            f"or a time with its unit (30s, 10m, 2h), greater than 0. Use null to save at the end only."
         )
-    return (None, float(cadence[1]) * _UNITS[cadence[2]]) if cadence[2] else (int(cadence[1]), None)
+    return found
+
+
+def eval_cadence(value: int | str | None) -> Cadence:
+    """Read `train.eval_every`: `50` or `"0.25 epoch"`."""
+    found = _read(value)
+    if found is None or found.seconds is not None:
+        raise ConfigError(
+            f"train.eval_every={value}: must be a number of steps (50), or a share or number of epochs (0.25 epoch), "
+            f"greater than 0. Use null to evaluate never."
+        )
+    return found
+
+
+def _read(value: int | str | None) -> Cadence | None:
+    """Return None for what is no cadence."""
+    if value is None:
+        return Cadence()
+    found = re.fullmatch(rf"{_NUMBER} ?([smhd]|epochs?)?", str(value).strip())
+    if not found or float(found[1]) == 0:
+        return None
+    count, unit = found[1], found[2]
+    if unit is None:
+        return Cadence(steps=int(count)) if count.isdecimal() else None
+    return Cadence(seconds=float(count) * _UNITS[unit]) if unit in _UNITS else Cadence(epochs=Fraction(count))

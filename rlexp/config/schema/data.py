@@ -65,9 +65,11 @@ class SyntheticDataConfig(DataConfig):
 class RowsDataConfig(DataConfig):
     """Keys that all data sets of rows share."""
 
-    # number of rows that are held out and not trained on, the same ones with any `seed`; not with eval_path or
-    # eval_split
-    eval_size: int = number(0, least=0)
+    # rows that are held out and not trained on, the same ones with any `seed`: a number (200), or a share (0.05) of
+    # those that are kept, rounded down and at least one; not with eval_path or eval_split
+    eval_size: int | float = number(0, least=0)
+    # read the first rows of each source alone, so many to train on and so many held out; null: all
+    max_samples: int | None = number(None, least=1)
     # columns that have other names than rlexp's fields: `data.columns.prompt=problem` reads the field `prompt` from
     # the column `problem`
     columns: dict[str, str] = field(default_factory=dict)
@@ -106,6 +108,7 @@ class SourceConfig(SplitConfig):
     path: str = MISSING  # a file, files (`'sets/*.parquet'`), a folder, or a data set of the hub
     columns: dict[str, str] = field(default_factory=dict)  # columns that have other names than rlexp's fields
     system: str | None = None  # the system prompt of this source's conversations without one; null: data.system
+    max_samples: int | None = number(None, least=1)  # the first rows of this source alone; null: data.max_samples
     # share of the samples, relative to the other sources' weights; if no source has a weight, every row is taken
     weight: float | None = number(None, above=0)
 

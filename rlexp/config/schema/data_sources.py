@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Any
 
 from rlexp.base.errors import ConfigError
@@ -74,6 +75,11 @@ def check_sources(cfg: RowsDataConfig) -> None:
             f"{bare[0].key}.weight: has no value, and other sources have one. Give every source a weight, or none: "
             f"then all their rows are taken."
         )
+    if isinstance(cfg.eval_size, float) and cfg.eval_size >= 1:
+        raise ConfigError(
+            f"data.eval_size={cfg.eval_size}: a share of the rows must be less than 1, and a number of rows is whole. "
+            f"Use data.eval_size=0.05 or data.eval_size={round(cfg.eval_size)}."
+        )
     if cfg.eval_size and has_held_out(cfg, sized=False):
         raise ConfigError(
             f"data.eval_size={cfg.eval_size}: holds out some of the rows to train on, and others are held out already. "
@@ -129,6 +135,11 @@ def _check_columns(key: str, columns: dict[str, str]) -> None:
             raise ConfigError(
                 f"{key}.{ours}={theirs}: no such field.{suggestion(ours, list(FIELDS))} Fields: {', '.join(FIELDS)}."
             )
+
+
+def held_out_of(eval_size: float, rows: int) -> int:
+    """Return how many of the rows `data.eval_size` holds out: a share is rounded down, and is at least one row."""
+    return eval_size if isinstance(eval_size, int) else max(1, int(Fraction(str(eval_size)) * rows)) if eval_size else 0
 
 
 def has_held_out(cfg: RowsDataConfig, *, sized: bool = True) -> bool:

@@ -13,6 +13,9 @@ LAUNCHER = "hydra.launcher."
 PAGE = "docs/keys.md"
 APPENDED = ("experiment", "sweep")  # groups outside the defaults list
 NAMED = 4  # of the options that have a key
+GONE = {  # keys of older versions, with what stands for them now
+    "model.suggested_lr": "is gone: optim.lr follows from the loss and from what is trained. Say optim.lr=RATE.",
+}
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
@@ -47,6 +50,8 @@ def about_unknown(key: str) -> str:
         near = suggestion(key, launcher_keys()) or f" {PAGE} lists the keys of launchers."
         return f"{key}: no such key.{near} Give other options of sbatch in {LAUNCHER}additional_parameters."
     keys = all_keys()
+    if key in GONE:
+        return f"{key}: {GONE[key]}"
     if key in APPENDED:
         return f"{key}: is appended to the configuration: say +{key}=NAME."
     if keys.get(key):

@@ -38,7 +38,6 @@ class FusedName(Enum):
 class ModelConfig:
     name: str = MISSING  # the kind of the model, chosen by model=NAME
     seed: int = 0  # fixes the random weights of model=tiny; other models are read from files
-    suggested_lr: float = number(MISSING, least=0)  # the default of optim.lr
     # parameters that are not trained, by name: `['model.embed_tokens.*', 'model.layers.0.*']`
     freeze: list[str] = field(default_factory=list)
     fused: FusedName = FusedName.auto  # whether what lies between matrix products is computed by fused kernels

@@ -6,6 +6,8 @@ Hydra checks what a command line gives; what an interpolation comes to is only k
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import types
 import typing
 from collections.abc import Iterator
@@ -70,8 +72,7 @@ def _unwrapped(hint: Any) -> tuple[Any, bool]:
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
     if type(None) not in kinds:
         return hint, False
-    (plain,) = [each for each in kinds if each is not type(None)]
-    return plain, True
+    return functools.reduce(operator.or_, [each for each in kinds if each is not type(None)]), True
 
 
 def check_kinds(node: Any, prefix: str = "") -> None:

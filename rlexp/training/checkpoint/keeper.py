@@ -40,11 +40,12 @@ class Keeper:
         asked: Callable[[], signal.Signals | None],
         say: Callable[[str], None],
         saved: Callable[[int, Path], None],
+        steps_per_epoch: int,
         saved_step: int = 0,
     ) -> None:
         self._cfg, self._saver, self._world, self._device, self._run_dir = cfg, saver, world, device, run_dir
         self._describe, self._asked, self._say, self._saved = describe, asked, say, saved
-        self._steps, self._seconds = save_cadence(cfg.save_every)
+        self._every, self._steps_per_epoch = save_cadence(cfg.save_every), steps_per_epoch
         self._since = time.monotonic()
         self._prepared = False
         self._saved_step = saved_step
@@ -61,8 +62,7 @@ class Keeper:
         self._prepared = True
         if self._saver.pending and not writing:
             self._settle()
-        every = self._steps is not None and step % self._steps == 0
-        if every or clock or self._is_best(score):
+        if self._every.due(step, self._steps_per_epoch) or clock or self._is_best(score):
             self._save(step, score)
         return signal.Signals(stop) if stop else None
 
@@ -97,7 +97,8 @@ class Keeper:
     def _agree(self) -> tuple[int, bool, bool]:
         """Agree, in one reduction a step, on any rank's signal, rank 0's clock, and whether any rank still writes."""
         asked = self._asked()
-        due = self._seconds is not None and time.monotonic() - self._since >= self._seconds
+        every = self._every.seconds
+        due = every is not None and time.monotonic() - self._since >= every
         mine = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
         wishes = torch.tensor(mine, device=self._device)
         if self._world.size > 1:

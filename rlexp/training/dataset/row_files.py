@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import codecs
 import io
+import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -205,6 +206,17 @@ def together(rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: C
             first, taken, size = first + len(taken), [], 0
     if taken:
         yield Part(first, taken, done(first - 1 + len(taken)))
+
+
+def rows_in(part: Part) -> int:
+    """Count the rows of a part: all but blank lines."""
+    return sum(not isinstance(row, bytes) or bool(row.strip()) for row in part.rows)
+
+
+def of_first(part: Part, count: int) -> Part:
+    """Return the part with its first rows alone, so many of them."""
+    places = (at for at, row in enumerate(part.rows, 1) if not isinstance(row, bytes) or row.strip())
+    return replace(part, rows=part.rows[: next(itertools.islice(places, count - 1, None))])
 
 
 def parsed(part: Part) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:

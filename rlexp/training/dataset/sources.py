@@ -22,7 +22,7 @@ from rlexp.config.schema.data_sources import NamedSource
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import hub
 from rlexp.training.dataset.recipe import Names, Recipe
-from rlexp.training.dataset.row_files import READ, Unreadable, parsed, parts_of
+from rlexp.training.dataset.row_files import READ, Unreadable, of_first, parsed, parts_of, rows_in
 from rlexp.training.dataset.row_shapes import recognised
 from rlexp.training.dataset.store_making import Work
 from rlexp.training.dataset.tokenize_worker import PartOf
@@ -119,6 +119,7 @@ class Tokenizing:
             ) from None
         names = Names(opened.names)
         cfg, source = self.cfg, split.source
+        first = source.cfg.max_samples or cfg.max_samples
         system = source.cfg.system or cfg.system
         encoder = Encoder(
             RowTokenizer(self.tokenizer, use_template=cfg.template is TemplateUse.auto),
@@ -147,12 +148,13 @@ class Tokenizing:
             "template": [cfg.template.value, cfg.template_options],
             "length": [cfg.max_length, cfg.too_long.value, self.room],
             "bad_rows": cfg.bad_rows.value,
+            **({} if first is None else {"max_samples": first}),
         }
         key = hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
         workers = workers_of(cfg.workers)
         return key, Work(
             split.path,
-            opened.parts,
+            lambda: first_rows(opened.parts(), first),
             opened.size,
             names,
             recipe,
@@ -176,6 +178,17 @@ class Tokenizing:
                     f"data.template_options.{name}={value}: the chat template has no variable of this name. Look it up "
                     f"in the template, or leave it out."
                 )
+
+
+def first_rows(parts: Iterator[PartOf], count: int | None) -> Iterator[PartOf]:
+    """Yield the parts of the first rows, so many of them; None: all."""
+    for file, part in parts:
+        rows = rows_in(part) if count is not None else 0
+        if count is not None and rows >= count:
+            yield file, of_first(part, count)
+            return
+        yield file, part
+        count = count and count - rows
 
 
 def _no_rows(split: Split, opened: Files | hub.Table) -> DataError:

@@ -35,7 +35,7 @@ from rlexp.training.types import Answered, Floats, Pack, Shard
 FORMAT = 2  # of the files, and of the code that computes what is in them
 ALIGNED = 64  # bytes
 BLOCK = 1 << 24  # bytes that are read at once
-NO_WEIGHTS = ("suggested_lr", "freeze", "chat_template", "fused")  # keys of a model
+NO_WEIGHTS = ("freeze", "chat_template", "fused")  # keys of a model
 
 
 # ---- the key ----

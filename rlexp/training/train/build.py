@@ -64,7 +64,7 @@ from rlexp.training.train.examples import read_examples, refuse_foreign_tokens
 from rlexp.training.train.operations import of_reference, of_training, peak_of
 from rlexp.training.train.parts import Run, Setting
 from rlexp.training.train.precompute import precomputed
-from rlexp.training.train.schedule import Schedule
+from rlexp.training.train.schedule import Schedule, warm_up_of
 from rlexp.training.train.task import Needs, Task
 from rlexp.training.world.groups import Ring, World, build_world
 
@@ -197,8 +197,9 @@ def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None,
 
 
 def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
-    steps = total_steps(steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
-    return Schedule(cfg.optim.lr, cfg.optim.warmup_steps, steps, cfg.optim.decay)
+    optim, steps = cfg.optim, total_steps(steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
+    warm_up = optim.warmup_steps if optim.warmup_ratio is None else warm_up_of(steps, optim.warmup_ratio)
+    return Schedule(optim.lr, warm_up, steps, optim.decay, optim.warmup_start, optim.min_lr_ratio)
 
 
 def gpu_generation(device: Device) -> int | None:

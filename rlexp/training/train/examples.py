@@ -16,7 +16,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.config.checks.micro_batches import fullest_micro_batch
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
-from rlexp.config.schema.data_sources import has_held_out, sources_of, weights_of
+from rlexp.config.schema.data_sources import has_held_out, held_out_of, sources_of, weights_of
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.mixture import Mixture
@@ -227,13 +227,13 @@ def examples_of(
     """Join the stores of all sources, and hold some examples out if others are not."""
     joined = Joined(train)
     places = None
-    if cfg.eval_size:
-        if cfg.eval_size >= len(joined):
+    if count := held_out_of(cfg.eval_size, len(joined)):
+        if count >= len(joined):
             raise ConfigError(
                 f"data.eval_size={cfg.eval_size}: {len(joined)} rows are left to train on, so it would hold out all of "
                 f"them. Use data.eval_size={max(0, len(joined) // 10)} or so."
             )
-        out = drawn(len(joined), cfg.eval_size)
+        out = drawn(len(joined), count)
         places = Places(len(joined), out, held_out=False)
     taken = Joined(train, places)
     held_out = Joined(held) if places is None else Joined(train, Places(len(joined), places.out, held_out=True))

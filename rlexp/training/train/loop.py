@@ -6,6 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rlexp.config.schema.cadence import eval_cadence
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Sinks
 from rlexp.training.train.parts import Run
@@ -38,7 +39,7 @@ def train_loop(
         values = train_step(task, step)
         position.step, position.total_tokens = step, position.total_tokens + int(values["train/tokens"])
         row = {"step": step, **values, "train/total_tokens": position.total_tokens}
-        if eval_due(run, step):
+        if eval_due(task, step):
             row |= task.evaluate(step)
         if (facts := task.news(step)) is not None:
             sinks.rollout(facts)
@@ -54,6 +55,7 @@ def last_step(run: Run, position: Position) -> int:
     return run.total_steps if stop_after is None else min(run.total_steps, position.step + stop_after)
 
 
-def eval_due(run: Run, step: int) -> bool:
-    every = run.cfg.train.eval_every
-    return every is not None and (step % every == 0 or step == run.total_steps)
+def eval_due(task: Task, step: int) -> bool:
+    every = task.run.cfg.train.eval_every
+    last = step == task.run.total_steps
+    return every is not None and (last or eval_cadence(every).due(step, task.steps_per_epoch))

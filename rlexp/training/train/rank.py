@@ -15,7 +15,9 @@ from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
 from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.model_names import called
+from rlexp.config.rates import rates_in_words
 from rlexp.config.schema import BackendName, Config, CountTensors, LoggerName
+from rlexp.config.schema.cadence import eval_cadence, save_cadence
 from rlexp.launch import run_folder
 from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
@@ -80,6 +82,7 @@ def train_watched(
     run = task.run
     first = run.world.rank == 0
     position, came_from = resume(task, run_dir)
+    run = task.run
     if position.step:
         for versions in gather_objects(versions_of(task), run.world.size):  # each machine has a cache of its own
             refuse_other_versions(run_dir, versions, cfg.resume.force)
@@ -145,6 +148,7 @@ def ledger(task: Task) -> dict[str, object]:
     run = task.run
     return {
         "steps": run.total_steps,
+        "warmup_steps": run.schedule.warmup_steps,
         "parameters": run.parameters,
         "data": {
             **task.counts(),
@@ -169,10 +173,23 @@ def header(task: Task, run_dir: Path) -> str:
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
         f"{chosen(run)}{installable(run)}{fused(run)}"
         f"  {batch_in_words(cfg)}\n"
+        f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
         f"{sharing(task)}"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
+        f"{shares_in_words(task)}"
         f"  {run_dir}\n"
     )
+
+
+def shares_in_words(task: Task) -> str:
+    """Say what shares of the data and of its epochs came to."""
+    cfg, an_epoch = task.run.cfg, task.steps_per_epoch
+    said = []
+    if isinstance(size := getattr(cfg.data, "eval_size", 0), float):
+        said.append(f"{len(task.examples.held_out):,} {task.kind}s held out (data.eval_size={size:g})")
+    cadences = {"evaluated": eval_cadence(cfg.train.eval_every), "saved": save_cadence(cfg.checkpoint.save_every)}
+    said += [f"{what} {every.in_words(an_epoch)}" for what, every in cadences.items() if every.epochs is not None]
+    return f"  {', '.join(said)}\n" if said else ""
 
 
 def trained(run: Run) -> str:

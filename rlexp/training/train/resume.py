@@ -50,11 +50,20 @@ def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
     path, saved = restored
     position = Position(saved["step"], saved["total_tokens"])
     task.restore(path, saved_task(saved), position.step)
+    keep_warm_up(task, saved)
+    run = task.run
     if not first:
         return position, ""
     rewrite(run_dir / METRICS, path / METRICS, position.step)
     notes = [*_changes(run, saved), *run_folder.read(run_dir).get("forced", [])]
     return position, "".join(f"  {line}\n" for line in (f"continues from {path}, after step {position.step}", *notes))
+
+
+def keep_warm_up(task: Task, saved: Mapping[str, Any]) -> None:
+    """Keep the steps to which a share came when the run was started: of a longer run it would be more."""
+    ratio, steps = task.run.cfg.optim.warmup_ratio, saved["schedule"]["warmup_steps"]
+    if ratio is not None and ratio == saved["config"]["optim"].get("warmup_ratio"):
+        task.run = dataclasses.replace(task.run, schedule=dataclasses.replace(task.run.schedule, warmup_steps=steps))
 
 
 def saved_task(saved: Mapping[str, Any]) -> Any:
@@ -168,6 +177,7 @@ def build_keeper(
         asked=stops.asked,
         say=say,
         saved=saved,
+        steps_per_epoch=task.steps_per_epoch,
         saved_step=position.step,
     )
 

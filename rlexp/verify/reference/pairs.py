@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -60,7 +61,8 @@ def set_of(cfg: DataConfig, kind: Kind, tokenizer: Any, *, room: int = 0) -> Exa
     train, held_out = (_kept(cfg, kind, tokenizer, room, held_out=held) for held in (False, True))
     if isinstance(cfg, RowsDataConfig) and cfg.eval_size:
         order = np.random.default_rng([HELD_OUT, len(train)]).permutation(len(train)).tolist()
-        out = set(order[: cfg.eval_size])
+        share = isinstance(cfg.eval_size, float)
+        out = set(order[: max(1, int(Decimal(str(cfg.eval_size)) * len(train))) if share else int(cfg.eval_size)])
         held_out = [each for place, each in enumerate(train) if place in out]
         train = [each for place, each in enumerate(train) if place not in out]
     sources = len(sources_of(cfg)) if isinstance(cfg, RowsDataConfig) else 1

@@ -147,7 +147,7 @@ def _of_source(cfg: RowsDataConfig, kind: Kind, number: int, source: SourceConfi
         if source.eval_path is None and source.eval_split is None:
             return []
         path, split = source.eval_path or source.path, source.eval_split or "train"
-    rows = _rows_at(path, source.subset, split, source.revision)
+    rows = _rows_at(path, source.subset, split, source.revision)[: source.max_samples or cfg.max_samples]
     system = source.system or cfg.system
     first = next((frozenset(row) for _, row in rows if isinstance(row, Mapping)), frozenset[str]())
     same = (source.columns, system, cfg.template_options, kind, first)

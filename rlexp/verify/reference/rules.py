@@ -83,14 +83,21 @@ def _next_ones(seed: int, source: int, size: int, first: int, count: int) -> lis
 
 
 def learning_rate(optim: OptimConfig, steps: int, step: int) -> float:
-    """Rise in equal steps, of which the first is above 0; then fall to 0 at the step after the last."""
-    warm = optim.warmup_steps
-    if step <= warm:
+    """Rise in equal steps, of which the first is above 0 unless it is told to begin there; then fall to the least rate
+    at the step after the last."""
+    warm = optim.warmup_steps if optim.warmup_ratio is None else math.ceil(steps * optim.warmup_ratio)
+    if step <= warm and optim.warmup_start is None:
         return optim.lr * step / (warm + 1)
+    if step <= warm:
+        return optim.lr * float(np.interp(step, [1, warm + 1], [optim.warmup_start or 0.0, 1.0]))
     left = 1.0 - (step - warm - 1) / max(1, steps - warm)
     left = max(0.0, left)
+    if optim.decay is Decay.inverse_sqrt:
+        long = warm if warm else 10_000
+        return optim.lr * math.sqrt(long / (step - 1 - warm + long))
     shapes = {Decay.constant: 1.0, Decay.linear: left, Decay.cosine: (1 + math.cos(math.pi * (1 - left))) / 2}
-    return optim.lr * shapes[optim.decay]
+    least = 1.0 if optim.decay is Decay.constant else optim.min_lr_ratio
+    return optim.lr * (least + (1.0 - least) * shapes[optim.decay])
 
 
 # ---- what a loss is given of a batch's examples ----

@@ -168,7 +168,7 @@ import os, sys
 from rlexp.config.schema import HFModelConfig
 from rlexp.training.model import {module}, prepared
 {module}.{function} = lambda *_, **__: os.kill(os.getpid(), 9)
-prepared.prepared(HFModelConfig(path=sys.argv[-1], suggested_lr=0.0, add_tokens=["<tool>"]))
+prepared.prepared(HFModelConfig(path=sys.argv[-1], add_tokens=["<tool>"]))
 """
 
 
@@ -196,7 +196,7 @@ def prepare_at_once(_spec: RankSpec, path: str) -> tuple[str, int]:
 
     prepared._make = counted
     torch.distributed.barrier()
-    return str(made(HFModelConfig(path=path, suggested_lr=0.0, add_tokens=NEW))), count
+    return str(made(HFModelConfig(path=path, add_tokens=NEW))), count
 
 
 def test_processes_that_ask_at_once_make_it_once(tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ def test_a_folder_without_a_model_is_one_message(tmp_path: Path) -> None:
 
 def test_revision_goes_to_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, asked = saved(tmp_path / "model"), []
-    cfg = HFModelConfig(path="org/name", suggested_lr=0.0, revision="v2")
+    cfg = HFModelConfig(path="org/name", revision="v2")
 
     def load(name: str, **options: Any) -> LlamaConfig:
         asked.append((name, options["revision"]))
@@ -272,7 +272,7 @@ def test_what_the_hub_lacks_is_one_message(error: Exception, monkeypatch: pytest
 
     monkeypatch.setattr(prepared, "snapshot_download", fetch)
     with pytest.raises(ModelError, match=rf"model\.path=org/name: is no folder, and cannot be fetched .*{error}"):
-        made(HFModelConfig(path="org/name", suggested_lr=0.0, add_tokens=NEW))
+        made(HFModelConfig(path="org/name", add_tokens=NEW))
 
 
 # ---- GGUF ----
