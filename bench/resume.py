@@ -142,9 +142,9 @@ def chain(places: Sequence[Where], run_dir: Path) -> Curve:
     return curve_of(run_dir)
 
 
-def run(where: Where, run_dir: Path, *more: str) -> Path:
+def run(where: Where, run_dir: Path, *more: str, base: Sequence[str] = BASE) -> Path:
     """Start or resume the run in a folder, as the command line does, but in this process."""
-    cfg = compose_config([*BASE, *where.overrides(), *more])
+    cfg = compose_config([*base, *where.overrides(), *more])
     prepare_environment(ON_CPU)
     run_folder.enter(cfg, run_dir)
     preload = (*PRELOAD, "deepspeed")

@@ -312,9 +312,7 @@ def test_a_named_model_says_what_it_is(option: str) -> None:
     assert isinstance(cfg, HFModelConfig)
     assert text.startswith(f"# {cfg.path}: ")
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
-    row = re.search(rf"^\| `{option}` \| `{cfg.path}` \| .* \| (\S+) \|$", page, re.MULTILINE)
-    assert row is not None
-    assert float(row[1]) == cfg.suggested_lr
+    assert re.search(rf"^\| `{option}` \| `{cfg.path}` \| .* \|$", page, re.MULTILINE)
     assert called(cfg) == cfg.path.rpartition("/")[2]
 
 

@@ -1,0 +1,102 @@
+"""The learning rate of each step is that of transformers' own schedulers, and its default that of the loss."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainingArguments, optimization
+
+from rlexp.config.load import compose_config
+from rlexp.config.rates import ALL_WEIGHTS, LIKE_DPO, rates_in_words
+from rlexp.config.schema import KINDS, Config
+from rlexp.training.train.build import build_schedule
+from rlexp.verify.reference.rules import learning_rate
+from tests.conftest import ROOT
+
+STEPS, LR = 23, 3e-4
+FROM_ZERO = ("optim.warmup_start=0", f"optim.lr={LR}", f"train.max_steps={STEPS}")
+Scheduler = Callable[[torch.optim.Optimizer, int], Any]
+
+
+def rates_of(scheduler: Scheduler, warm_up: int) -> list[float]:
+    """Return the rate of each step, as a trainer takes them."""
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
+    schedule = scheduler(optimizer, warm_up)
+    rates = []
+    for _ in range(STEPS):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+def ours(cfg: Config) -> list[float]:
+    schedule = build_schedule(cfg, steps_per_epoch=7)
+    return [schedule.at(step) for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize(("words", "scheduler"), [
+    (("optim.decay=linear",), lambda it, warm: optimization.get_linear_schedule_with_warmup(it, warm, STEPS)),
+    (("optim.decay=cosine",), lambda it, warm: optimization.get_cosine_schedule_with_warmup(it, warm, STEPS)),
+    (("optim.decay=constant",), optimization.get_constant_schedule_with_warmup),
+    (("optim.decay=inverse_sqrt",), optimization.get_inverse_sqrt_schedule),
+    (("optim.decay=cosine", "optim.min_lr_ratio=0.1"), lambda it, warm:
+     optimization.get_cosine_with_min_lr_schedule_with_warmup(it, warm, STEPS, min_lr_rate=0.1)),
+    (("optim.decay=linear", "optim.min_lr_ratio=0.2"), lambda it, warm:
+     optimization.get_polynomial_decay_schedule_with_warmup(it, warm, STEPS, lr_end=0.2 * LR, power=1.0)),
+], ids=["linear", "cosine", "constant", "inverse_sqrt", "cosine to a tenth", "linear to a fifth"])  # fmt: skip
+@pytest.mark.parametrize("ratio", [0.0, 0.07, 0.1, 0.5])
+def test_every_step_has_the_rate_of_transformers(words: tuple[str, ...], scheduler: Scheduler, ratio: float) -> None:
+    asked = [*FROM_ZERO, *words, f"optim.warmup_ratio={ratio}"]
+    if not ratio:
+        asked.remove("optim.warmup_start=0")
+    cfg = compose_config(asked)
+    warm_up = TrainingArguments(output_dir="nowhere", warmup_steps=ratio, use_cpu=True).get_warmup_steps(STEPS)
+    assert ours(cfg) == pytest.approx(rates_of(scheduler, warm_up), rel=1e-12, abs=1e-18)
+    by_reference = [learning_rate(cfg.optim, STEPS, step) for step in range(1, STEPS + 1)]
+    assert ours(cfg) == pytest.approx(by_reference, rel=1e-12)
+
+
+def test_a_warm_up_without_a_start_trains_in_its_first_step() -> None:
+    cfg = compose_config([f"optim.lr={LR}", f"train.max_steps={STEPS}", "optim.warmup_ratio=0.15"])
+    assert ours(cfg)[:5] == pytest.approx([LR * step / 5 for step in range(1, 6)])
+    assert ours(cfg) == ours(compose_config([f"optim.lr={LR}", f"train.max_steps={STEPS}", "optim.warmup_steps=4"]))
+
+
+# ---- the default rate ----
+
+
+def default(*words: str) -> Config:
+    return compose_config(["launch.device=cpu", "model=hf", "model.path=org/name", "data=jsonl",
+                           f"data.path={__file__}", "reward.text=e", *words])  # fmt: skip
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+@pytest.mark.parametrize("loss", sorted(KINDS["loss"]))
+def test_no_loss_is_trained_at_the_rate_of_dpo_unless_its_sources_say_so(loss: str, adapter: str) -> None:
+    rate, dpo = (default(f"loss={name}", f"adapter={adapter}").optim.lr for name in (loss, "dpo"))
+    assert rate == pytest.approx(ALL_WEIGHTS[loss] * (10 if adapter == "lora" else 1))
+    assert (rate == dpo) is (loss in LIKE_DPO)
+    assert rate > 0
+
+
+def test_the_banner_says_which_rate_nobody_stated() -> None:
+    assert rates_in_words(default("loss=sft")) == "2e-05 (default for sft on all weights)"
+    assert rates_in_words(default("loss=dpo", "adapter=lora")) == "5e-06 (default for dpo with an adapter)"
+    assert rates_in_words(default("loss=ppo")) == "1e-06 (default for ppo on all weights), the critic's 9e-06 (default)"
+    assert rates_in_words(default("loss=ppo", "optim.lr=3e-6", "loss.value_lr=2e-6")) == "3e-06, the critic's 2e-06"
+    assert rates_in_words(compose_config(["optim.lr=1e-3"])) == "0.001"
+    assert compose_config(["loss=ppo", "reward.text=e"]).loss.value_lr is None  # of random weights, the policy's
+    assert default("loss=ppo", "loss.critic=shared").loss.value_lr is None
+
+
+def test_the_page_has_the_rate_of_every_loss() -> None:
+    page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
+    rows = [line.split("|") for line in page.partition("## The learning rate")[2].partition("```bash")[0].splitlines()]
+    said = {name: (row[2].strip(), row[3].strip()) for row in rows if len(row) > 3
+            for name in re.findall(r"`(\w+)`", row[1]) if name in ALL_WEIGHTS and "critic" not in row[1]}  # fmt: skip
+    assert said == {loss: (f"{rate:g}", f"{10 * rate:g}") for loss, rate in ALL_WEIGHTS.items()}
