@@ -4,6 +4,8 @@ same bounds, is one row."""
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -167,7 +169,11 @@ def fits(owner: type, leaf: str) -> bool:
 def row(owner: type, field: dataclasses.Field[Any], defaults: Mapping[str, str], owners: tuple[str, ...]) -> Row:
     hint = typing.get_type_hints(owner)[field.name]
     bounds: Bounds | None = field.metadata.get("bounds")
-    plain = next(iter(each for each in typing.get_args(hint) if each is not NONE), hint) if _optional(hint) else hint
+    plain = (
+        functools.reduce(operator.or_, [each for each in typing.get_args(hint) if each is not NONE])
+        if _optional(hint)
+        else hint
+    )
     choices = {}
     if isinstance(plain, type) and issubclass(plain, Enum) and field.name != "name":
         choices = {each.name: meaning(plain, each.name) for each in plain}

@@ -97,6 +97,6 @@ def test_the_banner_says_which_rate_nobody_stated() -> None:
 def test_the_page_has_the_rate_of_every_loss() -> None:
     page = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     rows = [line.split("|") for line in page.partition("## The learning rate")[2].partition("```bash")[0].splitlines()]
-    said = {name: (row[2].strip(), row[3].strip()) for row in rows if len(row) > 3
-            for name in re.findall(r"`(\w+)`", row[1]) if name in ALL_WEIGHTS and "critic" not in row[1]}  # fmt: skip
+    said = {name: (row[1].strip(), row[2].strip()) for row in rows if len(row) > 3 and "critic" not in row[3]
+            for name in re.findall(r"`(\w+)`", row[3]) if name in ALL_WEIGHTS}  # fmt: skip
     assert said == {loss: (f"{rate:g}", f"{10 * rate:g}") for loss, rate in ALL_WEIGHTS.items()}
