@@ -68,7 +68,7 @@ RULES: tuple[Rule, ...] = (
     absent("peft_layer_replication peft_trainable_token_indices", "an adapter is of linear layers; adapter.also trains "
            "a module whole",
            [], {}, until="replication token_indices"),
-    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
+    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="adapter.lr_ratio"),
     absent("relora", "an adapter is not merged and begun anew (ReLoRA)", False, until="relora"),
     absent("load_in_8bit load_in_4bit gptq", adapters.QUANTIZED, False, until="quant"),
     needless("bnb_config_kwargs qlora_sharded_model_loading", adapters.OF_QUANTIZED),
@@ -111,7 +111,8 @@ RULES: tuple[Rule, ...] = (
                "for each GPU there; of all together here"),
     worked_out("num_epochs", "train.epochs", "whole passes over the data"),
     worked_out("lr_scheduler", "optim.decay", "linear, cosine, constant"),
-    absent("cosine_min_lr_ratio cosine_constant_lr_ratio", "the rate decays to 0"),
+    worked_out("cosine_min_lr_ratio", "optim.min_lr_ratio", ""),
+    absent("cosine_constant_lr_ratio", "the rate decays until the end"),
     worked_out("optimizer", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     worked_out("sequence_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("excess_length_strategy", "data.too_long", ""),
@@ -120,11 +121,10 @@ RULES: tuple[Rule, ...] = (
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
     worked_out("datasets", "data=hf, data.path or data.sources", ""),
     absent("test_datasets", "name held-out rows by data.eval_path"),
-    worked_out("val_set_size", "data.eval_size", "a number of rows"),
+    worked_out("val_set_size", "data.eval_size", "a share is rounded down here, and up there"),
     needless("dataset_prepared_path dataset_processes dataset_exact_deduplication", "rows are tokenized once and kept"),
-    absent("evals_per_epoch saves_per_epoch", "steps or times, not shares of an epoch: train.eval_every, "
-           "checkpoint.save_every",
-           0),
+    worked_out("evals_per_epoch", "train.eval_every", "a share of an epoch"),
+    worked_out("saves_per_epoch", "checkpoint.save_every", "a share of an epoch"),
     needless("flash_attention attn_implementation sdp_attention eager_attention xformers_attention",
              "the fastest kernel is taken"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage of your file chooses the engine"),
@@ -146,7 +146,7 @@ def convert(conv: Conversion) -> None:
     _ring(conv, ring)
     huggingface.sizes(conv, gpus, batch=1, name="micro_batch_size", ring=ring, ring_name="context_parallel_size")
     steps = huggingface.length(conv, 1.0)
-    huggingface.schedule(conv, steps, decay="cosine", rounded=math.floor, short=True)
+    _schedule(conv, steps)
     huggingface.optimizer(conv)
     huggingface.precision(conv, bf16=True)
     huggingface.saving(conv, steps, strategy="steps" if conv.get("save_steps") else "epoch", keep=KEPT)
@@ -177,7 +177,28 @@ def convert(conv: Conversion) -> None:
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
+    per_epoch = (("evals_per_epoch", "train.eval_every", rows), ("saves_per_epoch", "checkpoint.save_every", True))
+    for name, key, wanted in per_epoch:
+        if wanted and (times := conv.whole(name, 0, least=0)):
+            conv.put(key, "1 epoch" if times == 1 else f"1/{times} epoch", name)
+        conv.tell(Fate.NEEDLESS, name, "no rows are held out" if not wanted else "it is 0")
     _logger(conv)
+
+
+def _schedule(conv: Conversion, steps: int | None) -> None:
+    """Set decay and warm-up: by default of 3 % of the steps, at most 100, and 2 in place of 1."""
+    huggingface.schedule(conv, steps, decay="cosine", rounded=math.floor)
+    least = conv.number("cosine_min_lr_ratio", 0, least=0)
+    if least and conv.values["optim.decay"].value == "cosine":
+        conv.put("optim.min_lr_ratio", least, "cosine_min_lr_ratio")
+    if conv.get("warmup_steps") is not None or conv.get("warmup_ratio") is not None:
+        return
+    if steps is not None:
+        count = min(int(0.03 * steps), 100)
+        huggingface.warm_up(conv, "warmup_ratio", count=2 if count == 1 else count)
+        return
+    conv.put("optim.warmup_ratio", 0.03, "warmup_ratio", why="at most 100 steps there")
+    conv.put("optim.warmup_start", 0)
 
 
 def _adapter(conv: Conversion) -> None:

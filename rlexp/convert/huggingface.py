@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from enum import Enum
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlexp.convert import engines
+from rlexp.convert.read import plain
 from rlexp.convert.rules import (
     Conversion,
     ConvertError,
@@ -24,7 +24,10 @@ from rlexp.convert.rules import (
 
 KEEP_ALL = 1_000_000
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
-DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
+          "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
+          "inverse_sqrt": "inverse_sqrt"}  # fmt: skip
+NO_DECAY = "the rate decays by a line, a cosine or an inverse square root, or stays (optim.decay)"
 LOGGERS = ("wandb", "tensorboard", "trackio")
 METRICS = {
     "loss": "eval/loss",
@@ -36,14 +39,6 @@ METRICS = {
     "eval_mean_token_accuracy": "eval/mean_token_accuracy",
     "mean_token_accuracy": "eval/mean_token_accuracy",
 }
-
-
-class HeldOut(Enum):
-    """Rows to evaluate on."""
-
-    NONE = "none"
-    ROWS = "rows"
-    SHARE = "share"  # as many as a share of the rows is: unknown here
 
 
 RULES: tuple[Rule, ...] = (
@@ -58,11 +53,11 @@ RULES: tuple[Rule, ...] = (
     worked_out("adam_beta1", "optim.betas", ""),
     worked_out("adam_beta2", "optim.betas", ""),
     taken("adam_epsilon", "optim.eps", default=1e-8),
-    worked_out("lr_scheduler_type", "optim.decay", "linear, cosine, constant; with warm-up or without"),
-    absent("lr_scheduler_kwargs", "the rate is constant, or decays to 0 by a line or a cosine", {}, {"num_cycles": 0.5},
-           until="min_lr"),
-    worked_out("warmup_steps", "optim.warmup_steps", "the first step has a small rate here, and the rate 0 there"),
-    worked_out("warmup_ratio", "optim.warmup_steps", "a number of steps, not a share of them"),
+    worked_out("lr_scheduler_type", "optim.decay",
+               "linear, cosine (also with a least rate), inverse_sqrt, constant; with warm-up or without"),
+    worked_out("lr_scheduler_kwargs", "optim.min_lr_ratio", "min_lr or min_lr_rate"),
+    worked_out("warmup_steps", "optim.warmup_steps, optim.warmup_start=0", "a share (0.1) is optim.warmup_ratio"),
+    worked_out("warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", ""),
     worked_out("num_train_epochs", "train.epochs", "whole passes over the data"),
     worked_out("max_steps", "train.max_steps", ""),
     worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
@@ -181,65 +176,59 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
 
 
 def schedule(
-    conv: Conversion,
-    steps: int | None,
-    *,
-    decay: str = "linear",
-    rounded: Callable[[float], int] = math.ceil,
-    short: bool = False,
+    conv: Conversion, steps: int | None, *, decay: str = "linear", rounded: Callable[[float], int] = math.ceil
 ) -> None:
-    """Set the decay and the warm-up. `short`: without either argument there is axolotl's own warm-up."""
+    """Set the decay and the warm-up."""
     name = conv.text("lr_scheduler_type", decay)
-    if name in DECAYS:
-        conv.put("optim.decay", DECAYS[name], "lr_scheduler_type")
-    else:
-        conv.tell(
-            Fate.ABSENT, "lr_scheduler_type", "the rate decays to 0 by a line or a cosine, or stays (optim.decay)"
-        )
-    ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
+    falls(conv, name, conv.mapping("lr_scheduler_kwargs"))
     if name == "constant":
         conv.tell(Fate.NEEDLESS, "warmup_steps", "lr_scheduler_type=constant has no warm-up")
         conv.tell(Fate.NEEDLESS, "warmup_ratio", "lr_scheduler_type=constant has no warm-up")
-    elif short and not ratio and not warm:
-        _short_warmup(conv, steps)
+        return
+    ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
+    if warm >= 1:
+        warm_up(conv, "warmup_steps", count=int(warm))
     else:
-        _warmup(conv, steps, ratio, warm, rounded)
-
-
-def _warmup(conv: Conversion, steps: int | None, ratio: float, warm: float, rounded: Callable[[float], int]) -> None:
-    argument = "warmup_steps" if warm else "warmup_ratio"
-    share = warm if warm and warm < 1 else ratio if not warm else 0
-    if share and steps is None:
-        conv.tell(
-            Fate.OTHER,
-            argument,
-            "a share of the run's steps there, a number of steps here: give optim.warmup_steps, once "
-            "`python -m rlexp.data` has said how many steps an epoch has",
-        )
-        conv.put("optim.warmup_steps", 0)
-    else:
-        count = rounded(share * steps) if share and steps is not None else int(warm)
-        conv.put("optim.warmup_steps", count, argument, why=f"of {steps} steps" if share else "")
-    conv.tell(Fate.NEEDLESS, "warmup_ratio", "warmup_steps decides" if warm else "it is 0")
+        warm_up(conv, "warmup_steps" if warm else "warmup_ratio", warm or ratio, steps, rounded)
+    conv.tell(Fate.NEEDLESS, "warmup_ratio", "warmup_steps decides")
     conv.tell(Fate.NEEDLESS, "warmup_steps", "it is 0")
 
 
-def _short_warmup(conv: Conversion, steps: int | None) -> None:
-    """axolotl's: 3 % of the steps, at most 100, and 2 in place of 1."""
-    for name in ("warmup_ratio", "warmup_steps"):
-        conv.tell(Fate.NEEDLESS, name, "0 is their default of 3 % of the steps, at most 100")
-    if steps is not None:
-        count = min(int(0.03 * steps), 100)
-        conv.put("optim.warmup_steps", 2 if count == 1 else count, "warmup_steps", why=f"3 % of {steps} steps")
+def falls(conv: Conversion, name: str, options: Mapping[str, Any], argument: str = "lr_scheduler_type") -> None:
+    """Set how the rate falls."""
+    if name not in DECAYS:
+        conv.tell(Fate.ABSENT, argument, NO_DECAY)
         return
-    conv.put("optim.warmup_steps", 0)
-    conv.remark(
-        Fate.OTHER,
-        "warmup_steps",
-        "3 %, at most 100",
-        "their default, a share of the run's steps: give optim.warmup_steps, once `python -m rlexp.data` has "
-        "said how many steps an epoch has",
-    )
+    conv.put("optim.decay", DECAYS[name], argument)
+    least, lr = plain(options.get("min_lr_rate")), conv.number("learning_rate")
+    if least is None and lr and isinstance(rate := plain(options.get("min_lr")), int | float):
+        least = float(f"{rate / lr:.6g}")
+    if "min_lr" in name and least is not None:
+        conv.put("optim.min_lr_ratio", least, "lr_scheduler_kwargs")
+    other_options = {key: value for key, value in options.items() if (key, value) != ("num_cycles", 0.5)}
+    conv.tell(Fate.ABSENT if other_options else Fate.NEEDLESS, "lr_scheduler_kwargs", NO_DECAY)
+
+
+def warm_up(
+    conv: Conversion,
+    argument: str,
+    ratio: float = 0.0,
+    steps: int | None = None,
+    rounded: Callable[[float], int] = math.ceil,
+    count: int = 0,
+) -> None:
+    """Set a warm-up that begins at the rate 0, as transformers' do. A share is rounded up here."""
+    if ratio and rounded is not math.ceil and steps is not None:
+        count, ratio = rounded(ratio * steps), 0.0
+    if ratio:
+        down = "" if rounded is math.ceil else "rounded up here, and down there"
+        conv.put("optim.warmup_ratio", ratio, argument, why=down)
+    elif count:
+        conv.put("optim.warmup_steps", count, argument)
+    if ratio or count:
+        conv.put("optim.warmup_start", 0)
+    else:
+        conv.tell(Fate.NEEDLESS, argument, "it is 0")
 
 
 def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> None:
@@ -266,25 +255,28 @@ def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep
     if said in ("no", False):
         conv.put("checkpoint.save_every", None, "save_strategy")
         conv.tell(Fate.NEEDLESS, "save_steps", "save_strategy=no")
-    elif said == "steps" and 0 < count < 1:
-        if steps is None:
-            conv.tell(Fate.OTHER, "save_steps", "a share of the run's steps there; a number of steps, or a time, here")
-        else:
-            every = str(math.ceil(count * steps))
-            conv.put("checkpoint.save_every", every, "save_steps", "save_strategy", why=f"of {steps} steps")
+    elif said == "epoch":
+        conv.put("checkpoint.save_every", "1 epoch", "save_strategy")
+        conv.tell(Fate.NEEDLESS, "save_steps", "save_strategy=epoch")
     elif said == "steps":
-        conv.put("checkpoint.save_every", str(int(count)), "save_steps", "save_strategy")
+        conv.put("checkpoint.save_every", str(cadence(conv, count, steps)), "save_steps", "save_strategy")
     else:
-        why = "checkpoint.save_every takes steps or a time: 500, 30m"
-        if conv.name("save_strategy") is None:
-            conv.remark(Fate.OTHER, "save_strategy", said, f"their default; {why}")
-        conv.tell(Fate.OTHER, "save_strategy", why)
+        conv.tell(Fate.OTHER, "save_strategy", "checkpoint.save_every takes steps, epochs or a time: 500, 1 epoch, 30m")
         conv.tell(Fate.NEEDLESS, "save_steps", f"save_strategy={said}")
     conv.tell(Fate.NEEDLESS, "save_strategy", "save_steps decides")
     limit = int(conv.whole("save_total_limit", keep or 0))
     kept = limit if limit > 0 else keep or KEEP_ALL
     conv.put("checkpoint.keep_last", kept, "save_total_limit", why="all are kept" if kept == KEEP_ALL else "")
     _best(conv)
+
+
+def cadence(conv: Conversion, count: float, steps: int | None) -> int | str:
+    """Return what a number of steps, or a share of the run's, is here: of a run of epochs, a share of an epoch."""
+    if count >= 1 or not count:
+        return int(count)
+    if steps is not None:
+        return math.ceil(count * steps)
+    return f"{count * conv.values['train.epochs'].value:.9g} epoch"
 
 
 def _best(conv: Conversion) -> None:
@@ -303,25 +295,23 @@ def evaluates(conv: Conversion, strategy: str = "no") -> bool:
     return conv.get("eval_strategy", strategy) not in ("no", False)
 
 
-def held_out(conv: Conversion, name: str, *, share: bool = False) -> HeldOut:
-    """Hold out as many rows as an argument says. Less than 1 is a share of them, and so is all with `share`."""
+def held_out(conv: Conversion, name: str, *, share: bool = False) -> bool:
+    """Hold out as many rows as an argument says; return whether there are any. Less than 1 is a share of them, and so
+    is all with `share`."""
     size = conv.number(name, 0, least=0)
     if size >= 1 and not share:
         conv.put("data.eval_size", conv.whole(name, 0), name)
-        return HeldOut.ROWS
-    if size:
-        conv.tell(
-            Fate.OTHER,
-            name,
-            "a share of the rows there, a number of rows here: give data.eval_size=N, and train.eval_every",
-        )
-        return HeldOut.SHARE
-    conv.tell(Fate.NEEDLESS, name, "no rows are held out")
-    return HeldOut.NONE
+    elif 0 < size < 1:
+        conv.put("data.eval_size", float(size), name)
+    elif size:
+        conv.refuse(name, "must be less than 1, since it is a share of the rows", f"For example: {name}=0.05.")
+    else:
+        conv.tell(Fate.NEEDLESS, name, "no rows are held out")
+    return bool(size)
 
 
 def evaluation(
-    conv: Conversion, steps: int | None, rows: HeldOut, *, strategy: str = "no", every: float | None = None
+    conv: Conversion, steps: int | None, rows: bool, *, strategy: str = "no", every: float | None = None
 ) -> None:
     """Set how often held-out rows are evaluated. `every` is the default of their eval_steps."""
     said = conv.get("eval_strategy", strategy)
@@ -329,31 +319,17 @@ def evaluation(
     if not evaluates(conv, strategy):
         conv.tell(Fate.NEEDLESS, "eval_strategy", "nothing is evaluated unless train.eval_every says so")
         conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
-    elif rows is HeldOut.NONE:
+    elif not rows:
         conv.tell(Fate.NEEDLESS, "eval_strategy", "no rows are held out")
         conv.tell(Fate.NEEDLESS, "eval_steps", "no rows are held out")
-    elif rows is HeldOut.SHARE:
-        conv.tell(Fate.OTHER, "eval_steps", "give train.eval_every, once data.eval_size holds out rows")
-        conv.tell(Fate.OTHER, "eval_strategy", "give train.eval_every, once data.eval_size holds out rows")
     elif said == "epoch":
-        conv.tell(Fate.OTHER, "eval_strategy", "train.eval_every counts steps; give as many as an epoch has")
+        conv.put("train.eval_every", "1 epoch", "eval_strategy")
         conv.tell(Fate.NEEDLESS, "eval_steps", "eval_strategy=epoch")
-    elif count < 1 and steps is None:
-        conv.tell(Fate.OTHER, "eval_steps", "a share of the run's steps there; a number of steps here")
-        conv.tell(Fate.NEEDLESS, "eval_strategy", "eval_steps decides")
     else:
-        number = math.ceil(count * (steps or 1)) if count < 1 else int(count)
-        conv.put("train.eval_every", number, "eval_steps", "eval_strategy")
-    _at_the_start(conv, rows)
-
-
-def _at_the_start(conv: Conversion, rows: HeldOut) -> None:
-    asked = conv.flag("eval_on_start")
-    if asked and rows is HeldOut.ROWS:
+        conv.put("train.eval_every", cadence(conv, count, steps), "eval_steps", "eval_strategy")
+    if conv.flag("eval_on_start") and rows:
         conv.put("eval.before_training", True, "eval_on_start")
-    elif asked and rows is HeldOut.SHARE:
-        conv.tell(Fate.OTHER, "eval_on_start", "give eval.before_training=true, once data.eval_size holds out rows")
-    why = "no rows are held out" if asked else "nothing is evaluated before the first step"
+    why = "no rows are held out" if conv.flag("eval_on_start") else "nothing is evaluated before the first step"
     conv.tell(Fate.NEEDLESS, "eval_on_start", why)
 
 

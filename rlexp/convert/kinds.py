@@ -59,8 +59,10 @@ def fitted(key: str, value: Any, option: str = "") -> Any:
     kind: Any = next(each for each in kinds if each is not type(None))
     if value is None:
         raise WrongKind("needs a value")
-    if kinds[:2] == (bool, str) and isinstance(value, str):
+    if str in kinds and isinstance(value, str):
         return value
+    if kinds[:2] == (int, float):
+        return number(value)
     if kind is bool:
         return flag(value)
     if kind is int:

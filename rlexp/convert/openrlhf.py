@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
-from rlexp.convert import adapters, answers, launchers, preference
+from rlexp.convert import adapters, answers, huggingface, launchers, preference
 from rlexp.convert import openrlhf_rollouts as rollouts
-from rlexp.convert.huggingface import kernel_of
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "ppo", "sft", "rm", "kto")
 OF_PAIRS, OF_ANSWERS = "dpo rm", "sft kto"
@@ -22,14 +21,6 @@ HELD_OUT = {"dpo": "test", "ppo": "train", "sft": "test", "rm": "train", "kto": 
 PROMPTS = {"ppo": "input", "sft": "input", "kto": "input"}
 MOST_SAMPLES = 1_000_000  # their default: no limit
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
-DECAYS = {
-    "constant": "constant",
-    "constant_with_warmup": "constant",
-    "linear": "linear",
-    "cosine": "cosine",
-    "cosine_with_min_lr": "cosine",
-    "cosine_warmup_with_min_lr": "cosine",
-}
 
 OF_LORA = adapters.Names()
 OF_HEADS = (
@@ -45,7 +36,7 @@ RULES: tuple[Rule, ...] = (
                "with an adapter the reference is the trained model, and is not moved"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     worked_out("bf16", "train.precision", ""),
-    taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=kernel_of),
+    taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
     needless("flash_attn", "the fastest kernel is taken"),
     taken("model.gradient_checkpointing_enable actor.gradient_checkpointing_enable gradient_checkpointing",
           "memory.checkpointing", default=False),
@@ -108,10 +99,9 @@ RULES: tuple[Rule, ...] = (
     worked_out("adam.betas actor.adam.betas adam_betas", "optim.betas", ""),
     taken("adam.eps actor.adam.eps", "optim.eps", default=1e-8),
     taken("adam.weight_decay actor.adam.weight_decay l2", "optim.weight_decay", default=0.0),
-    worked_out("lr_scheduler actor.lr_scheduler", "optim.decay",
-               "the rate decays to 0; theirs, by default, to a tenth"),
-    worked_out("lr_warmup_ratio actor.lr_warmup_ratio", "optim.warmup_steps", "a number of steps, not a share of them"),
-    other("min_lr_ratio actor.min_lr_ratio", "optim.decay", "the rate decays to 0"),
+    worked_out("lr_scheduler actor.lr_scheduler", "optim.decay", ""),
+    worked_out("lr_warmup_ratio actor.lr_warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", ""),
+    worked_out("min_lr_ratio actor.min_lr_ratio", "optim.min_lr_ratio", "by default a tenth"),
     taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
     absent("muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov actor.muon.lr actor.muon.momentum "
            "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here",
@@ -272,22 +262,10 @@ def _optimizer(conv: Conversion) -> None:
         conv.put("optim.lr", RATES[conv.trainer], "adam.lr")
     conv.put("optim.betas", conv.pair("adam.betas", (0.9, 0.95)), "adam.betas")
     name = conv.text("lr_scheduler", "cosine_with_min_lr")
-    why = "the rate decays to 0 here, to a tenth there" if "min_lr" in name else ""
-    if name in DECAYS:
-        conv.put("optim.decay", DECAYS[name], "lr_scheduler")
-        if why:
-            conv.remark(Fate.OTHER, "lr_scheduler", name, why if conv.name("lr_scheduler") else f"their default: {why}")
-    else:
-        conv.tell(Fate.ABSENT, "lr_scheduler", "the rate decays to 0 by a line or a cosine, or stays")
-    ratio = conv.number("lr_warmup_ratio", 0.03, least=0)
-    conv.put("optim.warmup_steps", 0)
-    if not ratio:
-        conv.tell(Fate.NEEDLESS, "lr_warmup_ratio", "it is 0")
-        return
-    why = "a share of the run's steps there, a number of steps here: give optim.warmup_steps"
-    conv.tell(Fate.OTHER, "lr_warmup_ratio", why)
-    if conv.name("lr_warmup_ratio") is None:
-        conv.remark(Fate.OTHER, "lr_warmup_ratio", ratio, f"their default: {why}")
+    huggingface.falls(conv, name, {"min_lr_rate": conv.number("min_lr_ratio", 0.1, least=0)}, "lr_scheduler")
+    if "optim.min_lr_ratio" in conv.values:
+        conv.put("optim.min_lr_ratio", conv.number("min_lr_ratio", 0.1), "min_lr_ratio")
+    huggingface.warm_up(conv, "lr_warmup_ratio", conv.number("lr_warmup_ratio", 0.03, least=0))
 
 
 def _data(conv: Conversion) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 
 from rlexp.convert import adapters, answers, huggingface, launchers, preference
-from rlexp.convert.huggingface import HeldOut
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm")
@@ -47,7 +46,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("use_rslora", "adapter.rslora", ""),
     absent("use_dora", adapters.NO_DORA, False, until="dora"),
     absent("lora_bias", "biases are not trained beside an adapter", "none", until="adapter.bias"),
-    absent("lorap_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
+    absent("lorap_lr_ratio", adapters.ONE_RATE, until="adapter.lr_ratio"),
     absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
     worked_out("adapters", "adapter.path", ""),
     worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
@@ -76,7 +75,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("dataset", "data=hf, data.path or data.sources",
                "prompt, chosen and rejected for pairs; prompt, completion and label for kto; messages for sft"),
     absent("val_dataset", "name held-out rows by data.eval_path"),
-    worked_out("split_dataset_ratio", "data.eval_size", "a number of rows"),
+    worked_out("split_dataset_ratio", "data.eval_size", ""),
     other("columns", "data.columns", "from column to field there, from field to column here"),
     taken("max_length", "data.max_length", "tokens of prompt and answer together"),
     worked_out("truncation_strategy", "data.too_long", ""),
@@ -118,7 +117,7 @@ def convert(conv: Conversion) -> None:
     _reference(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
-    evaluated = "steps" if rows is HeldOut.SHARE else "no"
+    evaluated = "steps" if rows else "no"
     huggingface.evaluation(conv, steps, rows, strategy=evaluated, every=conv.number("save_steps", 500))
 
 

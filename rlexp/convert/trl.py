@@ -8,7 +8,6 @@ from typing import Any
 
 from rlexp.convert import adapters, answers, engines, huggingface, launchers, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.huggingface import HeldOut
 from rlexp.convert.rules import (
     Conversion,
     ConvertError,
@@ -90,7 +89,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("dataset_test_split", "data.eval_split", "only if it is evaluated"),
     worked_out("dataset_streaming streaming", "data.streaming", ""),
     worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
-    worked_out("test_split_size", "data.eval_size", "a number of rows"),
+    worked_out("test_split_size", "data.eval_size", "a share is rounded down here, and up there"),
     taken("dataset_num_proc", "data.workers"),
     worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of=OFFLINE),
     worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
@@ -298,7 +297,7 @@ def _adapter(conv: Conversion) -> None:
     conv.tell(Fate.NEEDLESS, "lora_task_type", "the loss says which head the model has")
 
 
-def _data(conv: Conversion) -> HeldOut:
+def _data(conv: Conversion) -> bool:
     """Set the rows; return whether some are held out."""
     conv.choose("data", "hf")
     sources = conv.entries("datasets")
@@ -323,10 +322,10 @@ def _data(conv: Conversion) -> HeldOut:
         conv.put("data.streaming", True, "dataset_streaming")
     conv.tell(Fate.NEEDLESS, "dataset_streaming", "rows are read from files")
     rows = huggingface.held_out(conv, "test_split_size")
-    if rows is HeldOut.NONE and huggingface.evaluates(conv) and not sources:
+    if not rows and huggingface.evaluates(conv) and not sources:
         conv.put("data.eval_split", conv.text("dataset_test_split", "test"), "dataset_test_split")
-        rows = HeldOut.ROWS
-    elif rows is HeldOut.NONE and huggingface.evaluates(conv):
+        rows = True
+    elif not rows and huggingface.evaluates(conv):
         why = "datasets has no held-out rows: give data.eval_size, or data.sources.NAME.eval_split"
         conv.tell(Fate.OTHER, "eval_strategy", why)
     conv.tell(Fate.NEEDLESS, "dataset_test_split", "test_split_size decides" if sources else "nothing is evaluated")

@@ -454,6 +454,7 @@ def test_engines_and_checkpoints_are_checked_before_a_process_starts(overrides: 
 @pytest.mark.parametrize(("said", "cadence"), [
     ("50", Cadence(steps=50)), ("10m", Cadence(seconds=600.0)), ("null", Cadence()),
     ("0.25 epoch", Cadence(epochs=Fraction(1, 4))), ("2epochs", Cadence(epochs=Fraction(2))),
+    ("1/3 epoch", Cadence(epochs=Fraction(1, 3))),
 ])  # fmt: skip
 def test_a_cadence_is_steps_epochs_or_time(said: str, cadence: Cadence) -> None:
     assert save_cadence(compose_config([f"checkpoint.save_every={said}"]).checkpoint.save_every) == cadence
@@ -469,6 +470,7 @@ def test_a_share_of_an_epoch_is_due_at_the_first_step_at_or_after_it() -> None:
     third = Cadence(epochs=Fraction("0.1"))  # in floats, three tenths of ten steps are more than three
     assert [step for step in range(1, 11) if third.due(step, 10)] == list(range(1, 11))
     said = [each.in_words(10) for each in (every, Cadence(epochs=Fraction(1)), Cadence(steps=1), Cadence(seconds=90.0))]
+    assert Cadence(epochs=Fraction(1, 3)).in_words(6) == "every 1/3 epoch (2 steps)"
     assert said == ["every 0.25 epoch (2 or 3 steps)", "every epoch (10 steps)", "every 1 step", "every 90s"]
 
 

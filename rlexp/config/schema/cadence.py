@@ -1,4 +1,4 @@
-"""Cadences and lengths of time: `50` steps, `0.25 epoch`, `10m`, `4h`."""
+"""Cadences and lengths of time: `50` steps, `0.25 epoch`, `1/3 epoch`, `10m`, `4h`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Cadence:
             return f"every {plural(self.steps or 0, 'step')}"
         low, high = max(1, math.floor(each)), math.ceil(each)
         steps = plural(high, "step") if low == high else f"{low} or {plural(high, 'step')}"
-        share = f"{float(self.epochs):g}"
+        share = f"{float(self.epochs):g}" if 100 % self.epochs.denominator == 0 else str(self.epochs)
         return f"every {'epoch' if share == '1' else share + ' epoch' + 's' * (self.epochs > 1)} ({steps})"
 
     def _in_steps(self, steps_per_epoch: int) -> Fraction | None:
@@ -89,9 +89,11 @@ def _read(value: int | str | None) -> Cadence | None:
     """Return None for what is no cadence."""
     if value is None:
         return Cadence()
-    found = re.fullmatch(rf"{_NUMBER} ?([smhd]|epochs?)?", str(value).strip())
-    if not found or float(found[1]) == 0:
+    found = re.fullmatch(rf"{_NUMBER} ?([smhd]|epochs?)?|(\d{{1,9}}/[1-9]\d{{0,8}}) ?epochs?", str(value).strip())
+    if not found or Fraction(found[1] or found[3]) == 0:
         return None
+    if found[3]:
+        return Cadence(epochs=Fraction(found[3]))
     count, unit = found[1], found[2]
     if unit is None:
         return Cadence(steps=int(count)) if count.isdecimal() else None
