@@ -307,7 +307,7 @@ def _give_template(tokenizer: Any, template: str) -> None:
 def end_with_template(model: PreTrainedModel, tokenizer: Any, cfg: ModelConfig) -> None:
     """Let a model stop where a template with a name ends an answer, also when others generate with what is exported."""
     named = isinstance(cfg, HFModelConfig) and end_of(cfg.chat_template) is not None
-    if not named or tokenizer.eos_token_id is None or not model.can_generate():
+    if not named or tokenizer.eos_token_id is None or not model.can_generate() or model.generation_config is None:
         return
     said = model.generation_config.eos_token_id
     others = said if isinstance(said, list) else [said]
