@@ -17,6 +17,7 @@ from omegaconf import OmegaConf
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.base.file_hashes import contents_of, files_in, files_of
 from rlexp.config.adapter_folder import SAYS
+from rlexp.config.chat_templates import contents_of_template
 from rlexp.config.content_ids import of_file, of_model
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config
@@ -56,7 +57,7 @@ def identity(cfg: Config) -> dict[str, Any]:
         if re.fullmatch(r"data\.(sources\..*\.)?(eval_)?path", key) and value is not None:
             keys[key] = {"path": str(value), "contents": _rows(str(value))}
         elif key == "model.chat_template" and value is not None:
-            keys[key] = {"path": str(value), "contents": of_file(Path(value).expanduser())}
+            keys[key] = {"path": str(value), "contents": contents_of_template(str(value))}
         elif re.fullmatch(r"(model|adapter|reference|reward|reward\.terms\..*)\.path", key) and value is not None:
             keys[key] = {"path": str(value), "contents": of_model(Path(value).expanduser())}
     return keys

@@ -73,6 +73,7 @@ def test_its_configuration_composes(installed: Path, tmp_path: Path, args: tuple
 def test_it_holds_what_a_user_runs_and_nothing_else(installed: Path) -> None:
     assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"rlexp"}
     assert (installed / "rlexp" / "base" / "kernel_rates.csv").is_file()
+    assert (installed / "rlexp" / "config" / "assets" / "chat_templates" / "chatml.jinja").is_file()
 
 
 def test_it_trains(installed: Path, tmp_path: Path) -> None:

@@ -6,10 +6,12 @@ import importlib.util
 import json
 import re
 from collections import Counter
+from collections.abc import Container
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.chat_templates import NAMED, NamedTemplate, names_like
 from rlexp.config.checks.adapter import check_quantized
 from rlexp.config.checks.files import check_model_path, expanded, is_dir, is_file
 from rlexp.config.schema import HFModelConfig
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from jinja2.nodes import Node
     from jinja2.parser import Parser
 
+TEMPLATE_FILES = (".jinja", ".jinja2", ".j2", ".txt")
 ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 
 
@@ -31,6 +34,8 @@ def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     _check_tokens(model, folder if local else None)
     if model.chat_template is not None:
         check_template("model.chat_template", model.chat_template)
+        if local and model.gguf is None and (known := _vocabulary(folder)):
+            refuse_missing(model.chat_template, known | {*model.add_tokens})
 
 
 def check_revision(group: str, path: str, revision: str | None) -> None:
@@ -115,9 +120,30 @@ def _vocabulary(folder: Path) -> set[str]:
 # ---- the chat template ----
 
 
+def refuse_missing(template: str, vocabulary: Container[str]) -> None:
+    """Refuse a template with a name whose tokens the tokenizer would split into pieces."""
+    known = NAMED.get(template, NamedTemplate())
+    missing = [token for token in known.tokens if token not in vocabulary]
+    if missing:
+        written = ",".join(f"'{token}'" for token in missing)
+        plain = ", ".join(name for name, each in NAMED.items() if not each.tokens)
+        raise ConfigError(
+            f"model.chat_template={template}: the tokenizer has no {', '.join(missing)}, and would split "
+            f"{'it' if len(missing) == 1 else 'them'} into pieces. Give {'it' if len(missing) == 1 else 'them'} to the "
+            f'tokenizer with model.add_tokens="[{written}]", or take a template that needs no tokens: {plain}.'
+        )
+
+
 def check_template(key: str, path: str) -> None:
     """Refuse a template that is missing, is no text, or does not compile with what transformers offers to templates."""
+    if path in NAMED:
+        return
     file = expanded(key, path)
+    if re.fullmatch(r"[\w.-]*[\w-]", path) and file.suffix not in TEMPLATE_FILES and not file.exists():
+        raise ConfigError(
+            f"{key}={path}: is neither a file nor the name of a template. Names, the nearest first: "
+            f"{', '.join(names_like(path))}."
+        )
     try:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:

@@ -65,7 +65,7 @@ class HFModelConfig(ModelConfig):
     gguf: str | None = None
     # dtype to which weights are rounded as they are read; the weights that are trained are float32 (fp64: float64)
     dtype: WeightsDtype = WeightsDtype.auto
-    # a jinja file to use in place of the tokenizer's own template; null: the tokenizer's
+    # what writes conversations as text, in place of the tokenizer's own template: a name (`chatml`), or a jinja file
     chat_template: str | None = None
     add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
     trust_remote_code: bool = False  # run Python code that comes with the model

@@ -31,7 +31,9 @@ from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_h
 from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base.errors import ModelError
+from rlexp.config.chat_templates import NAMED, end_of, template_text
 from rlexp.config.checks.adapter import refuse_quantized
+from rlexp.config.checks.model import refuse_missing
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.schema.models import Precision, WeightsDtype
 from rlexp.config.schema.rollouts import ModelRewardConfig
@@ -282,10 +284,35 @@ def load_tokenizer(cfg: ModelConfig) -> Any:
             tokenizer = _pretrained(AutoTokenizer, cfg, what="tokenizer")
             tokenizer.model_max_length = UNBOUNDED
             if cfg.chat_template is not None:
-                tokenizer.chat_template = Path(cfg.chat_template).expanduser().read_text(encoding="utf-8")
+                _give_template(tokenizer, cfg.chat_template)
             return tokenizer
         case _:
             return byte_tokenizer()
+
+
+def _give_template(tokenizer: Any, template: str) -> None:
+    """Let a template write conversations; one with a name also says which token ends an answer."""
+    refuse_missing(template, tokenizer.get_vocab())
+    tokenizer.chat_template = template_text(template)
+    end = end_of(template)
+    if end is not None and end != tokenizer.eos_token:
+        tokenizer.add_special_tokens({"eos_token": end})
+    if template in NAMED and tokenizer.eos_token is None:
+        raise ModelError(
+            f"model.chat_template={template}: an answer ends with the tokenizer's end-of-sequence token, and it has "
+            f"none. Give the tokenizer one, or take another template."
+        )
+
+
+def end_with_template(model: PreTrainedModel, tokenizer: Any, cfg: ModelConfig) -> None:
+    """Let a model stop where a template with a name ends an answer, also when others generate with what is exported."""
+    named = isinstance(cfg, HFModelConfig) and end_of(cfg.chat_template) is not None
+    if not named or tokenizer.eos_token_id is None or not model.can_generate() or model.generation_config is None:
+        return
+    said = model.generation_config.eos_token_id
+    others = said if isinstance(said, list) else [said]
+    ends = [tokenizer.eos_token_id, *(each for each in others if each not in (tokenizer.eos_token_id, None))]
+    model.generation_config.eos_token_id = ends
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:

@@ -45,7 +45,7 @@ from rlexp.training.model.adapter import plain_name
 from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.fused import fuses
 from rlexp.training.model.head import logits_at_once
-from rlexp.training.model.loading import in_pieces, load_config, load_model, load_tokenizer
+from rlexp.training.model.loading import end_with_template, in_pieces, load_config, load_model, load_tokenizer
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import CRITIC, DTYPES, Critic, Policy
 from rlexp.training.model.probe import probe, probe_decoding
@@ -138,6 +138,7 @@ def build(
     placing = placing_for(cfg, device, world, frozen=not trains)
     policy = build_policy(cfg, model_config, device, needs, placing, sources)
     hold_to_tokenizer(policy, task, tokenizer)
+    end_with_template(policy.model, tokenizer, cfg.model)
     policy.recompute_activations(cfg.memory.recomputed)
     engine: Engine = (
         build_engine(cfg.engine, policy, cfg.optim, world, dtype)

@@ -9,7 +9,6 @@ Shape letters: T tokens of one sequence, n of its answer, V vocabulary, E width,
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError
+from rlexp.config.chat_templates import end_of, template_text
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig, NoAdapterConfig, TinyModelConfig
 from rlexp.training.model.float64 import precise
 from rlexp.verify.records import TokenExample
@@ -45,7 +45,9 @@ def load_tokenizer(cfg: Config) -> Any:
         return Bytes()
     tokenizer = AutoTokenizer.from_pretrained(cfg.model.path, **_options(cfg.model))
     if cfg.model.chat_template is not None:
-        tokenizer.chat_template = Path(cfg.model.chat_template).expanduser().read_text(encoding="utf-8")
+        tokenizer.chat_template = template_text(cfg.model.chat_template)
+        if (end := end_of(cfg.model.chat_template)) is not None:
+            tokenizer.add_special_tokens({"eos_token": end})
     tokenizer.model_max_length = 1 << 60  # silence its warning: data.max_length decides
     return tokenizer
 
