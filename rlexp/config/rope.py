@@ -130,8 +130,9 @@ def settled(yarn: Yarn, positions: Positions | None, max_length: int, of: str) -
     native = None if positions is None else positions.native
     if native is None:
         raise ConfigError(
-            f"model.rope=yarn: the factor follows from the model's number of positions, and {of} does not say it "
-            f"before the model is loaded. Give the factor: model.rope=yarn:4."
+            f"model.rope=yarn: the factor follows from the model's number of positions, which {of} does not say before "
+            f"ranks load it (a hub model says it once its config.json is on this machine). Give the factor: "
+            f"model.rope=yarn:4."
         )
     if max_length <= native:
         raise ConfigError(

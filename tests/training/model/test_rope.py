@@ -297,7 +297,7 @@ def test_a_factor_that_nothing_says_is_asked_for(tmp_path: Path, monkeypatch: py
     assert said.startswith(f"model.rope=yarn: data.max_length=64 is within the 64 positions of model.path={folder}, ")
     hub = [*ON_CPU, "model.path=org/name", "model.rope=yarn", "data.max_length=100"]
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
-    assert "model.path=org/name does not say it before the model is loaded. Give the factor" in refusal_of(hub)
+    assert "which model.path=org/name does not say before ranks load it" in refusal_of(hub)
     assert compose_config([*hub[:-2], "model.rope=yarn:3"]).model.rope == "yarn:3"
     there = str(folder / "config.json")
     monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: there)
