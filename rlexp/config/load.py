@@ -19,6 +19,7 @@ from rlexp.base.files import write_text
 from rlexp.config import resolvers, schema, sizes
 from rlexp.config.adapter_folder import SAYS, with_folder_described
 from rlexp.config.checks.across_fields import check
+from rlexp.config.checks.rope import notes_on_rope, with_rope_settled
 from rlexp.config.hardware import gpus_without_torch
 from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
@@ -139,7 +140,10 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
     if here:
         typed = with_device_resolved(typed)
     check(typed, here=here)
-    return with_folder_described(typed)
+    typed = with_rope_settled(with_folder_described(typed))
+    for note in notes_on_rope(typed):
+        _tell_once(note)
+    return typed
 
 
 def _refuse_own(cfg: Config) -> None:

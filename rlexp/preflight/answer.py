@@ -13,12 +13,14 @@ from typing import Any
 import torch
 
 from rlexp.config.checks.micro_batches import tokens_of_ring
+from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.checks.sharing import shares
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
+from rlexp.launch.preflight_check import print_line
 from rlexp.preflight.changes import Change, cost, pass_before, singles
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, room, with_length
@@ -65,6 +67,7 @@ def answer(overrides: Sequence[str]) -> Answer:
     """Rehearse a configuration, then the same on other rings and with single changes."""
     cfg = compose_elsewhere(overrides)
     model = load_config(cfg.model, cfg.data.max_length)
+    print_line(note_on_loaded(cfg, model.to_dict()) or "")
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     found: Answer

@@ -21,6 +21,7 @@ from rlexp.config.checks.model import check_pretrained
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
+from rlexp.config.checks.rope import check_rope
 from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import (
@@ -65,6 +66,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_kernel(cfg, heads, here=here)
     check_adapter(cfg, here=here)
     check_reference(cfg, here=here)
+    check_rope(cfg)
     check_rollout(cfg, here=here)
     check_loss(cfg)
     check_evaluation(cfg)

@@ -146,30 +146,30 @@ def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
     if isinstance(model, TinyModelConfig):
         return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads, (model.window,))
-    described = _described(model)
-    return None if described is None else heads_in(described)
+    found = described(model)
+    return None if found is None else heads_in(found)
 
 
 def experts_in(model: ModelConfig) -> str | None:
     """Return the number of experts as the model's config.json says it; None without experts, or for a hub model."""
-    described = _described(model) or {}
-    text = described.get("text_config")
-    for fields in (described, text if isinstance(text, dict) else {}):
+    found = described(model) or {}
+    text = found.get("text_config")
+    for fields in (found, text if isinstance(text, dict) else {}):
         for name, value in fields.items():
             if "experts" in name and isinstance(value, int) and value:
                 return f"{name}={value}"
     return None
 
 
-def _described(model: ModelConfig) -> dict[str, object] | None:
+def described(model: ModelConfig) -> dict[str, object] | None:
     """Read the config.json of a model in a folder. A GGUF file has its own, which only ranks read."""
     if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
     try:
-        described = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return described if isinstance(described, dict) else None
+    return found if isinstance(found, dict) else None
 
 
 def heads_in(described: dict[str, object]) -> Heads | None:

@@ -41,6 +41,9 @@ class ModelConfig:
     # parameters that are not trained, by name: `['model.embed_tokens.*', 'model.layers.0.*']`
     freeze: list[str] = field(default_factory=list)
     fused: FusedName = FusedName.auto  # whether what lies between matrix products is computed by fused kernels
+    # more positions than the model was made for, by YaRN: `yarn:4` makes four times as many. `yarn`: as many times as
+    # data.max_length needs. `yarn:4:32768`: four times 32768, where the model says another number. null: its own
+    rope: str | None = None
 
 
 @dataclass

@@ -34,6 +34,8 @@ from rlexp.base.errors import ModelError
 from rlexp.config.chat_templates import NAMED, end_of, template_text
 from rlexp.config.checks.adapter import refuse_quantized
 from rlexp.config.checks.model import refuse_missing
+from rlexp.config.checks.rope import named
+from rlexp.config.rope import TINY, parsed
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.schema.models import Precision, WeightsDtype
 from rlexp.config.schema.rollouts import ModelRewardConfig
@@ -65,7 +67,7 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
                 num_hidden_layers=cfg.layers,
                 num_attention_heads=cfg.heads,
                 num_key_value_heads=cfg.kv_heads,
-                max_position_embeddings=max(2048, max_length),
+                max_position_embeddings=TINY if cfg.rope else max(TINY, max_length),
                 bos_token_id=tokenizer.bos_token_id,
                 eos_token_id=tokenizer.eos_token_id,
                 pad_token_id=tokenizer.pad_token_id,
@@ -78,6 +80,8 @@ def load_config(cfg: ModelConfig, max_length: int) -> PreTrainedConfig:
         case _:
             raise AssertionError(cfg)
     _without_dropout(config)
+    if (yarn := parsed(cfg.rope)) is not None:
+        rope.extend(config, yarn, named(cfg))
     return config
 
 
@@ -119,6 +123,8 @@ def load_model(
                     **_reading(config, float64=float64),
                 )
             _refuse_random(f"{cfg.group}.path", cfg.path, info)
+            if (yarn := parsed(cfg.rope)) is not None:
+                rope.refuse_unless_extended(model, yarn, named(cfg))
             if factory is AutoModel:
                 model = head.on(model)
         case _:

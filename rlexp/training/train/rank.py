@@ -14,6 +14,7 @@ from rlexp.base.kernel_rates import faster
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
 from rlexp.config.checks.micro_batches import batch_in_words
+from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.model_names import called
 from rlexp.config.rates import rates_in_words
 from rlexp.config.schema import BackendName, Config, CountTensors, LoggerName
@@ -174,7 +175,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"{chosen(run)}{installable(run)}{fused(run)}"
         f"  {batch_in_words(cfg)}\n"
         f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
-        f"{sharing(task)}"
+        f"{sharing(task)}{positions(run)}"
         f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
         f"{shares_in_words(task)}"
         f"  {run_dir}\n"
@@ -203,6 +204,12 @@ def sharing(task: Task) -> str:
     """Say what is computed once for several sequences."""
     said = task.sharing()
     return "" if said is None else f"  sharing, in the first batch: {said}\n"
+
+
+def positions(run: Run) -> str:
+    """Warn of a data.max_length beyond the model's positions, where that was not known before the ranks started."""
+    said = note_on_loaded(run.cfg, run.engine.policy.model.config.to_dict())
+    return "" if said is None else f"  {said}\n"
 
 
 def chosen(run: Run) -> str:

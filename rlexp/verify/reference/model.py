@@ -100,10 +100,15 @@ def _scoring(cfg: Config, attention: str) -> Any:
     """Make the model with a head for scores: its own, or a row of normal numbers from the seed."""
     hf = cfg.model if isinstance(cfg.model, HFModelConfig) else None
     if hf is not None:
-        config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
+        config = _config(hf)
         if any("SequenceClassification" in name for name in config.architectures or []):
             return AutoModelForSequenceClassification.from_pretrained(
-                hf.path, **_options(hf), **_experts(config), dtype=torch.float64, attn_implementation=attention
+                hf.path,
+                config=config,
+                **_options(hf),
+                **_experts(config),
+                dtype=torch.float64,
+                attn_implementation=attention,
             )
     model = _made(cfg, attention)
     config = model.config
@@ -129,18 +134,20 @@ def _made(cfg: Config, attention: str) -> Any:
                 num_hidden_layers=tiny.layers,
                 num_attention_heads=tiny.heads,
                 num_key_value_heads=tiny.kv_heads,
-                max_position_embeddings=max(2048, cfg.data.max_length),
+                max_position_embeddings=2048 if tiny.rope else max(2048, cfg.data.max_length),
                 tie_word_embeddings=False,
                 **special,
             )
+            _stretch(config, tiny.rope)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(tiny.seed)
                 return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
         case HFModelConfig() as hf:
             transformers.utils.logging.disable_progress_bar()
-            config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
+            config = _config(hf)
             return AutoModelForCausalLM.from_pretrained(
                 hf.path,
+                config=config,
                 **_options(hf),
                 dtype=torch.float64,
                 attn_implementation=attention,
@@ -148,6 +155,28 @@ def _made(cfg: Config, attention: str) -> Any:
             )
         case _:
             raise AssertionError(cfg.model)
+
+
+def _config(hf: HFModelConfig) -> Any:
+    config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
+    _stretch(config, hf.rope)
+    return config
+
+
+def _stretch(config: Any, rope: str | None) -> None:
+    """Put `yarn:FACTOR` or `yarn:FACTOR:POSITIONS` into a configuration, over the positions before any extension."""
+    if rope is None:
+        return
+    kind, factor, *positions = rope.split(":")
+    config = config.get_text_config()
+    was = dict(config.rope_parameters)
+    before = was.get("original_max_position_embeddings") or config.max_position_embeddings
+    native = int(positions[0]) if positions else before
+    was.pop("attention_factor", None)  # it follows from the factor
+    new = {"rope_type": kind, "factor": float(factor), "original_max_position_embeddings": native}
+    config.rope_parameters = was | new
+    if hasattr(config, "original_max_position_embeddings"):
+        config.original_max_position_embeddings = native
 
 
 def _experts(config: Any) -> dict[str, str]:
