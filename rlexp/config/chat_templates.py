@@ -25,7 +25,7 @@ PHI = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
 INST = ("[INST]", "[/INST]")
 NAMED = {
     "chatml": NamedTemplate(IM, "<|im_end|>"),
-    "qwen2_5": NamedTemplate(IM, "<|im_end|>"),
+    "qwen": NamedTemplate(IM, "<|im_end|>"),
     "qwen3": NamedTemplate(IM, "<|im_end|>"),
     "llama3": NamedTemplate(("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"), "<|eot_id|>"),
     "llama2": NamedTemplate(),
