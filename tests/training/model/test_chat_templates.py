@@ -181,7 +181,7 @@ def test_a_tokenizer_that_ends_nothing_is_refused(tmp_path: Path) -> None:
 # ---- which one is meant ----
 
 
-LIKE = [("qwen", "qwen3"), ("chat_ml", "chatml"), ("phi_4", "phi4"), ("llama-3", "llama3"), ("Mistral", "mistral"),
+LIKE = [("qwen2_5", "qwen"), ("chat_ml", "chatml"), ("phi_4", "phi4"), ("llama-3", "llama3"), ("Mistral", "mistral"),
         ("deepseek3", "deepseek_v3")]  # fmt: skip
 
 
