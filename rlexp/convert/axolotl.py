@@ -6,7 +6,7 @@ import math
 from pathlib import PurePosixPath
 from typing import Any
 
-from rlexp.convert import adapters, answers, huggingface, kinds, launchers, preference
+from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
@@ -48,6 +48,8 @@ RULES: tuple[Rule, ...] = (
     taken("chat_template_kwargs", "data.template_options"),
     absent("special_tokens", "the tokenizer's own special tokens are used", {}),
     taken("tokens", "model.add_tokens"),
+    worked_out("overrides_of_model_config model_config", "model.rope", "YaRN in its rope_scaling or rope_parameters"),
+    worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     worked_out("adapter", "adapter=lora", "lora; qlora too, without the quantization; others are not here",
                until="adapter=llama"),
     worked_out("lora_r", "adapter.rank", ""),
@@ -159,13 +161,9 @@ def convert(conv: Conversion) -> None:
     conv.put("optim.lr", conv.number("learning_rate"), "learning_rate")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("base_model", "the model that is trained", "Qwen/Qwen3-0.6B"), "base_model")
-    if (template := conv.text("chat_template")) not in (None, "tokenizer_default"):
-        conv.tell(
-            Fate.OTHER,
-            "chat_template",
-            f"the tokenizer's own template is used; if it is not {template}, give a file: model.chat_template=FILE",
-        )
-    conv.tell(Fate.NEEDLESS, "chat_template", "it is the tokenizer's own")
+    if conv.text("chat_template") is not None:
+        model_keys.template(conv, "chat_template", model_keys.AXOLOTL, "tokenizer_default")
+    _model_config(conv)
     _adapter(conv)
     if conv.trainer in OF_TRL:
         _beta(conv)
@@ -183,6 +181,17 @@ def convert(conv: Conversion) -> None:
             conv.put(key, "1 epoch" if times == 1 else f"1/{times} epoch", name)
         conv.tell(Fate.NEEDLESS, name, "no rows are held out" if not wanted else "it is 0")
     _logger(conv)
+
+
+def _model_config(conv: Conversion) -> None:
+    """Take YaRN from what the model's configuration is overridden with."""
+    options = conv.mapping("overrides_of_model_config")
+    said = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or conv.get("rope_scaling")
+    if said is not None:
+        model_keys.rope(conv, "rope_scaling" if conv.get("rope_scaling") else "overrides_of_model_config", said)
+    for name, value in options.items():
+        conv.remark(Fate.OTHER, f"{conv.said('overrides_of_model_config')}: {name}", value, "write it into config.json")
+    conv.tell(Fate.NEEDLESS, "overrides_of_model_config", "each of its keys is told")
 
 
 def _schedule(conv: Conversion, steps: int | None) -> None:

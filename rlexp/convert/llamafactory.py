@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlexp.convert import adapters, answers, huggingface, launchers, preference
+from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "sft", "pt", "kto", "rm")
@@ -83,7 +83,10 @@ RULES: tuple[Rule, ...] = (
     worked_out("dataset_dir", "data.path", ""),
     absent("eval_dataset", "name held-out rows by data.eval_path"),
     worked_out("val_size", "data.eval_size", "a share is rounded down here, and up there"),
-    worked_out("template", "model.chat_template", "by default the tokenizer's own"),
+    worked_out("template", "model.chat_template", "a name whose text is the same; else the tokenizer's own is used"),
+    worked_out("rope_scaling", "model.rope", "yarn"),
+    worked_out("add_tokens", "model.add_tokens", ""),
+    worked_out("add_special_tokens", "model.add_tokens", ""),
     taken("default_system", "data.system"),
     taken("cutoff_len", "data.max_length", "tokens of prompt and answer together", default=2048),
     taken("max_samples", "data.max_samples"),
@@ -110,9 +113,11 @@ def convert(conv: Conversion) -> None:
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("model_name_or_path", "the model that is trained", "Qwen/Qwen3-0.6B"),
              "model_name_or_path")  # fmt: skip
-    conv.tell(
-        Fate.OTHER, "template", "the tokenizer's own template is used; another is a file: model.chat_template=FILE"
-    )
+    model_keys.template(conv, "template", model_keys.FACTORY)
+    if conv.get("rope_scaling") is not None:
+        model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"), "cutoff_len")
+    if tokens := [*conv.texts("add_tokens", split=","), *conv.texts("add_special_tokens", split=",")]:
+        conv.put("model.add_tokens", tokens, "add_tokens", "add_special_tokens")
     _adapter(conv)
     losses = {"dpo": _preference, "kto": _kto, "rm": _reward}
     losses.get(conv.trainer, _supervised)(conv)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rlexp.convert import adapters, answers, huggingface, launchers, preference
+from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm")
@@ -83,10 +83,13 @@ RULES: tuple[Rule, ...] = (
           "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
     taken("system", "data.system"),
     worked_out("use_chat_template", "data.template", ""),
+    worked_out("template", "model.chat_template", "a name whose text is the same; else the tokenizer's own is used"),
+    worked_out("rope_scaling", "model.rope", "yarn with its factor"),
+    taken("new_special_tokens", "model.add_tokens"),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
     worked_out("sequence_parallel_size", "parallel.ring_size", "any layout has the same curve"),
-    needless("attn_impl load_from_cache_file use_hf model_type template cached_dataset lazy_tokenize",
+    needless("attn_impl load_from_cache_file use_hf model_type cached_dataset lazy_tokenize",
              "no number depends on it here"),
     worked_out("NPROC_PER_NODE", "launch.nproc", ""),
     worked_out("NNODES", "launch.nodes", ""),
@@ -111,6 +114,10 @@ def convert(conv: Conversion) -> None:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("model", "the model that is trained", "Qwen/Qwen3-0.6B"), "model")
+    if conv.get("template") is not None:
+        model_keys.template(conv, "template", model_keys.SWIFT)
+    if conv.get("rope_scaling") is not None:
+        model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"))
     _adapter(conv)
     conv.put("optim.lr", conv.number("learning_rate", 1e-4 if adapters.has(conv) else 1e-5), "learning_rate")
     _loss(conv)

@@ -286,7 +286,7 @@ OURS_ALONE = {
     "logger": "artifacts axes baseline mode name tags",
     "loss": "kl_horizon name whiten",
     "memory": "count_tensors",
-    "model": "freeze fused gguf heads hidden_size intermediate_size kv_heads layers name rope seed window",
+    "model": "freeze fused gguf heads hidden_size intermediate_size kv_heads layers name seed window",
     "optim": "name",
     "parallel": "backend chosen dp_size transport ulysses_size world_size",
     "reference": "name revision",
