@@ -325,10 +325,10 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
 # ---- the reference stands on its own ----
 
 
-# What the reference imports of rlexp besides its own modules: the schema, the text of generated rows, the float64 mode,
-# and the interfaces of the losses' formulas.
+# What the reference imports of rlexp besides its own modules: the schema, the text of generated rows and of templates
+# with a name, the float64 mode, and the interfaces of the losses' formulas.
 KEYS = ("data", "losses", "models", "reward_terms", "rollouts", "row_kinds")
-OF_REFERENCE = {"base.errors", "config.schema", *(f"config.schema.{name}" for name in KEYS),
+OF_REFERENCE = {"base.errors", "config.chat_templates", "config.schema", *(f"config.schema.{name}" for name in KEYS),
                 "training.algos.base", "training.algos.policy_loss", "training.dataset", "training.model.float64",
                 "verify.records"}  # fmt: skip
 REFERENCE = ("records", *(f"reference/{file.stem}" for file in (ROOT / "rlexp/verify/reference").glob("*.py")))
