@@ -192,10 +192,7 @@ def _data(conv: Conversion) -> None:
         elif most:
             conv.put(f"{key}.split", f"train[:{most}]", "dataset", why="the first rows; theirs are drawn")
     conv.remark(
-        Fate.OTHER,
-        "dataset",
-        conv.get("dataset"),
-        f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's",
+        Fate.OTHER, "dataset", conv.get("dataset"), f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's"
     )
     strategy = conv.text("truncation_strategy", "delete")
     if strategy not in TOO_LONG:

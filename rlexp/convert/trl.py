@@ -9,16 +9,7 @@ from typing import Any
 from rlexp.convert import adapters, answers, engines, huggingface, launchers, preference
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.huggingface import HeldOut
-from rlexp.convert.rules import (
-    Conversion,
-    ConvertError,
-    Fate,
-    Rule,
-    absent,
-    needless,
-    taken,
-    worked_out,
-)
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
