@@ -40,6 +40,8 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
                 f"# {fate.value[0].upper()}{fate.value[1:]}:",
                 *(each for line in conv.lines[fate] for each in _explained(line)),
             ]
+    if conv.off:
+        lines += ["#", *wrapped(f"Null, false, empty or 0, and nothing is asked for: {', '.join(conv.off)}.", "    ")]
     lines += ["", "defaults:"]
     for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
         lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))

@@ -46,6 +46,8 @@ class HeldOut(Enum):
     SHARE = "share"  # as many as a share of the rows is: unknown here
 
 
+NO_WARMUP = "lr_scheduler_type=constant has no warm-up"
+NO_EVALUATION = "nothing is evaluated, or another argument decides"
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
                "samples of one GPU there; here train.micro_batch_size has those of one ring, and train.batch_size "
@@ -61,10 +63,11 @@ RULES: tuple[Rule, ...] = (
     worked_out("lr_scheduler_type", "optim.decay", "linear, cosine, constant; with warm-up or without"),
     absent("lr_scheduler_kwargs", "the rate is constant, or decays to 0 by a line or a cosine", {}, {"num_cycles": 0.5},
            until="min_lr"),
-    worked_out("warmup_steps", "optim.warmup_steps", "the first step has a small rate here, and the rate 0 there"),
-    worked_out("warmup_ratio", "optim.warmup_steps", "a number of steps, not a share of them"),
-    worked_out("num_train_epochs", "train.epochs", "whole passes over the data"),
-    worked_out("max_steps", "train.max_steps", ""),
+    worked_out("warmup_steps", "optim.warmup_steps", "the first step has a small rate here, and the rate 0 there",
+               NO_WARMUP),
+    worked_out("warmup_ratio", "optim.warmup_steps", "a number of steps, not a share of them", NO_WARMUP),
+    worked_out("num_train_epochs", "train.epochs", "whole passes over the data", "max_steps decides"),
+    worked_out("max_steps", "train.max_steps", "", "it sets no limit"),
     worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     absent("optim_args optim_target_modules", "AdamW and SGD take the keys of optim only"),
     worked_out("bf16", "train.precision", "bf16 computes in bfloat16; the weights that are trained stay float32"),
@@ -74,16 +77,17 @@ RULES: tuple[Rule, ...] = (
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage of your file chooses the engine; rlexp writes "
                "the rest of DeepSpeed's configuration itself"),
-    worked_out("fsdp", "engine=fsdp2", ""),
-    worked_out("fsdp_config", "engine=fsdp2", "its other settings are not translated: rlexp chooses FSDP2's settings"),
+    worked_out("fsdp", "engine=fsdp2", "", "deepspeed decides"),
+    worked_out("fsdp_config", "engine=fsdp2", "its other settings are not translated: rlexp chooses FSDP2's settings",
+               "deepspeed decides"),
     taken("seed", "seed", default=42),
     absent("data_seed", "one seed decides the order of samples and all draws"),
     taken("full_determinism", "launch.deterministic"),
     taken("ddp_timeout", "launch.timeout_seconds"),
     worked_out("use_cpu", "launch.device", ""),
     worked_out("output_dir", "hydra.run.dir", "a run's folder; its trained model lies in model/ below it"),
-    worked_out("save_strategy", "checkpoint.save_every", ""),
-    worked_out("save_steps", "checkpoint.save_every", ""),
+    worked_out("save_strategy", "checkpoint.save_every", "", "save_steps decides"),
+    worked_out("save_steps", "checkpoint.save_every", "", "save_strategy decides"),
     worked_out("save_total_limit", "checkpoint.keep_last", ""),
     absent("save_only_model", "a checkpoint is whole, so that a run can continue", False),
     other("load_best_model_at_end", "checkpoint.keep_best",
@@ -92,10 +96,10 @@ RULES: tuple[Rule, ...] = (
     worked_out("greater_is_better", "checkpoint.best", ""),
     other("resume_from_checkpoint", "hydra.run.dir",
           "a run continues if it is given the folder of one that began; checkpoints of other trainers are not read"),
-    worked_out("eval_strategy evaluation_strategy", "train.eval_every", ""),
-    worked_out("eval_steps", "train.eval_every", ""),
+    worked_out("eval_strategy evaluation_strategy", "train.eval_every", "", NO_EVALUATION),
+    worked_out("eval_steps", "train.eval_every", "", NO_EVALUATION),
     absent("eval_delay", "held-out rows are evaluated every train.eval_every steps", 0),
-    worked_out("eval_on_start", "eval.before_training", ""),
+    worked_out("eval_on_start", "eval.before_training", "", "no rows are held out"),
     needless("per_device_eval_batch_size do_train do_eval do_predict bf16_full_eval eval_accumulation_steps",
              "held-out rows are evaluated as the others are trained on"),
     worked_out("report_to", "logger", "one of wandb, tensorboard, trackio, none"),
@@ -164,9 +168,7 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     most = int(conv.whole("max_steps", -1))
     if most > 0:
         conv.put("train.max_steps", most, "max_steps")
-        conv.tell(Fate.NEEDLESS, "num_train_epochs", "max_steps decides")
         return most
-    conv.tell(Fate.NEEDLESS, "max_steps", "it sets no limit")
     passes = conv.number("num_train_epochs", epochs, least=0)
     if passes != int(passes):
         conv.tell(
@@ -197,12 +199,9 @@ def schedule(
             Fate.ABSENT, "lr_scheduler_type", "the rate decays to 0 by a line or a cosine, or stays (optim.decay)"
         )
     ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
-    if name == "constant":
-        conv.tell(Fate.NEEDLESS, "warmup_steps", "lr_scheduler_type=constant has no warm-up")
-        conv.tell(Fate.NEEDLESS, "warmup_ratio", "lr_scheduler_type=constant has no warm-up")
-    elif short and not ratio and not warm:
+    if short and conv.get("warmup_ratio") is None and conv.get("warmup_steps") is None and name != "constant":
         _short_warmup(conv, steps)
-    else:
+    elif name != "constant":
         _warmup(conv, steps, ratio, warm, rounded)
 
 
@@ -220,14 +219,10 @@ def _warmup(conv: Conversion, steps: int | None, ratio: float, warm: float, roun
     else:
         count = rounded(share * steps) if share and steps is not None else int(warm)
         conv.put("optim.warmup_steps", count, argument, why=f"of {steps} steps" if share else "")
-    conv.tell(Fate.NEEDLESS, "warmup_ratio", "warmup_steps decides" if warm else "it is 0")
-    conv.tell(Fate.NEEDLESS, "warmup_steps", "it is 0")
 
 
 def _short_warmup(conv: Conversion, steps: int | None) -> None:
     """axolotl's: 3 % of the steps, at most 100, and 2 in place of 1."""
-    for name in ("warmup_ratio", "warmup_steps"):
-        conv.tell(Fate.NEEDLESS, name, "0 is their default of 3 % of the steps, at most 100")
     if steps is not None:
         count = min(int(0.03 * steps), 100)
         conv.put("optim.warmup_steps", 2 if count == 1 else count, "warmup_steps", why=f"3 % of {steps} steps")
@@ -265,7 +260,6 @@ def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep
     said, count = conv.get("save_strategy", strategy), conv.number("save_steps", 500, least=0)
     if said in ("no", False):
         conv.put("checkpoint.save_every", None, "save_strategy")
-        conv.tell(Fate.NEEDLESS, "save_steps", "save_strategy=no")
     elif said == "steps" and 0 < count < 1:
         if steps is None:
             conv.tell(Fate.OTHER, "save_steps", "a share of the run's steps there; a number of steps, or a time, here")
@@ -279,8 +273,6 @@ def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep
         if conv.name("save_strategy") is None:
             conv.remark(Fate.OTHER, "save_strategy", said, f"their default; {why}")
         conv.tell(Fate.OTHER, "save_strategy", why)
-        conv.tell(Fate.NEEDLESS, "save_steps", f"save_strategy={said}")
-    conv.tell(Fate.NEEDLESS, "save_strategy", "save_steps decides")
     limit = int(conv.whole("save_total_limit", keep or 0))
     kept = limit if limit > 0 else keep or KEEP_ALL
     conv.put("checkpoint.keep_last", kept, "save_total_limit", why="all are kept" if kept == KEEP_ALL else "")
@@ -316,7 +308,6 @@ def held_out(conv: Conversion, name: str, *, share: bool = False) -> HeldOut:
             "a share of the rows there, a number of rows here: give data.eval_size=N, and train.eval_every",
         )
         return HeldOut.SHARE
-    conv.tell(Fate.NEEDLESS, name, "no rows are held out")
     return HeldOut.NONE
 
 
@@ -326,21 +317,15 @@ def evaluation(
     """Set how often held-out rows are evaluated. `every` is the default of their eval_steps."""
     said = conv.get("eval_strategy", strategy)
     count = conv.number("eval_steps", every if every is not None else conv.number("logging_steps", 10), least=0)
-    if not evaluates(conv, strategy):
-        conv.tell(Fate.NEEDLESS, "eval_strategy", "nothing is evaluated unless train.eval_every says so")
-        conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
-    elif rows is HeldOut.NONE:
-        conv.tell(Fate.NEEDLESS, "eval_strategy", "no rows are held out")
-        conv.tell(Fate.NEEDLESS, "eval_steps", "no rows are held out")
+    if not evaluates(conv, strategy) or rows is HeldOut.NONE:
+        pass
     elif rows is HeldOut.SHARE:
         conv.tell(Fate.OTHER, "eval_steps", "give train.eval_every, once data.eval_size holds out rows")
         conv.tell(Fate.OTHER, "eval_strategy", "give train.eval_every, once data.eval_size holds out rows")
     elif said == "epoch":
         conv.tell(Fate.OTHER, "eval_strategy", "train.eval_every counts steps; give as many as an epoch has")
-        conv.tell(Fate.NEEDLESS, "eval_steps", "eval_strategy=epoch")
     elif count < 1 and steps is None:
         conv.tell(Fate.OTHER, "eval_steps", "a share of the run's steps there; a number of steps here")
-        conv.tell(Fate.NEEDLESS, "eval_strategy", "eval_steps decides")
     else:
         number = math.ceil(count * (steps or 1)) if count < 1 else int(count)
         conv.put("train.eval_every", number, "eval_steps", "eval_strategy")
@@ -353,8 +338,6 @@ def _at_the_start(conv: Conversion, rows: HeldOut) -> None:
         conv.put("eval.before_training", True, "eval_on_start")
     elif asked and rows is HeldOut.SHARE:
         conv.tell(Fate.OTHER, "eval_on_start", "give eval.before_training=true, once data.eval_size holds out rows")
-    why = "no rows are held out" if asked else "nothing is evaluated before the first step"
-    conv.tell(Fate.NEEDLESS, "eval_on_start", why)
 
 
 def logger(conv: Conversion, default: str = "none") -> None:
@@ -376,11 +359,8 @@ def engine(conv: Conversion, *fsdp: str) -> None:
     """Choose the engine by a DeepSpeed configuration, or FSDP."""
     if conv.get("deepspeed"):
         engines.from_deepspeed(conv)
-        for name in fsdp or ("fsdp", "fsdp_config"):
-            conv.tell(Fate.NEEDLESS, name, "deepspeed decides")
-        return
-    conv.tell(Fate.NEEDLESS, "deepspeed", "there is none")
-    engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
+    else:
+        engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
 
 
 def drop_last(conv: Conversion) -> None:
@@ -391,8 +371,6 @@ def drop_last(conv: Conversion) -> None:
 def device(conv: Conversion) -> None:
     if conv.flag("use_cpu"):
         conv.put("launch.device", "cpu", "use_cpu")
-    else:
-        conv.tell(Fate.NEEDLESS, "use_cpu", "launch.device=auto takes the GPUs that there are")
 
 
 def shared(

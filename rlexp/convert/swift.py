@@ -30,13 +30,13 @@ OF_QUANTIZED = (
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
     worked_out("rlhf_type", "loss", "dpo, cpo, orpo, simpo, kto or rm; swift sft and swift pt are loss=sft",
-               of=OF_RLHF),
+               "the loss is chosen", of=OF_RLHF),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
-    taken("ref_model", "reference.path", of="dpo cpo orpo simpo kto"),
+    taken("ref_model", "reference.path", of="dpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
     worked_out("tuner_type train_type", "adapter=lora", "lora, their default, and full; others are not here",
-               until="adapter=adalora adapter=longlora adapter=vera"),
+               "all weights are trained", until="adapter=adalora adapter=longlora adapter=vera"),
     worked_out("lora_rank", "adapter.rank", "their default is 8"),
     worked_out("lora_alpha", "adapter.alpha", "their default is 32"),
     worked_out("lora_dropout", "adapter.dropout", f"their default is 0.05; {adapters.NO_DROPOUT}"),
@@ -51,24 +51,26 @@ RULES: tuple[Rule, ...] = (
     absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
     worked_out("adapters", "adapter.path", ""),
     worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
-               of="dpo kto"),
+               "the loss compares with no reference", of="dpo kto"),
     worked_out("merge_lora", "checkpoint.export=merged",
-               "of `swift export`, which is a command of its own; here the run writes the merged model at its end"),
+               "of `swift export`, which is a command of its own; here the run writes the merged model at its end",
+               "there is no adapter"),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
              "lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
              "an adapter's weights are float32"),
     absent("quant_method", adapters.QUANTIZED, until="quant"),
     needless(OF_QUANTIZED, adapters.OF_QUANTIZED),
     taken("beta", "loss.beta", default=0.1),
-    worked_out("label_smoothing", "loss.label_smoothing", "", of=f"dpo {OF_CPO}"),
+    worked_out("label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of=f"dpo {OF_CPO}"),
     worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
-    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", of="dpo"),
-    worked_out("rpo_alpha", "loss.sft_weight", "", of="dpo"),
-    worked_out("ld_alpha", "loss.ld_alpha", "", of="dpo"),
-    worked_out("discopop_tau", "loss.tau", "", of="dpo"),
-    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of=OF_CPO),
+    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of="dpo"),
+    worked_out("rpo_alpha", "loss.sft_weight", "", preference.OTHERS, of="dpo"),
+    worked_out("ld_alpha", "loss.ld_alpha", "", preference.OTHERS, of="dpo"),
+    worked_out("discopop_tau", "loss.tau", "", preference.OTHERS, of="dpo"),
+    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "rlhf_type says it too",
+               of=OF_CPO),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1, with simpo too", of=OF_CPO),
-    worked_out("simpo_gamma", "loss.gamma", "", of=OF_CPO),
+    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of=OF_CPO),
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
     worked_out("center_rewards_coefficient", "loss.center", "", of="rm"),
@@ -83,14 +85,14 @@ RULES: tuple[Rule, ...] = (
     taken("packing padding_free", "data.packing",
           "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
     taken("system", "data.system"),
-    worked_out("use_chat_template", "data.template", ""),
+    worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
     worked_out("sequence_parallel_size", "parallel.ring_size", "any layout has the same curve"),
     needless("attn_impl load_from_cache_file use_hf model_type template cached_dataset lazy_tokenize",
              "no number depends on it here"),
-    worked_out("NPROC_PER_NODE", "launch.nproc", ""),
-    worked_out("NNODES", "launch.nodes", ""),
+    worked_out("NPROC_PER_NODE", "launch.nproc", "", launchers.COUNTED),
+    worked_out("NNODES", "launch.nodes", "", launchers.ONE_NODE),
     needless("MAX_PIXELS", "images are not read"),
     *launchers.VARIABLES,
 )  # fmt: skip
@@ -127,28 +129,25 @@ def _adapter(conv: Conversion) -> None:
     tuner = conv.text("tuner_type", "lora")
     if tuner == "full":
         adapters.none(conv, OF_LORA)
-        conv.tell(Fate.NEEDLESS, "tuner_type", "all weights are trained")
     else:
         adapters.lora(conv, OF_LORA, adapters.Defaults(8, 32.0, 0.05, ("all-linear",)), "tuner_type")
     if tuner not in ("full", "lora"):
         conv.remark(Fate.ABSENT, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
     if conv.flag("merge_lora") and adapters.has(conv):
         conv.put("checkpoint.export", "merged", "merge_lora")
-    conv.tell(Fate.NEEDLESS, "merge_lora", "nothing is merged")
 
 
 def _reference(conv: Conversion) -> None:
     """Set what an adapter from a folder is compared with: theirs leaves it out unless ref_adapters has it."""
     start, reference = (conv.texts(name) for name in ("adapters", "ref_adapters"))
     if not adapters.compared(conv):
-        conv.tell(Fate.NEEDLESS, "ref_adapters", "the loss compares with no reference")
-    elif reference and reference == start:
+        return
+    if reference and reference == start:
         conv.choose("reference", "adapter", "ref_adapters", why="the adapter that training starts from")
     elif reference:
         conv.tell(Fate.ABSENT, "ref_adapters", adapters.UNREAD)
     elif conv.get("ref_model") is None:
         adapters.compare_without(conv, "adapters")
-    conv.tell(Fate.NEEDLESS, "ref_adapters", "there is none")
 
 
 def _loss(conv: Conversion) -> None:
@@ -165,10 +164,9 @@ def _loss(conv: Conversion) -> None:
     elif conv.trainer == "orpo":
         preference.without_reference(conv, "orpo", by="rlhf_type", told=preference.OF_PROMPTS)
     else:
-        loss = preference.of_cpo(conv, "rlhf_type")
+        loss = preference.of_cpo(conv)
         preference.without_reference(conv, loss, by="rlhf_type", weight_name="cpo_alpha", gamma=1.0,
                                      beta=2.0 if conv.trainer == "simpo" else 0.1)  # fmt: skip
-    conv.tell(Fate.NEEDLESS, "rlhf_type", "the loss is chosen")
 
 
 def _data(conv: Conversion) -> None:
@@ -200,4 +198,3 @@ def _data(conv: Conversion) -> None:
     conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
     if not conv.flag("use_chat_template", True):
         conv.put("data.template", "never", "use_chat_template")
-    conv.tell(Fate.NEEDLESS, "use_chat_template", "rows are written by the tokenizer's template")
