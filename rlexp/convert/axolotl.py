@@ -182,7 +182,7 @@ def _adapter(conv: Conversion) -> None:
     kind = conv.text("adapter")
     if not kind or kind not in ("lora", "qlora"):
         if kind:
-            conv.tell(Fate.ABSENT, "adapter", "of adapters, lora is here; all weights are trained")
+            conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
         adapters.none(conv, OF_LORA, "adapter")
         return
     adapters.lora(conv, OF_LORA, adapters.Defaults(None, None), "adapter")

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from rlexp.config.schema.bounds import WEEK
 from rlexp.convert import engines
 from rlexp.convert.rules import (
     Conversion,
@@ -25,6 +26,7 @@ from rlexp.convert.rules import (
 KEEP_ALL = 1_000_000
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant"}
+TO_A_LEAST = ("cosine_with_min_lr", "cosine_warmup_with_min_lr")  # a cosine that ends above 0
 LOGGERS = ("wandb", "tensorboard", "trackio")
 METRICS = {
     "loss": "eval/loss",
@@ -46,6 +48,7 @@ class HeldOut(Enum):
     SHARE = "share"  # as many as a share of the rows is: unknown here
 
 
+LOGGED = "every step is logged, for all ranks together"
 NO_WARMUP = "lr_scheduler_type=constant has no warm-up"
 NO_EVALUATION = "nothing is evaluated, or another argument decides"
 RULES: tuple[Rule, ...] = (
@@ -83,7 +86,8 @@ RULES: tuple[Rule, ...] = (
     taken("seed", "seed", default=42),
     absent("data_seed", "one seed decides the order of samples and all draws"),
     taken("full_determinism", "launch.deterministic"),
-    taken("ddp_timeout", "launch.timeout_seconds"),
+    taken("ddp_timeout", "launch.timeout_seconds", f"at most {WEEK} s, a week",
+          to=lambda value: min(value, WEEK) if isinstance(value, int | float) else value),
     worked_out("use_cpu", "launch.device", ""),
     worked_out("output_dir", "hydra.run.dir", "a run's folder; its trained model lies in model/ below it"),
     worked_out("save_strategy", "checkpoint.save_every", "", "save_steps decides"),
@@ -92,8 +96,8 @@ RULES: tuple[Rule, ...] = (
     absent("save_only_model", "a checkpoint is whole, so that a run can continue", False),
     other("load_best_model_at_end", "checkpoint.keep_best",
           "the last model is exported; `python -m rlexp.export` writes that of any checkpoint"),
-    worked_out("metric_for_best_model", "checkpoint.best_metric", ""),
-    worked_out("greater_is_better", "checkpoint.best", ""),
+    worked_out("metric_for_best_model", "checkpoint.best_metric", "", "nothing is evaluated"),
+    worked_out("greater_is_better", "checkpoint.best", "", "nothing is evaluated"),
     other("resume_from_checkpoint", "hydra.run.dir",
           "a run continues if it is given the folder of one that began; checkpoints of other trainers are not read"),
     worked_out("eval_strategy evaluation_strategy", "train.eval_every", "", NO_EVALUATION),
@@ -105,8 +109,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("report_to", "logger", "one of wandb, tensorboard, trackio, none"),
     taken("run_name", "logger.run_name"),
     worked_out("disable_tqdm", "logger.progress", ""),
-    needless("logging_steps logging_strategy logging_first_step log_level logging_dir project",
-             "every step is logged, for all ranks together"),
+    needless("logging_steps", LOGGED),
+    needless("logging_strategy logging_first_step log_level logging_dir project", LOGGED),
     worked_out("dataloader_drop_last", "data.drop_last", ""),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
@@ -124,8 +128,7 @@ RULES: tuple[Rule, ...] = (
     absent("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
            "nothing is uploaded; the trained model lies in the run's folder", False, until="hub"),
     needless("log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen debug "
-             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id",
-             "every step is logged, for all ranks together"),
+             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id", LOGGED),
     needless("dataloader_in_order dataloader_multiprocessing_context ddp_broadcast_buffers ddp_static_graph "
              "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint use_cache "
              "length_column_name hub_always_push liger_kernel_config fp16_full_eval prediction_loss_only "
@@ -192,12 +195,14 @@ def schedule(
 ) -> None:
     """Set the decay and the warm-up. `short`: without either argument there is axolotl's own warm-up."""
     name = conv.text("lr_scheduler_type", decay)
-    if name in DECAYS:
-        conv.put("optim.decay", DECAYS[name], "lr_scheduler_type")
+    if name in DECAYS or name in TO_A_LEAST:
+        conv.put("optim.decay", DECAYS.get(name, "cosine"), "lr_scheduler_type")
     else:
         conv.tell(
-            Fate.ABSENT, "lr_scheduler_type", "the rate decays to 0 by a line or a cosine, or stays (optim.decay)"
+            Fate.INSTEAD, "lr_scheduler_type", "by a line or a cosine to 0, or constant: a line is taken (optim.decay)"
         )
+    if name in TO_A_LEAST:
+        conv.remark(Fate.OTHER, conv.said("lr_scheduler_type"), name, "the rate decays to 0 here, not to a least rate")
     ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
     if short and conv.get("warmup_ratio") is None and conv.get("warmup_steps") is None and name != "constant":
         _short_warmup(conv, steps)
@@ -242,7 +247,8 @@ def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> No
     if name in OPTIMIZERS:
         conv.choose("optim", OPTIMIZERS[name], "optim")
     else:
-        conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
+        fate = Fate.ABSENT if "adamw" in name else Fate.INSTEAD  # of 8 bits, or in pages: the same rule
+        conv.tell(fate, "optim", "adamw and sgd are the optimizers here, in float32; adamw is taken")
     first, second = conv.number("adam_beta1", betas[0]), conv.number("adam_beta2", betas[1])
     conv.put("optim.betas", [first, second], "adam_beta1", "adam_beta2")
 
@@ -281,7 +287,7 @@ def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep
 
 def _best(conv: Conversion) -> None:
     metric = conv.text("metric_for_best_model")
-    if conv.flag("load_best_model_at_end") or metric:
+    if conv.flag("load_best_model_at_end") or metric in METRICS:
         conv.put("checkpoint.keep_best", 1)
     if metric in METRICS:
         conv.put("checkpoint.best_metric", METRICS[metric], "metric_for_best_model")
@@ -330,6 +336,10 @@ def evaluation(
         number = math.ceil(count * (steps or 1)) if count < 1 else int(count)
         conv.put("train.eval_every", number, "eval_steps", "eval_strategy")
     _at_the_start(conv, rows)
+    if "train.eval_every" not in conv.values:  # nothing is measured by which a checkpoint could be kept
+        for key in ("keep_best", "best_metric", "best"):
+            conv.values.pop(f"checkpoint.{key}", None)
+        conv.done -= {"metric_for_best_model", "greater_is_better"}
 
 
 def _at_the_start(conv: Conversion, rows: HeldOut) -> None:

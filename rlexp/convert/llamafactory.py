@@ -66,7 +66,15 @@ RULES: tuple[Rule, ...] = (
     taken("pref_beta", "loss.beta", default=0.1, of=REFERRED),
     worked_out("kto_chosen_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("kto_rejected_weight", "loss.undesirable_weight", "", of="kto"),
-    absent("use_dft_loss", "every token's likelihood weighs alike", until="loss=dft", of="sft"),
+    absent("use_dft_loss use_asft_loss use_eaft_loss", "every token's likelihood weighs alike", until="loss=dft",
+           of="sft", fate=Fate.INSTEAD),
+    absent("use_badam use_galore use_apollo use_muon use_adam_mini mixture_of_depths",
+           "adamw and sgd are the optimizers here, of the model as it is", fate=Fate.INSTEAD,
+           until="optim=muon optim=galore"),
+    needless("badam_mode badam_switch_mode badam_switch_interval badam_verbose galore_layerwise galore_target "
+             "galore_rank galore_scale apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type "
+             "asft_alpha",
+             "only with an optimizer or a loss that is not here"),
     other("train_on_prompt", "loss=sft", "a prompt is never trained on", of="sft"),
     other("mask_history", "loss=sft", "every answer of a conversation is trained on", of="sft"),
     worked_out("disable_shuffling", "data.shuffle", ""),
@@ -133,7 +141,7 @@ def _adapter(conv: Conversion) -> None:
     if kind in ("full", "freeze"):
         adapters.none(conv, OF_LORA)
         if kind == "freeze":
-            conv.tell(Fate.ABSENT, "finetuning_type", "all weights are trained, but for those that model.freeze names")
+            conv.tell(Fate.INSTEAD, "finetuning_type", "all weights are trained, but for those that model.freeze names")
         return
     names = OF_LORA
     if conv.flag("create_new_adapter"):
@@ -142,7 +150,7 @@ def _adapter(conv: Conversion) -> None:
     rank = conv.whole("lora_rank", 8, least=1)
     adapters.lora(conv, names, adapters.Defaults(8, 2.0 * rank, targets=("all",), split=","), "finetuning_type")
     if kind != "lora":
-        conv.remark(Fate.ABSENT, "finetuning_type", kind, "of adapters, lora is here; it is taken")
+        conv.remark(Fate.INSTEAD, "finetuning_type", kind, "of adapters, lora is here; it is taken")
 
 
 def _reference(conv: Conversion) -> None:

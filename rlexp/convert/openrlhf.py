@@ -235,7 +235,7 @@ def _kto(conv: Conversion) -> None:
 def _reward_model(conv: Conversion) -> None:
     answers.reward_model(conv, "model.loss_type")
     if (said := conv.text("model.loss_type", "sigmoid")) != "sigmoid":
-        conv.remark(Fate.ABSENT, conv.said("model.loss_type"), said, "sigmoid is the loss of two scores here")
+        conv.remark(Fate.INSTEAD, conv.said("model.loss_type"), said, "sigmoid is the loss of two scores here")
     margins = conv.flag("margin_loss")
     conv.put("loss.margin_weight", float(margins), "margin_loss")
 
@@ -264,7 +264,7 @@ def _optimizer(conv: Conversion) -> None:
     if conv.get("optim", "adam") == "adam":
         conv.choose("optim", "adamw", "optim")
     else:
-        conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
+        conv.tell(Fate.INSTEAD, "optim", "adamw and sgd are the optimizers here; adamw is taken")
     if conv.get("adam.lr") is None:
         conv.put("optim.lr", RATES[conv.trainer], "adam.lr")
     conv.put("optim.betas", conv.pair("adam.betas", (0.9, 0.95)), "adam.betas")

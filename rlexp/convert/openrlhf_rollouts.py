@@ -168,7 +168,7 @@ def _loss(conv: Conversion) -> None:
     loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
     if gspo and estimator != "group_norm":
-        conv.remark(Fate.ABSENT, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
+        conv.remark(Fate.INSTEAD, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
     conv.put("loss.normalize", "token", why="the mean over all tokens of the batch, as theirs")
     conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")

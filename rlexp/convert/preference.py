@@ -157,7 +157,7 @@ def _asked(conv: Conversion, names: Names, types: Sequence[str]) -> Asked:
     if unknown:
         taken = "" if asked.weights else "; sigmoid is taken"
         why = f"{', '.join(unknown)} is not here{taken}"
-        conv.remark(Fate.ABSENT, conv.said(names.loss), conv.get(names.loss), why)
+        conv.remark(Fate.INSTEAD, conv.said(names.loss), conv.get(names.loss), why)
     if unknown and not asked.weights:
         asked.add("dpo", 1.0)
     elif not asked.weights and not asked.likelihood:
@@ -251,5 +251,5 @@ def of_cpo(conv: Conversion) -> str:
     """Return our name of a loss of TRL's CPO, which has no reference."""
     said = conv.text("loss_type", "simpo" if conv.trainer == "simpo" else "sigmoid")
     if said not in ("sigmoid", "simpo"):
-        conv.tell(Fate.ABSENT, "loss_type", f"{said} without a reference is not here; cpo's sigmoid is taken")
+        conv.tell(Fate.INSTEAD, "loss_type", f"{said} without a reference is not here; cpo's sigmoid is taken")
     return "simpo" if said == "simpo" else "cpo"

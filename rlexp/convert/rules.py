@@ -15,6 +15,7 @@ from rlexp.convert.secrets import masked
 
 class Fate(Enum):
     TAKEN = "taken over"
+    INSTEAD = "trains something else than the file asks for"
     OTHER = "means something else here"
     ABSENT = "not here"
     NEEDLESS = "needs nothing here"
@@ -69,19 +70,14 @@ def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
     return Rule(tuple(names.split()), Fate.OTHER, key, why, convert=same, trainers=tuple(of.split()))
 
 
-def absent(names: str, why: str, *harmless: Any, of: str = "", until: str = "") -> Rule:
-    """Make a rule: rlexp does not have it. With a harmless value, or none, nothing is lost. `until` names the options
-    or keys of ours that would have it: a test fails once one exists."""
-    return Rule(
-        tuple(names.split()),
-        Fate.ABSENT,
-        "",
-        why,
-        convert=same,
-        harmless=(None, *harmless),
-        trainers=tuple(of.split()),
-        until=tuple(until.split()),
-    )
+def absent(
+    names: str, why: str, *harmless: Any, of: str = "", until: str = "", fate: Fate = Fate.ABSENT
+) -> Rule:  # fmt: skip
+    """Make a rule: rlexp does not have it; or, by its `fate`, trains something else without it. With a harmless value,
+    or none, nothing is lost. `until` names the options or keys of ours that would have it: a test fails once one
+    exists."""
+    trainers, ends = tuple(of.split()), tuple(until.split())
+    return Rule(tuple(names.split()), fate, "", why, convert=same, harmless=harmless, trainers=trainers, until=ends)
 
 
 def needless(names: str, why: str, *, of: str = "") -> Rule:
@@ -304,7 +300,7 @@ class Conversion:
         elif rule is not None and rule.fate is Fate.TAKEN:
             fate, why = Fate.NEEDLESS, self._why_nothing(rule, name)
         elif rule is not None:
-            harmless = rule.fate is Fate.ABSENT and any(_equal(value, each) for each in rule.harmless)
+            harmless = any(_equal(value, each) for each in rule.harmless)
             fate, why = Fate.NEEDLESS if harmless else rule.fate, rule.why
         self._say(fate, name, why)
 
@@ -345,9 +341,9 @@ NEED_NOTHING = "These need nothing here, since no number depends on them or rlex
 def table_of(rules: Sequence[Rule]) -> str:
     """Return the table of a page: their argument, ours, and what differs; then what needs nothing."""
     rows = ["| theirs | here | |", "| --- | --- | --- |"]
-    for fate in (Fate.TAKEN, Fate.OTHER, Fate.ABSENT):
+    for fate in (Fate.TAKEN, Fate.OTHER, Fate.INSTEAD, Fate.ABSENT):
         for rule in (rule for rule in rules if rule.fate is fate):
-            ours = _listed(rule.key) if rule.key else fate.value
+            ours = _listed(rule.key) if rule.key else Fate.ABSENT.value
             rows.append(f"| {_quoted(rule.names)} | {ours} | {_differs(rule)} |")
     elsewhere = {name for rule in rules if rule.fate is not Fate.NEEDLESS for name in rule.names}
     needless = {

@@ -132,7 +132,7 @@ def _adapter(conv: Conversion) -> None:
     else:
         adapters.lora(conv, OF_LORA, adapters.Defaults(8, 32.0, 0.05, ("all-linear",)), "tuner_type")
     if tuner not in ("full", "lora"):
-        conv.remark(Fate.ABSENT, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
+        conv.remark(Fate.INSTEAD, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
     if conv.flag("merge_lora") and adapters.has(conv):
         conv.put("checkpoint.export", "merged", "merge_lora")
 

@@ -121,7 +121,7 @@ def _grpo(conv: Conversion) -> None:
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
     if scale == "batch":
         why = "the scores of a whole batch have one deviation there; here they are only centred, and no longer scaled"
-        conv.remark(Fate.ABSENT, "scale_rewards", scale, why)
+        conv.remark(Fate.INSTEAD, "scale_rewards", scale, why)
     elif not by_group and scale not in ("none", None, False):
         conv.refuse("scale_rewards", "must be group, batch or none", "Give one of them.")
     if by_sequence and (divisor != "grpo" or not by_group):
@@ -134,7 +134,7 @@ def _grpo(conv: Conversion) -> None:
     known = isinstance(divisor, str) and divisor in DIVISORS
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
-        conv.remark(Fate.ABSENT, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
+        conv.remark(Fate.INSTEAD, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
     beta = conv.number("beta", 0.0)
     conv.put("loss.beta", beta, "beta")
     if beta and conv.flag("use_bias_correction_kl", True):
