@@ -138,10 +138,8 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
     name, every = names.targets, bool(names.every) and conv.flag(names.every)
     said = [each for each in conv.texts(name, defaults.split) if each] or [*defaults.targets]
     if not said and not every:
-        raise ConvertError(
-            f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
-            f"{name}=[q_proj, v_proj]."
-        )
+        raise ConvertError(f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
+                           f"{name}=[q_proj, v_proj].")  # fmt: skip
     layers = [each.rstrip(",") for each in said]
     if layers != said:
         conv.remark(Fate.OTHER, conv.said(name), said, "theirs takes the comma for a part of the name; here it is none")

@@ -174,12 +174,9 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
         return most
     passes = conv.number("num_train_epochs", epochs, least=0)
     if passes != int(passes):
-        conv.tell(
-            Fate.OTHER,
-            "num_train_epochs",
-            "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
-            "many steps an epoch has",
-        )
+        conv.tell(Fate.OTHER, "num_train_epochs",
+                  "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
+                  "many steps an epoch has")  # fmt: skip
         passes = max(1, math.floor(passes))
     conv.put("train.epochs", int(passes), "num_train_epochs")
     return None
@@ -214,12 +211,9 @@ def _warmup(conv: Conversion, steps: int | None, ratio: float, warm: float, roun
     argument = "warmup_steps" if warm else "warmup_ratio"
     share = warm if warm and warm < 1 else ratio if not warm else 0
     if share and steps is None:
-        conv.tell(
-            Fate.OTHER,
-            argument,
-            "a share of the run's steps there, a number of steps here: give optim.warmup_steps, once "
-            "`python -m rlexp.data` has said how many steps an epoch has",
-        )
+        conv.tell(Fate.OTHER, argument,
+                  "a share of the run's steps there, a number of steps here: give optim.warmup_steps, once "
+                  "`python -m rlexp.data` has said how many steps an epoch has")  # fmt: skip
         conv.put("optim.warmup_steps", 0)
     else:
         count = rounded(share * steps) if share and steps is not None else int(warm)
@@ -233,13 +227,9 @@ def _short_warmup(conv: Conversion, steps: int | None) -> None:
         conv.put("optim.warmup_steps", 2 if count == 1 else count, "warmup_steps", why=f"3 % of {steps} steps")
         return
     conv.put("optim.warmup_steps", 0)
-    conv.remark(
-        Fate.OTHER,
-        "warmup_steps",
-        "3 %, at most 100",
-        "their default, a share of the run's steps: give optim.warmup_steps, once `python -m rlexp.data` has "
-        "said how many steps an epoch has",
-    )
+    conv.remark(Fate.OTHER, "warmup_steps", "3 %, at most 100",
+                "their default, a share of the run's steps: give optim.warmup_steps, once `python -m rlexp.data` has "
+                "said how many steps an epoch has")  # fmt: skip
 
 
 def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> None:

@@ -99,8 +99,6 @@ def _included(text: str) -> tuple[int, int]:
 def asked_for(batch: str, gpus: int | None) -> int:
     """Return the GPUs, without which the batch of a step is not known."""
     if gpus is None:
-        raise ConvertError(
-            f"{batch}: is the batch of one GPU, and the file does not say how many GPUs there are. "
-            f"Say how many: --gpus=8."
-        )
+        raise ConvertError(f"{batch}: is the batch of one GPU, and the file does not say how many GPUs there are. "
+                           f"Say how many: --gpus=8.")  # fmt: skip
     return gpus

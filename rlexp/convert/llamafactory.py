@@ -105,12 +105,14 @@ RULES: tuple[Rule, ...] = (
     absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16", False),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     absent("cp_mode cp_size", "a ring: parallel.ring_size", 1),
-    *launchers.VARIABLES,
+    worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    needless("config_file use_v1_kernels", launchers.STARTS),
+    *launchers.RULES,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
-    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv))
+    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
     huggingface.sizes(conv, gpus)
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)

@@ -398,12 +398,8 @@ def _files(conv: Conversion, steps: int = 1) -> None:
     if (folder := conv.text("save_path")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "save_path")
     every = int(conv.whole("save_steps", -1))
-    conv.put(
-        "checkpoint.save_every",
-        None if every < 1 else str(every * steps),
-        "save_steps",
-        why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "",
-    )
+    conv.put("checkpoint.save_every", None if every < 1 else str(every * steps), "save_steps",
+             why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "")  # fmt: skip
     if conv.flag("disable_ds_ckpt"):
         conv.put("checkpoint.save_every", None, "disable_ds_ckpt")
         conv.put("checkpoint.on_exit", False, "disable_ds_ckpt")

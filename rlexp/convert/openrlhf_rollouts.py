@@ -132,11 +132,8 @@ def _rollout(conv: Conversion) -> int:
         conv.put("rollout.max_new_tokens", 1024, "generate_max_len")
     elif conv.name("generate_max_len") is None:
         whole = conv.whole("max_len", 2048, least=2)
-        conv.put(
-            "rollout.max_new_tokens",
-            whole // 2,
-            why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed",
-        )
+        conv.put("rollout.max_new_tokens", whole // 2,
+                 why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed")  # fmt: skip
     if conv.whole("vllm_num_engines", 0, least=0):
         conv.put("rollout.engine", "vllm", "vllm_num_engines")
     _importance(conv)
@@ -174,13 +171,8 @@ def _loss(conv: Conversion) -> None:
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
     conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")
     if estimator in BY_GROUP and not in_loss and conv.number("init_kl_coef", 0.01):
-        conv.remark(
-            Fate.OTHER,
-            "advantage_estimator",
-            estimator,
-            "without use_kl_loss theirs subtracts the "
-            "divergence of each token after the baseline, ours subtracts the answer's before it",
-        )
+        conv.remark(Fate.OTHER, "advantage_estimator", estimator, "without use_kl_loss theirs subtracts the "
+                    "divergence of each token after the baseline, ours subtracts the answer's before it")  # fmt: skip
     pair = conv.name("eps_clip_low_high") is not None
     clip = conv.pair("eps_clip_low_high", (0.2, 0.2)) if pair else [conv.number("eps_clip", 0.2)] * 2
     for key, value in zip(("clip_low", "clip_high"), clip, strict=True):

@@ -19,6 +19,7 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
 KEYWORDS = ("then", "else", "do", "if", "elif", "while", "!", "time", "{")
 DEEPEST = 3
+COMMAND = r"(openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b).*\s--"  # of a trainer
 # Those of bash, which rounds a quotient towards 0.
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: math.fmod,
@@ -330,7 +331,7 @@ def _follows(rest: list[_Word]) -> bool:
 
 def _has_command(text: str) -> bool:
     """Recognize a command of a trainer in one word: it was quoted."""
-    return re.search(r"(openrlhf\.cli|\btrl\b|\bswift\b).*\s--", text, re.S) is not None and len(text.split()) > 1
+    return re.search(COMMAND, text, re.S) is not None and len(text.split()) > 1
 
 
 def _goes_on(word: _Word, char: str) -> bool:

@@ -80,7 +80,7 @@ RULES: tuple[Rule, ...] = (
     absent("val_dataset", "name held-out rows by data.eval_path"),
     worked_out("split_dataset_ratio", "data.eval_size", "a number of rows"),
     other("columns", "data.columns", "from column to field there, from field to column here"),
-    taken("max_length", "data.max_length", "tokens of prompt and answer together"),
+    taken("max_length", "data.max_length", "tokens of prompt and answer together; their default is the model's limit"),
     worked_out("truncation_strategy", "data.too_long", ""),
     taken("packing padding_free", "data.packing",
           "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
@@ -89,17 +89,31 @@ RULES: tuple[Rule, ...] = (
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
     worked_out("sequence_parallel_size", "parallel.ring_size", "any layout has the same curve"),
-    needless("attn_impl load_from_cache_file use_hf model_type template cached_dataset lazy_tokenize",
+    needless("attn_impl load_from_cache_file use_hf model_type template lazy_tokenize",
              "no number depends on it here"),
     worked_out("NPROC_PER_NODE", "launch.nproc", "", launchers.COUNTED),
     worked_out("NNODES", "launch.nodes", "", launchers.ONE_NODE),
-    needless("MAX_PIXELS", "images are not read"),
-    *launchers.VARIABLES,
+    absent("cached_dataset", "rows that `swift export` tokenized are not read: name the rows themselves by dataset"),
+    needless("model_name model_author", "they are written into rows of swift/self-cognition alone"),
+    worked_out("task_type", "loss", "causal_lm", "it is the only one here"),
+    absent("enable_dft_loss", "every token's likelihood weighs alike", fate=Fate.INSTEAD, until="loss=dft"),
+    worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    needless("config_file machine_rank use_ray zero_stage offload_optimizer_device offload_param_device",
+             launchers.STARTS),
+    *launchers.RULES,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
-    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "NPROC_PER_NODE", nodes="NNODES"))
+    _task(conv)
+    nodes = "NNODES" if conv.name("NNODES") else "num_machines"
+    gpus = launchers.asked_for(
+        "per_device_train_batch_size", launchers.ranks(conv, "NPROC_PER_NODE", "nproc_per_node", nodes=nodes)
+    )
+    if conv.values["launch.nproc"].origin == "CUDA_VISIBLE_DEVICES" and gpus > 1:
+        why = "theirs is one process, whose model is spread over these GPUs; here each is a rank of its own"
+        conv.remark(Fate.OTHER, "CUDA_VISIBLE_DEVICES", conv.get("CUDA_VISIBLE_DEVICES"), why)
+        gpus = 1  # replicas of theirs
     ring = int(conv.whole("sequence_parallel_size", 1, least=1))
     conv.put("parallel.ring_size", ring, "sequence_parallel_size")
     huggingface.sizes(conv, gpus, batch=1, ring=ring, fill=LEAST_BATCH)
@@ -122,6 +136,15 @@ def convert(conv: Conversion) -> None:
     rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
     evaluated = "steps" if rows is HeldOut.SHARE else "no"
     huggingface.evaluation(conv, steps, rows, strategy=evaluated, every=conv.number("save_steps", 500))
+
+
+def _task(conv: Conversion) -> None:
+    """Refuse what trains another head, or has no rows."""
+    if (task := conv.text("task_type", "causal_lm")) != "causal_lm":
+        conv.refuse("task_type", f"trains {task}, which is not here", "What is here trains answers, or a reward model.")
+    if conv.get("dataset") is None and conv.get("cached_dataset") is not None:
+        conv.refuse("cached_dataset", "has rows that `swift export` tokenized, which are not read",
+                    "Name the rows themselves by dataset.")  # fmt: skip
 
 
 def _adapter(conv: Conversion) -> None:
@@ -196,5 +219,9 @@ def _data(conv: Conversion) -> None:
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")
     conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
+    if conv.get("max_length") is None:
+        conv.put("data.too_long", "error", "max_length")
+        why = "their default is the model's own limit; here a longer row is an error: give data.max_length"
+        conv.remark(Fate.OTHER, "max_length", None, why)
     if not conv.flag("use_chat_template", True):
         conv.put("data.template", "never", "use_chat_template")

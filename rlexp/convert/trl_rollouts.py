@@ -125,12 +125,8 @@ def _grpo(conv: Conversion) -> None:
     elif not by_group and scale not in ("none", None, False):
         conv.refuse("scale_rewards", "must be group, batch or none", "Give one of them.")
     if by_sequence and (divisor != "grpo" or not by_group):
-        conv.remark(
-            Fate.OTHER,
-            "importance_sampling_level",
-            "sequence",
-            "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
-        )
+        conv.remark(Fate.OTHER, "importance_sampling_level", "sequence",
+                    "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group")  # fmt: skip
     known = isinstance(divisor, str) and divisor in DIVISORS
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
@@ -138,13 +134,8 @@ def _grpo(conv: Conversion) -> None:
     beta = conv.number("beta", 0.0)
     conv.put("loss.beta", beta, "beta")
     if beta and conv.flag("use_bias_correction_kl", True):
-        conv.remark(
-            Fate.OTHER,
-            "beta",
-            beta,
-            "TRL 1.16 multiplies the divergence by the ratio, unless "
-            "use_bias_correction_kl is false; here it is k3 itself, as in TRL before",
-        )
+        conv.remark(Fate.OTHER, "beta", beta, "TRL 1.16 multiplies the divergence by the ratio, unless "
+                    "use_bias_correction_kl is false; here it is k3 itself, as in TRL before")  # fmt: skip
     _clip(conv)
 
 
@@ -252,12 +243,8 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
     new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
     prompt = conv.whole("max_prompt_length", least=1)
-    conv.put(
-        "data.max_length",
-        new + (prompt or LONG),
-        "max_prompt_length",
-        why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here",
-    )
+    conv.put("data.max_length", new + (prompt or LONG), "max_prompt_length",
+             why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
     if not ppo:
         _drawing(conv)
 
