@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 def summarize(conv: Conversion) -> None:
     """Name on the terminal what was not taken over."""
-    for fate in (Fate.OTHER, Fate.ABSENT):
+    for fate in (Fate.INSTEAD, Fate.OTHER, Fate.ABSENT):
         if lines := conv.lines[fate]:
             sys.stderr.write(f"{fate.value}: {', '.join(dict.fromkeys(line.name for line in lines))}\n")
     for note in conv.notes:

@@ -93,14 +93,10 @@ def lora(conv: Conversion, names: Names, defaults: Defaults, *by: str) -> None:
     conv.put("adapter.alpha", _needed(conv, names.alpha, alpha), names.alpha)
     _dropout(conv, names.dropout, defaults.dropout)
     _targets(conv, names, defaults)
-    if names.rslora:
-        if conv.flag(names.rslora):
-            conv.put("adapter.rslora", True, names.rslora)
-        conv.tell(Fate.NEEDLESS, names.rslora, "it is false")
+    if names.rslora and conv.flag(names.rslora):
+        conv.put("adapter.rslora", True, names.rslora)
     if names.also:
         _also(conv, names.also, defaults.split)
-    if names.path:
-        conv.tell(Fate.NEEDLESS, names.path, "a new adapter is trained")
 
 
 def none(conv: Conversion, names: Names, *by: str) -> None:
@@ -142,10 +138,8 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
     name, every = names.targets, bool(names.every) and conv.flag(names.every)
     said = [each for each in conv.texts(name, defaults.split) if each] or [*defaults.targets]
     if not said and not every:
-        raise ConvertError(
-            f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
-            f"{name}=[q_proj, v_proj]."
-        )
+        raise ConvertError(f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
+                           f"{name}=[q_proj, v_proj].")  # fmt: skip
     layers = [each.rstrip(",") for each in said]
     if layers != said:
         conv.remark(Fate.OTHER, conv.said(name), said, "theirs takes the comma for a part of the name; here it is none")
@@ -158,8 +152,6 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
         conv.put("adapter.targets", named, name)
     else:
         conv.refuse(name, "names the head or embeddings alone, which take no adapter here", "Name linear layers too.")
-    if names.every:
-        conv.tell(Fate.NEEDLESS, names.every, "the layers are named")
     if patterns:
         why = "a pattern of names is not here, and all linear layers get an adapter: name them by adapter.targets"
         conv.remark(Fate.ABSENT, conv.said(name), patterns, why)
@@ -176,7 +168,6 @@ def _also(conv: Conversion, name: str, split: str | None) -> None:
         conv.remark(Fate.ABSENT, conv.said(name), words, "adapter.also takes names of modules, as lm_head")
     if modules := [each for each in said if each not in words]:
         conv.put("adapter.also", modules, name)
-    conv.tell(Fate.NEEDLESS, name, "adapter.also takes names of modules" if words else "there are none")
 
 
 def of_family(conv: Conversion, name: str) -> tuple[str, ...]:
@@ -215,8 +206,8 @@ def precomputed(conv: Conversion, name: str = "precompute_ref_log_probs") -> Non
     """Choose a reference that is computed once before training, where theirs is, and where one can be here."""
     loss = conv.choices["loss"].value
     if not conv.flag(name):
-        conv.tell(Fate.NEEDLESS, name, "the reference is computed in each step")
-    elif not compared(conv):
+        return
+    if not compared(conv):
         conv.tell(Fate.NEEDLESS, name, f"loss={loss} compares with no reference")
     elif loss == "kto":
         conv.tell(

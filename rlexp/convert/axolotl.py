@@ -7,7 +7,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
 OF_DPO = "dpo ipo"
@@ -43,7 +43,7 @@ RULES: tuple[Rule, ...] = (
     taken("revision_of_model", "model.revision"),
     taken("trust_remote_code", "model.trust_remote_code"),
     needless("base_model_config tokenizer_config model_type tokenizer_type", "the model's folder has them"),
-    worked_out("chat_template", "model.chat_template", "by default the tokenizer's own"),
+    worked_out("chat_template", "model.chat_template", "by default the tokenizer's own", "it is the tokenizer's own"),
     absent("chat_template_jinja", "a template is a file: model.chat_template=FILE"),
     taken("chat_template_kwargs", "data.template_options"),
     absent("special_tokens", "the tokenizer's own special tokens are used", {}),
@@ -81,37 +81,37 @@ RULES: tuple[Rule, ...] = (
              "lora_embedding_kernel peft_ensure_weight_tying peft_autocast_adapter_dtype relora_prune_ratio "
              "relora_prune_method relora_cpu_offload",
              "no number depends on it here"),
-    worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft"),
-    worked_out("reward_model", "loss=reward", ""),
+    worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft", "the loss is chosen"),
+    worked_out("reward_model", "loss=reward", "", "rl says what is trained"),
     worked_out("kto_desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("kto_undesirable_weight", "loss.undesirable_weight", "", of="kto"),
     worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
     needless("num_labels", "an answer has one score", of="reward"),
-    worked_out("train_on_inputs", "loss=sft", "a prompt is never trained on", of="sft"),
+    other("train_on_inputs", "loss=sft", "a prompt is never trained on", of="sft"),
     absent("pretraining_dataset", "name its rows by datasets, with type: completion", of="sft"),
-    worked_out("rl_beta", "loss.beta", ""),
-    worked_out("trl", "loss.beta", "its beta comes before rl_beta; its other keys are for GRPO"),
+    worked_out("rl_beta", "loss.beta", "", preference.OTHERS),
+    worked_out("trl", "loss.beta", "its beta comes before rl_beta; its other keys are for GRPO", preference.OTHERS),
     worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", of="orpo"),
-    worked_out("dpo_label_smoothing", "loss.label_smoothing", "", of=OF_DPO),
-    worked_out("dpo_loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of=OF_DPO,
+    worked_out("dpo_label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of=OF_DPO),
+    worked_out("dpo_loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, "rl says the loss", of=OF_DPO,
                until=preference.NOT_YET),
-    worked_out("dpo_loss_weights", "loss.terms, loss.sft_weight", "", of=OF_DPO),
-    worked_out("dpo_use_weighting", "loss.wpo", "", of=OF_DPO),
-    worked_out("rpo_alpha", "loss.sft_weight", "", of=OF_DPO),
+    worked_out("dpo_loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of=OF_DPO),
+    worked_out("dpo_use_weighting", "loss.wpo", "", preference.OTHERS, of=OF_DPO),
+    worked_out("rpo_alpha", "loss.sft_weight", "", preference.OTHERS, of=OF_DPO),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", of="simpo"),
     worked_out("simpo_gamma", "loss.gamma", "", of="simpo"),
     absent("dpo_label_smoothing_mode", "it is not here", of=OF_DPO),
-    worked_out("precompute_ref_log_probs", "reference=precompute", "of dpo and ipo"),
+    worked_out("precompute_ref_log_probs", "reference=precompute", "of dpo and ipo", "only rl: dpo and ipo read it"),
     needless("dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel",
              "the numbers are the same"),
     worked_out("context_parallel_size sequence_parallel_degree", "parallel.ring_size", "any layout has the same curve"),
-    worked_out("ring_attn_func", "parallel.layout", ""),
+    worked_out("ring_attn_func", "parallel.layout", "", "there is no ring"),
     needless("heads_k_stride dp_shard_size dp_replicate_size", "the layout and the engine decide"),
     absent("tensor_parallel_size", "a model is not split across GPUs by tensor parallelism", 1,
            until="tensor_parallel"),
     worked_out("micro_batch_size", "train.micro_batch_size, train.batch_size",
                "for each GPU there; of all together here"),
-    worked_out("num_epochs", "train.epochs", "whole passes over the data"),
+    worked_out("num_epochs", "train.epochs", "whole passes over the data", "max_steps decides"),
     worked_out("lr_scheduler", "optim.decay", "linear, cosine, constant"),
     worked_out("cosine_min_lr_ratio", "optim.min_lr_ratio", ""),
     absent("cosine_constant_lr_ratio", "the rate decays until the end"),
@@ -170,7 +170,6 @@ def convert(conv: Conversion) -> None:
     _loss(conv)
     if conv.trainer in OF_DPO.split():
         adapters.precomputed(conv)
-    conv.tell(Fate.NEEDLESS, "precompute_ref_log_probs", "only rl: dpo and rl: ipo read it")
     _packing(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
@@ -214,7 +213,7 @@ def _adapter(conv: Conversion) -> None:
     kind = conv.text("adapter")
     if not kind or kind not in ("lora", "qlora"):
         if kind:
-            conv.tell(Fate.ABSENT, "adapter", "of adapters, lora is here; all weights are trained")
+            conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
         adapters.none(conv, OF_LORA, "adapter")
         return
     adapters.lora(conv, OF_LORA, adapters.Defaults(None, None), "adapter")
@@ -246,16 +245,12 @@ def _beta(conv: Conversion) -> None:
     section = conv.mapping("trl")
     if section.get("beta") is not None:
         conv.put("loss.beta", section["beta"], "trl", why="its beta")
-        conv.tell(Fate.NEEDLESS, "rl_beta", "the beta of trl decides")
     elif conv.trainer == "orpo" and conv.get("rl_beta") is None:
         conv.put("loss.beta", conv.number("orpo_alpha", 0.1), "orpo_alpha")
     else:
         conv.put("loss.beta", conv.number("rl_beta", 0.1), "rl_beta")
-    for name in ("orpo_alpha", "rl_beta"):
-        conv.tell(Fate.NEEDLESS, name, f"{conv.values['loss.beta'].origin} decides")
     for name in section.keys() - {"beta"}:
         conv.remark(Fate.ABSENT, f"trl: {name}", section[name], f"no argument of rl: {conv.trainer}")
-    conv.tell(Fate.NEEDLESS, "trl", "its keys are listed one by one")
 
 
 def _loss(conv: Conversion) -> None:
@@ -274,16 +269,9 @@ def _loss(conv: Conversion) -> None:
                                  margins=False)  # fmt: skip
         case "sft":
             answers.supervised(conv, "")
-            inputs = conv.flag("train_on_inputs")
-            conv.tell(Fate.OTHER if inputs else Fate.NEEDLESS, "train_on_inputs", "a prompt is never trained on")
         case _:
             preference.choose(conv, names, smoothed=preference.SMOOTHED | {"dpo"})
             _without_beta(conv)
-    conv.tell(Fate.NEEDLESS, "rl", "the loss is chosen")
-    if conv.trainer not in OF_TRL:
-        for name in ("trl", "rl_beta"):
-            conv.tell(Fate.NEEDLESS, name, f"it changes nothing with loss={conv.choices['loss'].value}")
-    conv.tell(Fate.NEEDLESS, "reward_model", "no reward model is trained")
 
 
 def _packing(conv: Conversion) -> None:
@@ -295,12 +283,9 @@ def _packing(conv: Conversion) -> None:
 
 def _without_beta(conv: Conversion) -> None:
     """Take beta back where the loss has none."""
-    if kinds.has("loss.beta", str(conv.choices["loss"].value)):
-        return
-    del conv.values["loss.beta"]
-    for name in ("rl_beta", "trl"):
-        if name in conv.given:
-            conv.remark(Fate.NEEDLESS, name, conv.given[name], "it changes nothing in supervised training")
+    if not kinds.has("loss.beta", str(conv.choices["loss"].value)):
+        del conv.values["loss.beta"]
+        conv.done -= {"rl_beta", "trl"}
 
 
 def _ring(conv: Conversion, ring: int) -> None:
@@ -309,7 +294,6 @@ def _ring(conv: Conversion, ring: int) -> None:
         if function not in RING_FUNCTIONS:
             conv.remark(Fate.OTHER, "ring_attn_func", function, "no layout here has its name; any has the same curve")
         conv.put("parallel.layout", RING_FUNCTIONS.get(function, "zigzag"), "ring_attn_func")
-    conv.tell(Fate.NEEDLESS, "ring_attn_func", "there is no ring")
 
 
 def _data(conv: Conversion) -> None:
@@ -357,4 +341,3 @@ def _logger(conv: Conversion) -> None:
     conv.choose("logger", "wandb" if project else "none", "wandb_project")
     if project:
         conv.put("logger.project", project, "wandb_project")
-    conv.tell(Fate.NEEDLESS, "wandb_project", "W&B is not asked for")

@@ -17,8 +17,7 @@ def from_deepspeed(conv: Conversion, name: str = "deepspeed") -> None:
     """Choose the engine by a DeepSpeed configuration: a mapping, its JSON text, a file that is there, or the name of a
     file."""
     said = conv.get(name)
-    if said is None or said is False:
-        conv.tell(Fate.NEEDLESS, name, "there is none")
+    if not said:
         return
     config = said if isinstance(said, dict) else _written(conv, name)
     if config is not None:
@@ -88,8 +87,6 @@ def offload(conv: Conversion, *, weights: str, optimizer: str) -> None:
     stage = next((stage for stage, option in BY_STAGE.items() if engine and option == engine.value), 0)
     said = {part: conv.text(part) not in (None, "none") for part in (weights, optimizer)}
     _offload(conv, weights if said[weights] else optimizer, stage, weights=said[weights], optimizer=said[optimizer])
-    for part in (weights, optimizer):
-        conv.tell(Fate.NEEDLESS, part, "engine.offload says it" if said[part] else "nothing is offloaded")
 
 
 def _offload(conv: Conversion, name: str, stage: int, *, weights: bool, optimizer: bool) -> None:
@@ -108,10 +105,7 @@ def _offload(conv: Conversion, name: str, stage: int, *, weights: bool, optimize
 
 def from_fsdp(conv: Conversion, *names: str) -> None:
     """Choose FSDP2. `fsdp_config` may turn checkpointing on, and offload, which FSDP2 does not do here."""
-    given = [name for name in names if conv.name(name) and conv.get(name) not in (False, "", [], {})]
-    for name in names:
-        if name not in given:
-            conv.tell(Fate.NEEDLESS, name, "FSDP is not asked for")
+    given = [name for name in names if conv.get(name)]
     if not given:
         return
     conv.choose("engine", "fsdp2", *given)

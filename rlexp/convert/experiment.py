@@ -31,20 +31,24 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
         *wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert."),
         f"# Command:  {command(conv, name)}",
     ]
+    lines += _listed(conv, Fate.INSTEAD)
     for note in conv.notes:
         lines += wrapped(note)
     for fate in (Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS):
-        if conv.lines[fate]:
-            lines += [
-                "#",
-                f"# {fate.value[0].upper()}{fate.value[1:]}:",
-                *(each for line in conv.lines[fate] for each in _explained(line)),
-            ]
+        lines += _listed(conv, fate)
+    if conv.off:
+        lines += ["#", *wrapped(f"Null, false, empty or 0, and nothing is asked for: {', '.join(conv.off)}.", "    ")]
     lines += ["", "defaults:"]
     for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
         lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))
     lines += ["", *_groups(conv)]
     return "\n".join(lines) + "\n"
+
+
+def _listed(conv: Conversion, fate: Fate) -> list[str]:
+    """Return the lines of one fate, the worst of which are the first lines of the file."""
+    head = ["#"] * (fate is not Fate.INSTEAD) + [f"# {fate.value[0].upper()}{fate.value[1:]}:"]
+    return [*head, *(each for line in conv.lines[fate] for each in _explained(line))] if conv.lines[fate] else []
 
 
 def command(conv: Conversion, name: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.config.schema import KINDS
-from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl
+from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl
 from rlexp.convert.launchers import STARTS
 from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
@@ -28,16 +28,24 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "axolotl": Framework(axolotl.RULES, axolotl.TRAINERS, axolotl.convert),
     "LLaMA-Factory": Framework(llamafactory.RULES, llamafactory.TRAINERS, llamafactory.convert),
 }
+OF_PROFILES = ("num_processes", "num_machines", "zero_stage", "offload_optimizer_device", "offload_param_device")
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
 # Trainers whose files are recognized and refused, with the option of ours that would have them.
 NOT_YET = {"gkd": "loss=gkd", "kd": "loss=gkd", "prm": "loss=prm"}
+# Forms of files that are recognized and not read.
+FORMS = {
+    "v1": "has the form of LLaMA-Factory's v1 (model, train_dataset), which is not converted, but that of files with "
+    "`stage`. Write its settings as those.",
+    "megatron": "is for Megatron-SWIFT, which splits a model by tensor and pipeline parallelism, and is not converted. "
+    "Write its settings as those of swift sft, swift pt or swift rlhf; an engine splits the state: docs/engines.md.",
+}
 # Other names of what we have, where a framework's files are not converted.
 OURS = {"pt": "sft", "rm": "reward"}
 
 
 def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
     """Read a file and decide what becomes of each of its arguments."""
-    asked = _with_yaml(read(file), file)
+    asked = _with_profile(_with_yaml(read(file), file), file)
     framework = FRAMEWORKS[asked.framework]
     chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)
     if chosen is None:
@@ -53,6 +61,15 @@ def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
 def _unread(framework: str, trainer: str) -> str:
     """Say of a trainer whose files are not converted whether rlexp has what it does."""
     ours, read = OURS.get(trainer, trainer), ", ".join(FRAMEWORKS[framework].trainers)
+    if trainer in FORMS:
+        return FORMS[trainer]
+    if trainer.endswith("_vlm"):
+        return f"is for {framework}'s {trainer}, which trains on images. {images.UNREAD}"
+    if framework == "TRL" and "_" in trainer and trainer.partition("_")[0] in trl.TRAINERS:
+        return (
+            f"is for TRL's script {trainer}.py, which sets rows and arguments that the command does not say. Write "
+            f"them as arguments of trl {trainer.partition('_')[0]}."
+        )
     if ours in KINDS["loss"]:
         return (
             f"is for {framework}'s {trainer}, whose files are not converted, but those of {read}. rlexp has it: "
@@ -86,6 +103,7 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
     if options := [word.partition("=")[0] for word in asked.around if word.startswith("--")]:
         conv.remark(Fate.NEEDLESS, asked.around[0], " ".join(options), STARTS)
     framework.convert(conv)
+    images.told(conv, str(conv.values["model.path"].value))
     conv.settle()
     return conv
 
@@ -100,19 +118,35 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
     """Put in the arguments of the yaml file that a command of TRL or ms-swift names. Those of the command win."""
     if asked.framework == "TRL" and "config" in asked.given and asked.trainer is not None:
         named = str(asked.given["config"])
-    elif asked.framework == "ms-swift" and asked.positional[:1] and asked.positional[0].endswith((".yaml", ".yml")):
+    elif asked.framework in ("ms-swift", "LLaMA-Factory") and str(asked.positional[:1]).endswith(("yaml']", "yml']")):
         named = asked.positional[0]
     else:
         return asked
-    found = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
-    given = mapping_of(found.read_text(encoding="utf-8"), found) if found else None
+    given = _beside(named, file)
     if given is None:
         raise ConvertError(
             f"--config={named}: the rest of the arguments are in that file, and it is not here. Put it beside {file}, "
             f"or convert it: python -m rlexp.convert {named} --trainer {asked.trainer}."
         )
     variables = given.pop("env", None)
+    trainer = str(given.get("stage", "sft")) if asked.framework == "LLaMA-Factory" else asked.trainer
     line = {name: value for name, value in asked.given.items() if name != "config"}
     positional = [word for word in asked.positional if word != named]
     environment = {**(variables if isinstance(variables, dict) else {}), **asked.environment}
-    return replace(asked, given={**given, **line}, positional=positional, environment=environment)
+    return replace(asked, trainer=trainer, given={**given, **line}, positional=positional, environment=environment)
+
+
+def _beside(named: str, file: Path) -> dict[str, Any] | None:
+    """Return the mapping of a yaml file that a file names; None where it is not here."""
+    found = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
+    return mapping_of(found.read_text(encoding="utf-8"), found) if found else None
+
+
+def _with_profile(asked: Asked, file: Path) -> Asked:
+    """Put in the GPUs and the engine of accelerate's yaml file, where it is here. Those of the command win."""
+    named = str(asked.launcher.get("config_file") or "")
+    given = (_beside(named, file) if named.endswith((".yaml", ".yml")) else None) or {}
+    nested = given.pop("deepspeed_config", None)
+    known = {**given, **(nested if isinstance(nested, dict) else {})}
+    kept = {name: known[name] for name in OF_PROFILES if name in known}
+    return replace(asked, launcher={**kept, **asked.launcher})

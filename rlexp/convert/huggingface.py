@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from rlexp.config.schema.bounds import WEEK
 from rlexp.convert import engines
 from rlexp.convert.read import plain
 from rlexp.convert.rules import (
@@ -41,6 +42,9 @@ METRICS = {
 }
 
 
+LOGGED = "every step is logged, for all ranks together"
+NO_WARMUP = "it is 0, or another argument decides"
+NO_EVALUATION = "nothing is evaluated, or another argument decides"
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
                "samples of one GPU there; here train.micro_batch_size has those of one ring, and train.batch_size "
@@ -56,10 +60,11 @@ RULES: tuple[Rule, ...] = (
     worked_out("lr_scheduler_type", "optim.decay",
                "linear, cosine (also with a least rate), inverse_sqrt, constant; with warm-up or without"),
     worked_out("lr_scheduler_kwargs", "optim.min_lr_ratio", "min_lr or min_lr_rate"),
-    worked_out("warmup_steps", "optim.warmup_steps, optim.warmup_start=0", "a share (0.1) is optim.warmup_ratio"),
-    worked_out("warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", ""),
-    worked_out("num_train_epochs", "train.epochs", "whole passes over the data"),
-    worked_out("max_steps", "train.max_steps", ""),
+    worked_out("warmup_steps", "optim.warmup_steps, optim.warmup_start=0", "a share (0.1) is optim.warmup_ratio",
+               NO_WARMUP),
+    worked_out("warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", "", NO_WARMUP),
+    worked_out("num_train_epochs", "train.epochs", "whole passes over the data", "max_steps decides"),
+    worked_out("max_steps", "train.max_steps", "", "it sets no limit"),
     worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     absent("optim_args optim_target_modules", "AdamW and SGD take the keys of optim only"),
     worked_out("bf16", "train.precision", "bf16 computes in bfloat16; the weights that are trained stay float32"),
@@ -69,35 +74,37 @@ RULES: tuple[Rule, ...] = (
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage of your file chooses the engine; rlexp writes "
                "the rest of DeepSpeed's configuration itself"),
-    worked_out("fsdp", "engine=fsdp2", ""),
-    worked_out("fsdp_config", "engine=fsdp2", "its other settings are not translated: rlexp chooses FSDP2's settings"),
+    worked_out("fsdp", "engine=fsdp2", "", "deepspeed decides"),
+    worked_out("fsdp_config", "engine=fsdp2", "its other settings are not translated: rlexp chooses FSDP2's settings",
+               "deepspeed decides"),
     taken("seed", "seed", default=42),
     absent("data_seed", "one seed decides the order of samples and all draws"),
     taken("full_determinism", "launch.deterministic"),
-    taken("ddp_timeout", "launch.timeout_seconds"),
+    taken("ddp_timeout", "launch.timeout_seconds", f"at most {WEEK} s, a week",
+          to=lambda value: min(value, WEEK) if isinstance(value, int | float) else value),
     worked_out("use_cpu", "launch.device", ""),
     worked_out("output_dir", "hydra.run.dir", "a run's folder; its trained model lies in model/ below it"),
-    worked_out("save_strategy", "checkpoint.save_every", ""),
-    worked_out("save_steps", "checkpoint.save_every", ""),
+    worked_out("save_strategy", "checkpoint.save_every", "", "save_steps decides"),
+    worked_out("save_steps", "checkpoint.save_every", "", "save_strategy decides"),
     worked_out("save_total_limit", "checkpoint.keep_last", ""),
     absent("save_only_model", "a checkpoint is whole, so that a run can continue", False),
     other("load_best_model_at_end", "checkpoint.keep_best",
           "the last model is exported; `python -m rlexp.export` writes that of any checkpoint"),
-    worked_out("metric_for_best_model", "checkpoint.best_metric", ""),
-    worked_out("greater_is_better", "checkpoint.best", ""),
+    worked_out("metric_for_best_model", "checkpoint.best_metric", "", "nothing is evaluated"),
+    worked_out("greater_is_better", "checkpoint.best", "", "nothing is evaluated"),
     other("resume_from_checkpoint", "hydra.run.dir",
           "a run continues if it is given the folder of one that began; checkpoints of other trainers are not read"),
-    worked_out("eval_strategy evaluation_strategy", "train.eval_every", ""),
-    worked_out("eval_steps", "train.eval_every", ""),
+    worked_out("eval_strategy evaluation_strategy", "train.eval_every", "", NO_EVALUATION),
+    worked_out("eval_steps", "train.eval_every", "", NO_EVALUATION),
     absent("eval_delay", "held-out rows are evaluated every train.eval_every steps", 0),
-    worked_out("eval_on_start", "eval.before_training", ""),
+    worked_out("eval_on_start", "eval.before_training", "", "no rows are held out"),
     needless("per_device_eval_batch_size do_train do_eval do_predict bf16_full_eval eval_accumulation_steps",
              "held-out rows are evaluated as the others are trained on"),
     worked_out("report_to", "logger", "one of wandb, tensorboard, trackio, none"),
     taken("run_name", "logger.run_name"),
     worked_out("disable_tqdm", "logger.progress", ""),
-    needless("logging_steps logging_strategy logging_first_step log_level logging_dir project",
-             "every step is logged, for all ranks together"),
+    needless("logging_steps", LOGGED),
+    needless("logging_strategy logging_first_step log_level logging_dir project", LOGGED),
     worked_out("dataloader_drop_last", "data.drop_last", ""),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
@@ -115,8 +122,7 @@ RULES: tuple[Rule, ...] = (
     absent("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
            "nothing is uploaded; the trained model lies in the run's folder", False, until="hub"),
     needless("log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen debug "
-             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id",
-             "every step is logged, for all ranks together"),
+             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id", LOGGED),
     needless("dataloader_in_order dataloader_multiprocessing_context ddp_broadcast_buffers ddp_static_graph "
              "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint use_cache "
              "length_column_name hub_always_push liger_kernel_config fp16_full_eval prediction_loss_only "
@@ -159,17 +165,12 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     most = int(conv.whole("max_steps", -1))
     if most > 0:
         conv.put("train.max_steps", most, "max_steps")
-        conv.tell(Fate.NEEDLESS, "num_train_epochs", "max_steps decides")
         return most
-    conv.tell(Fate.NEEDLESS, "max_steps", "it sets no limit")
     passes = conv.number("num_train_epochs", epochs, least=0)
     if passes != int(passes):
-        conv.tell(
-            Fate.OTHER,
-            "num_train_epochs",
-            "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
-            "many steps an epoch has",
-        )
+        conv.tell(Fate.OTHER, "num_train_epochs",
+                  "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
+                  "many steps an epoch has")  # fmt: skip
         passes = max(1, math.floor(passes))
     conv.put("train.epochs", int(passes), "num_train_epochs")
     return None
@@ -181,23 +182,19 @@ def schedule(
     """Set the decay and the warm-up."""
     name = conv.text("lr_scheduler_type", decay)
     falls(conv, name, conv.mapping("lr_scheduler_kwargs"))
-    if name == "constant":
-        conv.tell(Fate.NEEDLESS, "warmup_steps", "lr_scheduler_type=constant has no warm-up")
-        conv.tell(Fate.NEEDLESS, "warmup_ratio", "lr_scheduler_type=constant has no warm-up")
-        return
     ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
+    if name == "constant":
+        return  # it has no warm-up
     if warm >= 1:
         warm_up(conv, "warmup_steps", count=int(warm))
     else:
         warm_up(conv, "warmup_steps" if warm else "warmup_ratio", warm or ratio, steps, rounded)
-    conv.tell(Fate.NEEDLESS, "warmup_ratio", "warmup_steps decides")
-    conv.tell(Fate.NEEDLESS, "warmup_steps", "it is 0")
 
 
 def falls(conv: Conversion, name: str, options: Mapping[str, Any], argument: str = "lr_scheduler_type") -> None:
     """Set how the rate falls."""
     if name not in DECAYS:
-        conv.tell(Fate.ABSENT, argument, NO_DECAY)
+        conv.tell(Fate.INSTEAD, argument, NO_DECAY)
         return
     conv.put("optim.decay", DECAYS[name], argument)
     least, lr = plain(options.get("min_lr_rate")), conv.number("learning_rate")
@@ -205,8 +202,8 @@ def falls(conv: Conversion, name: str, options: Mapping[str, Any], argument: str
         least = float(f"{rate / lr:.6g}")
     if "min_lr" in name and least is not None:
         conv.put("optim.min_lr_ratio", least, "lr_scheduler_kwargs")
-    other_options = {key: value for key, value in options.items() if (key, value) != ("num_cycles", 0.5)}
-    conv.tell(Fate.ABSENT if other_options else Fate.NEEDLESS, "lr_scheduler_kwargs", NO_DECAY)
+    elif {key for key, value in options.items() if (key, value) != ("num_cycles", 0.5)}:
+        conv.tell(Fate.ABSENT, "lr_scheduler_kwargs", NO_DECAY)
 
 
 def warm_up(
@@ -227,8 +224,6 @@ def warm_up(
         conv.put("optim.warmup_steps", count, argument)
     if ratio or count:
         conv.put("optim.warmup_start", 0)
-    else:
-        conv.tell(Fate.NEEDLESS, argument, "it is 0")
 
 
 def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> None:
@@ -236,7 +231,8 @@ def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> No
     if name in OPTIMIZERS:
         conv.choose("optim", OPTIMIZERS[name], "optim")
     else:
-        conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
+        fate = Fate.ABSENT if "adamw" in name else Fate.INSTEAD  # of 8 bits, or in pages: the same rule
+        conv.tell(fate, "optim", "adamw and sgd are the optimizers here, in float32; adamw is taken")
     first, second = conv.number("adam_beta1", betas[0]), conv.number("adam_beta2", betas[1])
     conv.put("optim.betas", [first, second], "adam_beta1", "adam_beta2")
 
@@ -254,16 +250,12 @@ def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep
     said, count = conv.get("save_strategy", strategy), conv.number("save_steps", 500, least=0)
     if said in ("no", False):
         conv.put("checkpoint.save_every", None, "save_strategy")
-        conv.tell(Fate.NEEDLESS, "save_steps", "save_strategy=no")
     elif said == "epoch":
         conv.put("checkpoint.save_every", "1 epoch", "save_strategy")
-        conv.tell(Fate.NEEDLESS, "save_steps", "save_strategy=epoch")
     elif said == "steps":
         conv.put("checkpoint.save_every", str(cadence(conv, count, steps)), "save_steps", "save_strategy")
     else:
         conv.tell(Fate.OTHER, "save_strategy", "checkpoint.save_every takes steps, epochs or a time: 500, 1 epoch, 30m")
-        conv.tell(Fate.NEEDLESS, "save_steps", f"save_strategy={said}")
-    conv.tell(Fate.NEEDLESS, "save_strategy", "save_steps decides")
     limit = int(conv.whole("save_total_limit", keep or 0))
     kept = limit if limit > 0 else keep or KEEP_ALL
     conv.put("checkpoint.keep_last", kept, "save_total_limit", why="all are kept" if kept == KEEP_ALL else "")
@@ -281,7 +273,7 @@ def cadence(conv: Conversion, count: float, steps: int | None) -> int | str:
 
 def _best(conv: Conversion) -> None:
     metric = conv.text("metric_for_best_model")
-    if conv.flag("load_best_model_at_end") or metric:
+    if conv.flag("load_best_model_at_end") or metric in METRICS:
         conv.put("checkpoint.keep_best", 1)
     if metric in METRICS:
         conv.put("checkpoint.best_metric", METRICS[metric], "metric_for_best_model")
@@ -305,8 +297,6 @@ def held_out(conv: Conversion, name: str, *, share: bool = False) -> bool:
         conv.put("data.eval_size", float(size), name)
     elif size:
         conv.refuse(name, "must be less than 1, since it is a share of the rows", f"For example: {name}=0.05.")
-    else:
-        conv.tell(Fate.NEEDLESS, name, "no rows are held out")
     return bool(size)
 
 
@@ -316,21 +306,16 @@ def evaluation(
     """Set how often held-out rows are evaluated. `every` is the default of their eval_steps."""
     said = conv.get("eval_strategy", strategy)
     count = conv.number("eval_steps", every if every is not None else conv.number("logging_steps", 10), least=0)
-    if not evaluates(conv, strategy):
-        conv.tell(Fate.NEEDLESS, "eval_strategy", "nothing is evaluated unless train.eval_every says so")
-        conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
-    elif not rows:
-        conv.tell(Fate.NEEDLESS, "eval_strategy", "no rows are held out")
-        conv.tell(Fate.NEEDLESS, "eval_steps", "no rows are held out")
-    elif said == "epoch":
+    if evaluates(conv, strategy) and rows and said == "epoch":
         conv.put("train.eval_every", "1 epoch", "eval_strategy")
-        conv.tell(Fate.NEEDLESS, "eval_steps", "eval_strategy=epoch")
-    else:
+    elif evaluates(conv, strategy) and rows:
         conv.put("train.eval_every", cadence(conv, count, steps), "eval_steps", "eval_strategy")
     if conv.flag("eval_on_start") and rows:
         conv.put("eval.before_training", True, "eval_on_start")
-    why = "no rows are held out" if conv.flag("eval_on_start") else "nothing is evaluated before the first step"
-    conv.tell(Fate.NEEDLESS, "eval_on_start", why)
+    if "train.eval_every" not in conv.values:  # nothing is measured by which a checkpoint could be kept
+        for key in ("keep_best", "best_metric", "best"):
+            conv.values.pop(f"checkpoint.{key}", None)
+        conv.done -= {"metric_for_best_model", "greater_is_better"}
 
 
 def logger(conv: Conversion, default: str = "none") -> None:
@@ -352,11 +337,8 @@ def engine(conv: Conversion, *fsdp: str) -> None:
     """Choose the engine by a DeepSpeed configuration, or FSDP."""
     if conv.get("deepspeed"):
         engines.from_deepspeed(conv)
-        for name in fsdp or ("fsdp", "fsdp_config"):
-            conv.tell(Fate.NEEDLESS, name, "deepspeed decides")
-        return
-    conv.tell(Fate.NEEDLESS, "deepspeed", "there is none")
-    engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
+    else:
+        engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
 
 
 def drop_last(conv: Conversion) -> None:
@@ -367,8 +349,6 @@ def drop_last(conv: Conversion) -> None:
 def device(conv: Conversion) -> None:
     if conv.flag("use_cpu"):
         conv.put("launch.device", "cpu", "use_cpu")
-    else:
-        conv.tell(Fate.NEEDLESS, "use_cpu", "launch.device=auto takes the GPUs that there are")
 
 
 def shared(

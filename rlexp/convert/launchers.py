@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, needless, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Rule, needless, taken, worked_out
 
 OF_A_NODE = 8  # GPUs, where --gpus says more than one node has
+ONE_NODE = "there is one, or --gpus says how many GPUs there are"
+COUNTED = "another argument, or --gpus, says how many GPUs there are"
 STARTS = "it tells the launcher how to start; `python -m rlexp` starts its own ranks"
 
 VARIABLES: tuple[Rule, ...] = (
-    worked_out("CUDA_VISIBLE_DEVICES", "launch.nproc", "as many as it lists, where nothing else says how many"),
+    worked_out(
+        "CUDA_VISIBLE_DEVICES", "launch.nproc", "as many as it lists, where nothing else says how many", COUNTED
+    ),
     taken("WANDB_PROJECT", "logger.project"),
     taken("WANDB_ENTITY", "logger.entity"),
     taken("WANDB_NAME", "logger.run_name"),
@@ -19,9 +23,10 @@ VARIABLES: tuple[Rule, ...] = (
     ),
 )
 RULES: tuple[Rule, ...] = (
-    worked_out("nproc_per_node num_gpus", "launch.nproc", "of torchrun and deepspeed: the GPUs of one machine"),
-    worked_out("include", "launch.nproc", "of deepspeed: localhost:4,5 are two GPUs"),
-    worked_out("num_machines nnodes num_nodes", "launch.nodes", ""),
+    worked_out("nproc_per_node num_gpus", "launch.nproc", "of torchrun and deepspeed: the GPUs of one machine",
+               COUNTED),
+    worked_out("include", "launch.nproc", "of deepspeed: localhost:4,5 are two GPUs", COUNTED),
+    worked_out("num_machines nnodes num_nodes", "launch.nodes", "", ONE_NODE),
     needless("module hostfile master_port master_addr address runtime-env-json working-dir node_rank rdzv_backend "
              "rdzv_endpoint standalone", STARTS),
     *VARIABLES,
@@ -34,9 +39,6 @@ def ranks(conv: Conversion, *each: str, total: str = "num_processes", nodes: str
     several = conv.whole(nodes, 1, least=1)
     named = next((name for name in each if conv.name(name)), None)
     if conv.gpus is not None:
-        for name in (*each, total, "CUDA_VISIBLE_DEVICES", "include"):
-            if conv.name(name) is not None:
-                conv.tell(Fate.NEEDLESS, name, "--gpus decides")
         return _from_command_line(conv, conv.gpus, several if conv.name(nodes) else None, nodes)
     if conv.name(total) is not None:
         gpus = conv.whole(total, 1, least=1)
@@ -51,10 +53,8 @@ def ranks(conv: Conversion, *each: str, total: str = "num_processes", nodes: str
         gpus = len([each for each in conv.text("CUDA_VISIBLE_DEVICES", "0").split(",") if each.strip()]) * several
         names = ("CUDA_VISIBLE_DEVICES",)
     else:
-        conv.tell(Fate.NEEDLESS, nodes, "--gpus says how many there are")
         return None
     conv.put("launch.nproc", max(1, gpus // several), *names)
-    conv.tell(Fate.NEEDLESS, "CUDA_VISIBLE_DEVICES", f"{conv.name(names[0])} says how many GPUs there are")
     _put_nodes(conv, several, nodes)
     return max(1, gpus)
 
@@ -80,7 +80,6 @@ def _from_command_line(conv: Conversion, gpus: int, several: int | None, nodes: 
 def _put_nodes(conv: Conversion, several: int, nodes: str) -> None:
     if several > 1:
         conv.put("launch.nodes", several, nodes)
-    conv.tell(Fate.NEEDLESS, nodes, "it is 1")
 
 
 def _divides(name: str, gpus: int, nodes: int) -> None:
@@ -100,8 +99,6 @@ def _included(text: str) -> tuple[int, int]:
 def asked_for(batch: str, gpus: int | None) -> int:
     """Return the GPUs, without which the batch of a step is not known."""
     if gpus is None:
-        raise ConvertError(
-            f"{batch}: is the batch of one GPU, and the file does not say how many GPUs there are. "
-            f"Say how many: --gpus=8."
-        )
+        raise ConvertError(f"{batch}: is the batch of one GPU, and the file does not say how many GPUs there are. "
+                           f"Say how many: --gpus=8.")  # fmt: skip
     return gpus

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "sft", "pt", "kto", "rm")
 # Our fields, by their names of columns.
@@ -22,28 +22,22 @@ OF_HEADS = (
     "Reward model: theirs is a value head beside the language model, with a bias and dropout. Ours is the head of "
     "transformers' sequence classification, `score`, without either."
 )
-# Arguments of one stage, which a file of another may keep.
-OF_DPO = {"pref_beta", "pref_loss", "pref_ftx", "pref_bco_weight", "dpo_label_smoothing", "simpo_gamma", "ld_alpha",
-          "ref_model", "ref_model_adapters", "ref_model_quantization_bit"}  # fmt: skip
-OF_KTO = {"pref_beta", "pref_ftx", "kto_chosen_weight", "kto_rejected_weight", "ref_model", "ref_model_adapters",
-          "ref_model_quantization_bit"}  # fmt: skip
-OF_SFT = {"train_on_prompt", "mask_history", "use_dft_loss"}
 OF_LORA = adapters.Names(
     targets="lora_target", also="additional_target", rslora="use_rslora", path="adapter_name_or_path",
     rest="create_new_adapter use_dora use_llama_pro loraplus_lr_ratio pissa_init",
 )  # fmt: skip
+REFERRED = "dpo kto"
 OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
-OF_STAGES = {"dpo": OF_DPO, "kto": OF_KTO, "sft": OF_SFT, "pt": set[str](), "rm": set[str]()}
 
 
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
-    worked_out("stage", "loss", ""),
+    worked_out("stage", "loss", "", "the loss is chosen"),
     worked_out("model_name_or_path", "model=hf, model.path", ""),
     taken("trust_remote_code", "model.trust_remote_code"),
-    taken("ref_model", "reference.path"),
+    taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora, their default, and full; others are not here",
-               until="adapter=oft"),
+               "all weights are trained", until="adapter=oft"),
     worked_out("lora_rank", "adapter.rank", "their default is 8"),
     worked_out("lora_alpha", "adapter.alpha", "by default twice the rank"),
     worked_out("lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
@@ -59,26 +53,40 @@ RULES: tuple[Rule, ...] = (
            until="llama_pro"),
     worked_out("adapter_name_or_path", "adapter.path",
                "for a loss with a reference, theirs compares with the model without it: reference.path"),
-    worked_out("create_new_adapter", "adapter.path", "the earlier adapter has to be merged first"),
-    worked_out("ref_model_adapters", "reference=adapter", "the same as adapter_name_or_path; another one is not read"),
+    worked_out("create_new_adapter", "adapter.path", "the earlier adapter has to be merged first",
+               "adapter.path says whether there is one"),
+    worked_out("ref_model_adapters", "reference=adapter", "the same as adapter_name_or_path; another one is not read",
+               "only with ref_model, and a loss that compares with a reference", of=REFERRED),
     needless("use_unsloth use_unsloth_gc", "the numbers are the same"),
     absent(" ".join(OF_FREEZE), "name the weights that are not trained: model.freeze"),
-    absent("quantization_bit ref_model_quantization_bit", adapters.QUANTIZED, until="quant"),
+    absent("quantization_bit", adapters.QUANTIZED, until="quant"),
+    absent("ref_model_quantization_bit", adapters.QUANTIZED, until="quant", of=REFERRED),
     needless("quantization_method quantization_type double_quantization quantization_device_map",
              adapters.OF_QUANTIZED),
-    taken("pref_beta", "loss.beta", default=0.1),
-    worked_out("kto_chosen_weight", "loss.desirable_weight", ""),
-    worked_out("kto_rejected_weight", "loss.undesirable_weight", ""),
-    worked_out("use_dft_loss", "loss=sft", "dft is not here", until="loss=dft"),
-    worked_out("train_on_prompt", "loss=sft", "a prompt is never trained on"),
-    worked_out("mask_history", "loss=sft", "every answer of a conversation is trained on"),
+    taken("pref_beta", "loss.beta", default=0.1, of=REFERRED),
+    worked_out("kto_chosen_weight", "loss.desirable_weight", "", of="kto"),
+    worked_out("kto_rejected_weight", "loss.undesirable_weight", "", of="kto"),
+    absent("use_dft_loss use_asft_loss use_eaft_loss", "every token's likelihood weighs alike", until="loss=dft",
+           of="sft", fate=Fate.INSTEAD),
+    absent("use_badam use_galore use_apollo use_muon use_adam_mini mixture_of_depths",
+           "adamw and sgd are the optimizers here, of the model as it is", fate=Fate.INSTEAD,
+           until="optim=muon optim=galore"),
+    needless("badam_mode badam_switch_mode badam_switch_interval badam_verbose galore_layerwise galore_target "
+             "galore_rank galore_scale apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type "
+             "asft_alpha",
+             "only with an optimizer or a loss that is not here"),
+    other("train_on_prompt", "loss=sft", "a prompt is never trained on", of="sft"),
+    other("mask_history", "loss=sft", "every answer of a conversation is trained on", of="sft"),
     worked_out("disable_shuffling", "data.shuffle", ""),
-    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", until=preference.NOT_YET),
-    worked_out("dpo_label_smoothing", "loss.label_smoothing", ""),
-    worked_out("pref_ftx", "loss.sft_weight", "a mean over each answer's tokens there, over the train batch's here"),
-    worked_out("pref_bco_weight", "loss=mpo, loss.terms", "the shift is the mean reward so far, as here"),
-    worked_out("simpo_gamma", "loss.gamma", ""),
-    worked_out("ld_alpha", "loss.ld_alpha", "of the policy alone there, of the reference too here"),
+    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", of="dpo", until=preference.NOT_YET),
+    worked_out("dpo_label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of="dpo"),
+    worked_out("pref_ftx", "loss.sft_weight", "a mean over each answer's tokens there, over the train batch's here",
+               preference.OTHERS, of=REFERRED),
+    worked_out("pref_bco_weight", "loss=mpo, loss.terms", "the shift is the mean reward so far, as here",
+               preference.OTHERS, of="dpo"),
+    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of="dpo"),
+    worked_out("ld_alpha", "loss.ld_alpha", "of the policy alone there, of the reference too here", preference.OTHERS,
+               of="dpo"),
     worked_out("dataset", "data=hf, data.path or data.sources", "by dataset_info.json"),
     worked_out("dataset_dir", "data.path", ""),
     absent("eval_dataset", "name held-out rows by data.eval_path"),
@@ -93,18 +101,21 @@ RULES: tuple[Rule, ...] = (
     absent("mix_strategy interleave_probs", "sources with data.sources.NAME.weight", "concat"),
     taken("preprocessing_num_workers", "data.workers"),
     worked_out("packing neat_packing", "data.packing",
-               "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
+               "for sft and pt, a sample of the batch is a block of several rows there, and one row here",
+               "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
              "compute_accuracy include_effective_tokens_per_second", "no number depends on it here"),
     absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16", False),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     absent("cp_mode cp_size", "a ring: parallel.ring_size", 1),
-    *launchers.VARIABLES,
+    worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    needless("config_file use_v1_kernels", launchers.STARTS),
+    *launchers.RULES,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
-    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv))
+    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
     huggingface.sizes(conv, gpus)
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)
@@ -122,13 +133,8 @@ def convert(conv: Conversion) -> None:
     losses = {"dpo": _preference, "kto": _kto, "rm": _reward}
     losses.get(conv.trainer, _supervised)(conv)
     _reference(conv)
-    for name in sorted((OF_DPO | OF_KTO | OF_SFT) - OF_STAGES[conv.trainer]):
-        conv.tell(Fate.NEEDLESS, name, f"it changes nothing with stage={conv.trainer}")
-    conv.tell(Fate.NEEDLESS, "stage", "the loss is chosen")
-    conv.tell(Fate.NEEDLESS, "packing", "the numbers are the same with packing or without (data.packing)")
     if conv.flag("disable_shuffling"):
         conv.put("data.shuffle", False, "disable_shuffling")
-    conv.tell(Fate.NEEDLESS, "disable_shuffling", "rows are shuffled")
     _data(conv)
     huggingface.evaluation(conv, steps, huggingface.held_out(conv, "val_size"))
 
@@ -141,19 +147,17 @@ def _adapter(conv: Conversion) -> None:
             conv.tell(Fate.NEEDLESS, name, "only with finetuning_type=freeze")
     if kind in ("full", "freeze"):
         adapters.none(conv, OF_LORA)
-        why = "all weights are trained"
-        conv.tell(Fate.NEEDLESS if kind == "full" else Fate.ABSENT, "finetuning_type",
-                  why if kind == "full" else f"{why}, but for those that model.freeze names")  # fmt: skip
+        if kind == "freeze":
+            conv.tell(Fate.INSTEAD, "finetuning_type", "all weights are trained, but for those that model.freeze names")
         return
     names = OF_LORA
     if conv.flag("create_new_adapter"):
         conv.tell(Fate.ABSENT, "adapter_name_or_path", adapters.MERGE_FIRST)
         names = replace(OF_LORA, path="")
-    conv.tell(Fate.NEEDLESS, "create_new_adapter", "adapter.path says whether there is one")
     rank = conv.whole("lora_rank", 8, least=1)
     adapters.lora(conv, names, adapters.Defaults(8, 2.0 * rank, targets=("all",), split=","), "finetuning_type")
     if kind != "lora":
-        conv.remark(Fate.ABSENT, "finetuning_type", kind, "of adapters, lora is here; it is taken")
+        conv.remark(Fate.INSTEAD, "finetuning_type", kind, "of adapters, lora is here; it is taken")
 
 
 def _reference(conv: Conversion) -> None:
@@ -161,11 +165,11 @@ def _reference(conv: Conversion) -> None:
     reference, model = conv.text("ref_model_adapters"), conv.text("ref_model")
     same = adapters.has(conv) and model == conv.text("model_name_or_path")
     if not adapters.compared(conv):
-        conv.tell(Fate.NEEDLESS, "ref_model_adapters", "the loss compares with no reference")
-    elif model is None:
-        conv.tell(Fate.NEEDLESS, "ref_model_adapters", "only with ref_model")
+        return
+    if model is None:
         adapters.compare_without(conv, "adapter_name_or_path")
-    elif reference is None and same and "adapter.path" not in conv.values:
+        return
+    if reference is None and same and "adapter.path" not in conv.values:
         conv.tell(Fate.NEEDLESS, "ref_model", adapters.ONE_REFERENCE)
     elif reference is not None and same and reference == conv.text("adapter_name_or_path"):
         why = "the adapter that training starts from"
@@ -175,15 +179,6 @@ def _reference(conv: Conversion) -> None:
 
 def _supervised(conv: Conversion) -> None:
     answers.supervised(conv, "stage")
-    for name, why in (("train_on_prompt", "a prompt is never trained on"),
-                      ("mask_history", "every answer of a conversation is trained on")):  # fmt: skip
-        if conv.flag(name):
-            conv.tell(Fate.OTHER, name, why)
-    for name in OF_SFT:
-        if conv.name(name) and not conv.flag(name):
-            conv.tell(Fate.NEEDLESS, name, "it is false")
-    if conv.flag("use_dft_loss"):
-        conv.tell(Fate.ABSENT, "use_dft_loss", "every token's likelihood weighs alike")
     if conv.flag("packing", conv.trainer == "pt"):
         conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
         if conv.name("packing") is None:
@@ -194,7 +189,6 @@ def _kto(conv: Conversion) -> None:
     answers.single(conv, "kto", "stage", good="kto_chosen_weight", bad="kto_rejected_weight", beta="pref_beta")
     if conv.number("pref_ftx", 0.0, least=0):
         conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
-    conv.tell(Fate.NEEDLESS, "pref_ftx", "it is 0")
 
 
 def _reward(conv: Conversion) -> None:
@@ -212,9 +206,6 @@ def _preference(conv: Conversion) -> None:
                                  beta="pref_beta")  # fmt: skip
         preference.choose(conv, names, smoothed=frozenset({"dpo"}), told=preference.OF_ANSWERS,
                           bco="pref_bco_weight")  # fmt: skip
-    conv.tell(Fate.NEEDLESS, "pref_bco_weight", "it is 0, or the loss has no reference")
-    for name in ("dpo_label_smoothing", "simpo_gamma"):
-        conv.tell(Fate.NEEDLESS, name, f"it changes nothing with pref_loss={loss}")
 
 
 def _data(conv: Conversion) -> None:

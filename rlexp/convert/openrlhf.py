@@ -22,6 +22,8 @@ PROMPTS = {"ppo": "input", "sft": "input", "kto": "input"}
 MOST_SAMPLES = 1_000_000  # their default: no limit
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 
+EVERY = "every answer of a conversation is trained on"
+FOUND, NO_SPLITS = "the column is found by its name", "a file has no splits"
 OF_LORA = adapters.Names()
 OF_HEADS = (
     "LoRA: theirs freezes the head that scores, or puts an adapter beside it. Here the head is trained whole, of a "
@@ -33,9 +35,10 @@ RULES: tuple[Rule, ...] = (
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
     taken("ref.model_name_or_path ref_pretrain", "reference.path", of="dpo ppo"),
     worked_out("ref.offload ref_offload ref_reward_offload", "reference.offload",
-               "with an adapter the reference is the trained model, and is not moved"),
+               "with an adapter the reference is the trained model, and is not moved",
+               "there is no reference, or it is the trained model without its adapter"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
-    worked_out("bf16", "train.precision", ""),
+    needless("bf16", "it is the default of what computes on GPUs"),
     taken("ds.attn_implementation attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
     needless("flash_attn", "the fastest kernel is taken"),
     taken("model.gradient_checkpointing_enable actor.gradient_checkpointing_enable gradient_checkpointing",
@@ -52,23 +55,28 @@ RULES: tuple[Rule, ...] = (
     # data
     worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", ""),
     worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
-               "an epoch ends when the first source is used up here, and when the last one is there"),
-    worked_out("data.dataset_split data.prompt_split dataset_split train_split prompt_split", "data.split", ""),
+               "an epoch ends when the first source is used up here, and when the last one is there",
+               "there is one set"),
+    worked_out("data.dataset_split data.prompt_split dataset_split train_split prompt_split", "data.split", "",
+               NO_SPLITS),
     worked_out("eval.dataset eval_dataset", "data.eval_path", ""),
-    worked_out("eval.split eval_split", "data.eval_split", "used only if an evaluation set is given"),
-    worked_out("data.max_samples max_samples", "data.split", "the first rows, as data.split=train[:1000]"),
-    worked_out("data.prompt_key data.input_key prompt_key input_key", "data.columns.prompt", ""),
-    worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", of=OF_PAIRS),
-    worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", of=OF_PAIRS),
+    worked_out("eval.split eval_split", "data.eval_split", "used only if an evaluation set is given",
+               f"nothing is evaluated, or {NO_SPLITS}"),
+    worked_out("data.max_samples max_samples", "data.split", "the first rows, as data.split=train[:1000]",
+               "all rows are taken"),
+    worked_out("data.prompt_key data.input_key prompt_key input_key", "data.columns.prompt", "", FOUND),
+    worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", FOUND, of=OF_PAIRS),
+    worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", FOUND, of=OF_PAIRS),
     worked_out("data.output_key output_key", "data.columns.completion",
-               "without it, the input is a whole conversation or a text", of=OF_ANSWERS),
-    worked_out("data.label_key label_key", "data.columns.label", "", of="kto"),
+               "without it, the input is a whole conversation or a text", FOUND, of=OF_ANSWERS),
+    worked_out("data.label_key label_key", "data.columns.label", "", FOUND, of="kto"),
     taken("data.label_key label_key", "data.columns.answer", of="ppo"),
     worked_out("data.apply_chat_template apply_chat_template", "data.template", ""),
     absent("data.input_template input_template", "rows are written by the tokenizer's template, or as they are"),
     worked_out("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template",
                "OpenRLHF takes the template as text, rlexp a file with it"),
-    worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together"),
+    worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together",
+               "prompt_max_len and generate_max_len decide"),
     worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
     absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0,
            "images", until="image"),
@@ -84,7 +92,7 @@ RULES: tuple[Rule, ...] = (
            1, until="tensor_parallel"),
     # the engine
     worked_out("ds.zero_stage zero_stage", "engine", ""),
-    worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", ""),
+    worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", "", "ZeRO 0 keeps the optimizer on the GPU"),
     needless("reward.offload offload", "a reward model is held as the engine holds its weights"),
     absent("ds.zpg zpg", "ZeRO++'s partition is refused", 1),
     needless("ds.grad_accum_dtype grad_accum_dtype ds.overlap_comm overlap_comm ds.deepcompile deepcompile "
@@ -118,23 +126,26 @@ RULES: tuple[Rule, ...] = (
     needless("ckpt.load_enable load_checkpoint", "a run continues if its folder has a checkpoint"),
     worked_out("ckpt.disable_ds disable_ds_ckpt", "checkpoint.on_exit=false", ""),
     absent("ckpt.best_metric_key best_metric_key", "checkpoint.best_metric takes a metric of rlexp, such as eval/loss"),
-    worked_out("eval.steps eval_steps", "train.eval_every", "for PPO, theirs counts rollouts"),
+    worked_out("eval.steps eval_steps", "train.eval_every", "for PPO, theirs counts rollouts", "nothing is evaluated"),
     needless("logger.logging_steps logging_steps", "every step is logged"),
     worked_out("logger.wandb.key use_wandb", "logger=wandb", "log in with `wandb login`: a key is never written"),
     taken("logger.wandb.org wandb_org", "logger.entity"),
     taken("logger.wandb.group wandb_group", "logger.group"),
     taken("logger.wandb.project wandb_project", "logger.project"),
     taken("logger.wandb.run_name wandb_run_name", "logger.run_name"),
-    worked_out("logger.tensorboard_dir use_tensorboard", "logger=tensorboard", "in the run's folder"),
+    worked_out("logger.tensorboard_dir use_tensorboard", "logger=tensorboard", "in the run's folder",
+               "a run has one logger, beside metrics.jsonl"),
     # DPO
     taken("model.beta beta", "loss.beta", default=0.1, of="dpo"),
-    worked_out("model.label_smoothing label_smoothing", "loss.label_smoothing", "", of="dpo"),
+    worked_out("model.label_smoothing label_smoothing", "loss.label_smoothing", "", "it changes nothing with ipo",
+               of="dpo"),
     worked_out("model.ipo_enable ipo", "loss=ipo, loss.normalize=sequence", "", of="dpo"),
     worked_out("model.nll_loss_coef nll_loss_coef", "loss.sft_weight",
                "a mean over each answer's tokens there, over the train batch's here", of="dpo"),
     # supervised training, KTO and reward models
-    worked_out("model.pretrain_mode_enable pretrain_mode", "loss=sft", "a prompt is never trained on", of="sft"),
-    worked_out("data.multiturn multiturn", "loss=sft", "every answer of a conversation is trained on", of="sft"),
+    worked_out("model.pretrain_mode_enable pretrain_mode", "loss=sft", "a prompt is never trained on",
+               "a row that is a text is trained on whole, and no prompt is", of="sft"),
+    worked_out("data.multiturn multiturn", "loss=sft", EVERY, EVERY, of="sft"),
     worked_out("beta", "loss.beta", "", of="kto"),
     worked_out("desirable_loss_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_loss_weight", "loss.undesirable_weight", "", of="kto"),
@@ -182,8 +193,6 @@ def _reference(conv: Conversion) -> None:
         conv.tell(Fate.NEEDLESS, "ref_pretrain", adapters.ONE_REFERENCE)
     if conv.flag("ref_offload") and compared and not alone:
         conv.put("reference.offload", True, "ref_offload")
-    why = adapters.ONE_REFERENCE if alone else "the reference stays where the engine holds it, or there is none"
-    conv.tell(Fate.NEEDLESS, "ref_offload", why)
     if adapters.has(conv) and conv.choices["loss"].value in ("reward", "ppo"):
         conv.notes.append(OF_HEADS)
 
@@ -193,7 +202,6 @@ def _preference(conv: Conversion) -> None:
     if conv.flag("ipo"):
         conv.choose("loss", "ipo", "ipo")
         conv.put("loss.normalize", "sequence", "ipo", why="of whole answers, as theirs")
-        conv.tell(Fate.NEEDLESS, "label_smoothing", "it changes nothing with ipo")
     else:
         conv.choose("loss", "dpo", "ipo")
         conv.put("loss.label_smoothing", smoothing, "label_smoothing")
@@ -205,10 +213,7 @@ def _supervised(conv: Conversion) -> None:
     answers.supervised(conv, "", answers.OF_MICRO_BATCHES)
     if conv.flag("pretrain_mode") and (conv.flag("apply_chat_template") or conv.get("output_key") is not None):
         conv.tell(Fate.OTHER, "pretrain_mode", "a prompt is never trained on")
-    conv.tell(Fate.NEEDLESS, "pretrain_mode", "a row that is a text is trained on whole, and no prompt is")
-    several = conv.flag("multiturn")
-    conv.tell(Fate.NEEDLESS if several else Fate.OTHER, "multiturn", "every answer of a conversation is trained on")
-    if not several and conv.flag("apply_chat_template") and conv.name("multiturn") is None:
+    if not conv.flag("multiturn") and conv.flag("apply_chat_template") and conv.name("multiturn") is None:
         why = "without it theirs trains the last answer of a conversation; here every one is trained on"
         conv.remark(Fate.OTHER, "multiturn", False, why)
 
@@ -220,7 +225,7 @@ def _kto(conv: Conversion) -> None:
 def _reward_model(conv: Conversion) -> None:
     answers.reward_model(conv, "model.loss_type")
     if (said := conv.text("model.loss_type", "sigmoid")) != "sigmoid":
-        conv.remark(Fate.ABSENT, conv.said("model.loss_type"), said, "sigmoid is the loss of two scores here")
+        conv.remark(Fate.INSTEAD, conv.said("model.loss_type"), said, "sigmoid is the loss of two scores here")
     margins = conv.flag("margin_loss")
     conv.put("loss.margin_weight", float(margins), "margin_loss")
 
@@ -234,9 +239,6 @@ def _ranks(conv: Conversion) -> None:
         conv.notes.append(
             "GPUs: the file does not say how many there are. All that are visible are taken (launch.nproc)."
         )
-    for name in ("actor_num_nodes", "num_nodes", "num_gpus", "include"):
-        if name in conv.by_name:
-            conv.tell(Fate.NEEDLESS, name, "another argument says how many GPUs there are")
 
 
 def _engine(conv: Conversion) -> None:
@@ -244,20 +246,15 @@ def _engine(conv: Conversion) -> None:
     if stage > 3:
         conv.refuse("zero_stage", "must be 0, 1, 2 or 3", "Give one of them.")
     conv.choose("engine", f"zero{stage}", "zero_stage")
-    offloads = conv.flag("adam_offload")
-    if offloads and stage:
+    if conv.flag("adam_offload") and stage:
         conv.put("engine.offload", "optimizer", "adam_offload")
-    conv.tell(
-        Fate.NEEDLESS, "adam_offload", "ZeRO 0 keeps the optimizer on the GPU" if offloads else "nothing is offloaded"
-    )
-    conv.tell(Fate.NEEDLESS, "bf16", "it is the default of what computes on GPUs")
 
 
 def _optimizer(conv: Conversion) -> None:
     if conv.get("optim", "adam") == "adam":
         conv.choose("optim", "adamw", "optim")
     else:
-        conv.tell(Fate.ABSENT, "optim", "adamw and sgd are the optimizers here; adamw is taken")
+        conv.tell(Fate.INSTEAD, "optim", "adamw and sgd are the optimizers here; adamw is taken")
     if conv.get("adam.lr") is None:
         conv.put("optim.lr", RATES[conv.trainer], "adam.lr")
     conv.put("optim.betas", conv.pair("adam.betas", (0.9, 0.95)), "adam.betas")
@@ -293,15 +290,8 @@ def _data(conv: Conversion) -> None:
         for ours, (name, theirs) in columns.items():
             if theirs and theirs != ours:
                 conv.put(f"{key}.columns.{ours}", theirs, name)
-    for name in ("prompt_key", "chosen_key", "rejected_key", "output_key", *(["label_key"] * (conv.trainer == "kto"))):
-        if name in conv.by_name:
-            conv.tell(Fate.NEEDLESS, name, "the column is found by its name")
-    conv.tell(
-        Fate.NEEDLESS if most >= MOST_SAMPLES else Fate.OTHER,
-        "max_samples",
-        "all rows are taken" if most >= MOST_SAMPLES else f"a file has no splits: cut it to {most} rows first",
-    )
-    conv.tell(Fate.NEEDLESS, "dataset_split", "a file has no splits")
+    if most < MOST_SAMPLES:
+        conv.tell(Fate.OTHER, "max_samples", f"a file has no splits: cut it to {most} rows first")
     conv.put("data.template", "auto" if conv.flag("apply_chat_template") else "never", "apply_chat_template")
     _template(conv)
     _lengths(conv)
@@ -330,7 +320,6 @@ def _probabilities(conv: Conversion, sources: int) -> list[float]:
     """Return the weights of several sets."""
     said = conv.texts("dataset_probs", split=",")
     if sources == 1:
-        conv.tell(Fate.NEEDLESS, "dataset_probs", "there is one set")
         return []
     try:
         weights = [float(each) for each in said]
@@ -358,7 +347,6 @@ def _lengths(conv: Conversion) -> None:
         new = conv.whole("generate_max_len", 1024, least=1) if conv.trainer == "ppo" else 0
         why = f"{prompt or 1024} of a prompt and {new} of an answer" if new else ""
         conv.put("data.max_length", (prompt or 1024) + new, "prompt_max_len", why=why)
-        conv.tell(Fate.NEEDLESS, "max_len", "prompt_max_len and generate_max_len decide")
     else:
         conv.put("data.max_length", conv.whole("max_len", LENGTHS[conv.trainer], least=2), "max_len")
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
@@ -370,7 +358,6 @@ def _new_tokens(conv: Conversion) -> bool:
 
 def _held_out(conv: Conversion, paths: list[str]) -> None:
     if (path := conv.text("eval_dataset")) is None:
-        conv.tell(Fate.NEEDLESS, "eval_split", "nothing is evaluated")
         return
     if path not in paths and len(paths) == 1:
         conv.put("data.eval_path", path, "eval_dataset")
@@ -379,9 +366,7 @@ def _held_out(conv: Conversion, paths: list[str]) -> None:
         conv.tell(Fate.OTHER, "eval_split", "of several sets each has its own: data.sources.NAME.eval_split")
         return
     split = conv.text("eval_split", HELD_OUT[conv.trainer])
-    if PurePosixPath(path).suffix in FILES:
-        conv.tell(Fate.NEEDLESS, "eval_split", "a file has no splits")
-    else:
+    if PurePosixPath(path).suffix not in FILES:
         conv.put("data.eval_split", split, "eval_split", "eval_dataset")
 
 
@@ -392,24 +377,17 @@ def _files(conv: Conversion, steps: int = 1) -> None:
     if (folder := conv.text("save_path")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "save_path")
     every = int(conv.whole("save_steps", -1))
-    conv.put(
-        "checkpoint.save_every",
-        None if every < 1 else str(every * steps),
-        "save_steps",
-        why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "",
-    )
+    conv.put("checkpoint.save_every", None if every < 1 else str(every * steps), "save_steps",
+             why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "")  # fmt: skip
     if conv.flag("disable_ds_ckpt"):
         conv.put("checkpoint.save_every", None, "disable_ds_ckpt")
         conv.put("checkpoint.on_exit", False, "disable_ds_ckpt")
-    conv.tell(Fate.NEEDLESS, "disable_ds_ckpt", "checkpoints are saved")
     _evaluation(conv, steps)
     key = conv.name("use_wandb")
     if key is not None and conv.get("use_wandb") not in (None, False):
         conv.choose("logger", "wandb", why=f"{key}, whose value is not written here: `wandb login`")
         conv.done.add(key)
-        conv.tell(Fate.NEEDLESS, "use_tensorboard", "a run has one logger, beside metrics.jsonl")
     else:
-        conv.tell(Fate.NEEDLESS, "use_wandb", "it is not asked for")
         board = conv.get("use_tensorboard") not in (None, False)
         conv.choose("logger", "tensorboard" if board else "none", "use_tensorboard")
 
@@ -417,13 +395,11 @@ def _files(conv: Conversion, steps: int = 1) -> None:
 def _evaluation(conv: Conversion, steps: int) -> None:
     every = int(conv.whole("eval_steps", -1))
     if conv.get("eval_dataset") is None:
-        conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")
-    elif every > 0:
+        return
+    if every > 0:
         conv.put("train.eval_every", every * steps, "eval_steps")
     elif conv.trainer != "ppo":
         why = "once an epoch there: give train.eval_every, once `python -m rlexp.data` has said how many steps it has"
         conv.tell(Fate.OTHER, "eval_steps", why)
         if conv.name("eval_steps") is None:
             conv.remark(Fate.OTHER, "eval_steps", -1, f"their default, {why}")
-    else:
-        conv.tell(Fate.NEEDLESS, "eval_steps", "nothing is evaluated")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import PurePosixPath
 
+from rlexp.convert.launchers import COUNTED, ONE_NODE
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 # Their estimator of advantages, and the loss here that has it.
@@ -15,6 +16,7 @@ ESTIMATORS = {
     "group_norm": "grpo",
     "dr_grpo": "dr_grpo",
 }
+UNUSED = "the advantage_estimator does not use it"
 BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 
 RULES: tuple[Rule, ...] = (
@@ -37,8 +39,8 @@ RULES: tuple[Rule, ...] = (
              "reward_num_gpus_per_node train.colocate_all colocate_all_models train.colocate_actor_ref "
              "colocate_actor_ref train.colocate_critic_reward colocate_critic_reward",
              "all models are on the same ranks here", of="ppo"),
-    worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", of="ppo"),
-    worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", of="ppo"),
+    worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", ONE_NODE, of="ppo"),
+    worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", COUNTED, of="ppo"),
     absent("vllm.enable_sleep vllm_enable_sleep", "vLLM keeps its memory: rollout.vllm_memory is its share", False,
            of="ppo"),
     worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
@@ -52,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
     # rewards
     worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
-               "its head must be called `score`", of="ppo"),
+               "its head must be called `score`", "the function decides", of="ppo"),
     worked_out("reward.remote_url remote_rm_url", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of="ppo"),
     other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights",
@@ -72,25 +74,25 @@ RULES: tuple[Rule, ...] = (
     worked_out("algo.kl.use_loss use_kl_loss", "loss.kl_in", "", of="ppo"),
     other("algo.kl.target kl_target algo.kl.horizon kl_horizon", "loss.kl_target",
           "of a token there, of a whole answer here", of="ppo"),
-    worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", "", "eps_clip_low_high decides", of="ppo"),
     worked_out("actor.eps_clip_low_high eps_clip_low_high", "loss.clip_low, loss.clip_high", "", of="ppo"),
     taken("actor.dual_clip dual_clip", "loss.dual_clip", of="ppo"),
-    worked_out("critic.value_clip value_clip", "loss.value_clip", "", of="ppo"),
-    worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", of="ppo"),
+    worked_out("critic.value_clip value_clip", "loss.value_clip", "", UNUSED, of="ppo"),
+    worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", UNUSED, of="ppo"),
     needless("critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio "
              "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network "
              "critic.gradient_checkpointing_enable",
              "the critic is optimized with the policy", of="ppo"),
-    worked_out("algo.advantage.gamma gamma", "loss.gamma", "", of="ppo"),
-    worked_out("algo.advantage.lambd lambd", "loss.lam", "", of="ppo"),
+    worked_out("algo.advantage.gamma gamma", "loss.gamma", "", UNUSED, of="ppo"),
+    worked_out("algo.advantage.lambd lambd", "loss.lam", "", UNUSED, of="ppo"),
     absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too", False,
            of="ppo"),
     worked_out("algo.advantage.is_correction_enable enable_vllm_is_correction", "rollout.importance_cap",
                "weighs samples that vLLM's own kernels drew", of="ppo"),
     worked_out("algo.advantage.is_correction_type vllm_is_correction_type", "rollout.importance_cap",
-               "tis is here, others are not", of="ppo"),
+               "tis is here, others are not", "no weight is asked for", of="ppo"),
     worked_out("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "rollout.importance_cap",
-               "the upper limit", of="ppo"),
+               "the upper limit", "no weight is asked for", of="ppo"),
     absent("use_icepop", "tokens with a large weight are not left out", False, of="ppo"),
     taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
     absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
@@ -130,14 +132,10 @@ def _rollout(conv: Conversion) -> int:
         conv.put("rollout.max_new_tokens", 1024, "generate_max_len")
     elif conv.name("generate_max_len") is None:
         whole = conv.whole("max_len", 2048, least=2)
-        conv.put(
-            "rollout.max_new_tokens",
-            whole // 2,
-            why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed",
-        )
+        conv.put("rollout.max_new_tokens", whole // 2,
+                 why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed")  # fmt: skip
     if conv.whole("vllm_num_engines", 0, least=0):
         conv.put("rollout.engine", "vllm", "vllm_num_engines")
-    conv.tell(Fate.NEEDLESS, "vllm_num_engines", "samples are drawn by the model itself")
     _importance(conv)
     return passes * prompts * samples // batch
 
@@ -149,8 +147,6 @@ def _importance(conv: Conversion) -> None:
     one = isinstance(said, int | float) and not isinstance(said, bool)
     low, high = (0.0, conv.number(limit)) if one else conv.pair(limit, (0.5, 5.0))
     if not conv.flag(enable):
-        for name in (enable, kind, limit):
-            conv.tell(Fate.NEEDLESS, name, "no weight is asked for")
         return
     if conv.text(kind, "tis") != "tis":
         for name in (kind, enable, limit):
@@ -169,28 +165,21 @@ def _loss(conv: Conversion) -> None:
     loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
     if gspo and estimator != "group_norm":
-        conv.remark(Fate.ABSENT, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
+        conv.remark(Fate.INSTEAD, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
     conv.put("loss.normalize", "token", why="the mean over all tokens of the batch, as theirs")
     conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
     conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")
     if estimator in BY_GROUP and not in_loss and conv.number("init_kl_coef", 0.01):
-        conv.remark(
-            Fate.OTHER,
-            "advantage_estimator",
-            estimator,
-            "without use_kl_loss theirs subtracts the "
-            "divergence of each token after the baseline, ours subtracts the answer's before it",
-        )
+        conv.remark(Fate.OTHER, "advantage_estimator", estimator, "without use_kl_loss theirs subtracts the "
+                    "divergence of each token after the baseline, ours subtracts the answer's before it")  # fmt: skip
     pair = conv.name("eps_clip_low_high") is not None
     clip = conv.pair("eps_clip_low_high", (0.2, 0.2)) if pair else [conv.number("eps_clip", 0.2)] * 2
     for key, value in zip(("clip_low", "clip_high"), clip, strict=True):
         conv.put(f"loss.{key}", value, "eps_clip_low_high" if pair else "eps_clip")
-    conv.tell(Fate.NEEDLESS, "eps_clip", "eps_clip_low_high decides")
     _critic(conv, loss, estimator)
     if conv.flag("dynamic_filtering"):
         conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts are drawn instead")
-    conv.tell(Fate.NEEDLESS, "dynamic_filtering", "every prompt is trained on")
 
 
 def _critic(conv: Conversion, loss: str, estimator: str) -> None:
@@ -211,8 +200,6 @@ def _critic(conv: Conversion, loss: str, estimator: str) -> None:
     ):
         if loss == "ppo":
             conv.put(f"loss.{key}", conv.number(name, default), name)
-        else:
-            conv.tell(Fate.NEEDLESS, name, f"advantage_estimator={estimator} does not use it")
 
 
 def _reward(conv: Conversion) -> None:
@@ -225,7 +212,6 @@ def _reward(conv: Conversion) -> None:
             f"Rewards: OpenRLHF calls reward_func(queries, prompts, labels), rlexp f(prompts, answers, rows). Put a "
             f"function `rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
         )
-        conv.tell(Fate.NEEDLESS, "reward_pretrain", "the function decides")
     elif function is not None:
         conv.refuse("remote_rm_url", "a reward behind an address is not here", "Give a model, or a function of Python.")
     elif not models:

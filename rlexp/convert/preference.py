@@ -23,6 +23,8 @@ SFT = "sft"
 TYPES = (
     "the losses over pairs; several are loss=mpo with loss.terms, where sft is loss.sft_weight; sft alone is loss=sft"
 )
+ONE_LOSS = "there is one loss"
+OTHERS = "it changes nothing with this loss"
 NOT_YET = "loss=kto_pair"  # an option of ours that would have what is refused
 SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})  # with label_smoothing in TRL since 0.29
 IGNORED = (
@@ -95,7 +97,6 @@ def choose(
         asked.add("bco_pair", second / (1 + second))
         origins = (*origins, bco)
     put_likelihood(conv, asked.likelihood, likelihood_by, told)
-    conv.tell(Fate.NEEDLESS, names.likelihood, "it is 0")
     smoothing = _number(conv, names.smoothing, 0.0)
     if smoothing and not smoothed & asked.weights.keys():
         conv.tell(Fate.OTHER, names.smoothing, IGNORED)
@@ -116,10 +117,6 @@ def choose(
                   **{leaf: value for leaf, (value, _) in own[name].items()}}
                  for name, weight in asked.weights.items()]  # fmt: skip
         conv.put("loss.terms", terms, *origins, *used)
-    conv.tell(Fate.NEEDLESS, names.smoothing, "no label is smoothed")
-    conv.tell(Fate.NEEDLESS, names.loss, f"{by} says the loss")
-    conv.tell(Fate.NEEDLESS, names.weights, "there is one loss")
-    conv.tell(Fate.NEEDLESS, names.tau, "only with discopop")
     _modifiers(conv, names, loss, asked.likelihood)
 
 
@@ -129,9 +126,6 @@ def _supervised(conv: Conversion, names: Names, weight: float, *origins: str) ->
     conv.notes.append(answers.OF_MICRO_BATCHES)
     if weight != 1:
         conv.remark(Fate.OTHER, conv.said(names.weights), weight, "the only loss has no weight here")
-    for name in (names.smoothing, names.tau, names.weighting, names.lengths, names.likelihood, names.beta, names.loss,
-                 "simpo_gamma"):  # fmt: skip
-        conv.tell(Fate.NEEDLESS, name, "it changes nothing in supervised training")
     conv.tell(Fate.NEEDLESS, "ref_model", "loss=sft has no reference")
 
 
@@ -163,7 +157,7 @@ def _asked(conv: Conversion, names: Names, types: Sequence[str]) -> Asked:
     if unknown:
         taken = "" if asked.weights else "; sigmoid is taken"
         why = f"{', '.join(unknown)} is not here{taken}"
-        conv.remark(Fate.ABSENT, conv.said(names.loss), conv.get(names.loss), why)
+        conv.remark(Fate.INSTEAD, conv.said(names.loss), conv.get(names.loss), why)
     if unknown and not asked.weights:
         asked.add("dpo", 1.0)
     elif not asked.weights and not asked.likelihood:
@@ -216,7 +210,6 @@ def _modifiers(conv: Conversion, names: Names, loss: str, likelihood: float) -> 
             conv.remark(Fate.OTHER, names.weighting, True, "theirs weighs the likelihood too, ours the loss alone")
     elif weighs:
         conv.tell(Fate.ABSENT, names.weighting, f"loss={loss} has no weights of pairs")
-    conv.tell(Fate.NEEDLESS, names.weighting, "pairs weigh alike")
     _lengths(conv, names.lengths, loss, whole=bool(likelihood or weighs))
 
 
@@ -224,8 +217,8 @@ def _lengths(conv: Conversion, name: str, loss: str, *, whole: bool = False) -> 
     """Set the weight of what a longer answer has beyond the shorter one. `whole`: others need whole answers."""
     lengths = _number(conv, name, 1.0)
     if lengths == 1:
-        conv.tell(Fate.NEEDLESS, name, "every token counts alike")
-    elif "ld_alpha" not in kind_of(loss).fits:
+        return
+    if "ld_alpha" not in kind_of(loss).fits:
         conv.tell(Fate.ABSENT, name, f"loss={loss} counts every token of an answer alike")
     elif whole:
         conv.tell(Fate.ABSENT, name, "it does not go together with a likelihood of answers, or their weights")
@@ -244,7 +237,6 @@ def without_reference(
         conv.put("loss.beta", conv.number(beta_name, beta), beta_name)
     if loss == "simpo":
         conv.put("loss.gamma", conv.number("simpo_gamma", gamma), "simpo_gamma")
-    conv.tell(Fate.NEEDLESS, "simpo_gamma", "only with simpo")
     conv.tell(Fate.NEEDLESS, "ref_model", f"loss={loss} has no reference")
     _lengths(conv, "ld_alpha", loss)
     put_likelihood(conv, added + _number(conv, weight_name, weight), weight_name, told)
@@ -253,13 +245,11 @@ def without_reference(
         conv.put("loss.label_smoothing", smoothing, "label_smoothing")
     elif smoothing:
         conv.tell(Fate.ABSENT, "label_smoothing", f"loss={loss} has none")
-    conv.tell(Fate.NEEDLESS, "label_smoothing", "no label is smoothed")
 
 
-def of_cpo(conv: Conversion, by: str) -> str:
+def of_cpo(conv: Conversion) -> str:
     """Return our name of a loss of TRL's CPO, which has no reference."""
     said = conv.text("loss_type", "simpo" if conv.trainer == "simpo" else "sigmoid")
     if said not in ("sigmoid", "simpo"):
-        conv.tell(Fate.ABSENT, "loss_type", f"{said} without a reference is not here; cpo's sigmoid is taken")
-    conv.tell(Fate.NEEDLESS, "loss_type", f"{by} and it say the loss")
+        conv.tell(Fate.INSTEAD, "loss_type", f"{said} without a reference is not here; cpo's sigmoid is taken")
     return "simpo" if said == "simpo" else "cpo"

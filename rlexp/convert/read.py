@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_
                   "reward_modeling": "reward"}  # fmt: skip
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 OF_SWIFT = ("rlhf", "sft", "pt")
+OF_MEGATRON = "tensor_model_parallel_size"  # an argument of Megatron-SWIFT alone
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -96,19 +97,26 @@ def _wrong_line(text: str) -> str:
 def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
     if "base_model" in given:
         return Asked("axolotl", _trainer_of_axolotl(given), given)
-    if "stage" in given:
-        return Asked("LLaMA-Factory", str(given["stage"]), given)
-    if "rlhf_type" in given and "model" in given:
-        return Asked("ms-swift", str(given["rlhf_type"]), given)
+    if "stage" in given or {"model", "train_dataset"} <= given.keys():
+        return Asked("LLaMA-Factory", str(given.get("stage", "v1")), given)
+    if "model" in given and {"rlhf_type", "tuner_type", "train_type", OF_MEGATRON} & given.keys():
+        return _with_variables(Asked("ms-swift", "megatron" if OF_MEGATRON in given else None, given))
     if not {"model_name_or_path", "sft_model_path", "dataset_name", "datasets", "dataset_mixture", "output_dir"} & {
         *given
     }:
         raise ConvertError(f"{file}: {_UNKNOWN}")
-    variables = given.get("env")
-    if isinstance(variables, dict):
-        rest = {name: value for name, value in given.items() if name != "env"}
-        return Asked("TRL", None, rest, environment={str(name): value for name, value in variables.items()})
-    return Asked("TRL", None, given)
+    return _with_variables(Asked("TRL", None, given))
+
+
+def _with_variables(asked: Asked) -> Asked:
+    """Take the environment's variables out of the arguments of a yaml file: TRL's `env`, ms-swift's `ENV`."""
+    name = "ENV" if asked.framework == "ms-swift" else "env"
+    trainer = asked.trainer or (str(asked.given.get("rlhf_type", "sft")) if name == "ENV" else None)
+    variables = asked.given.get(name)
+    if not isinstance(variables, dict):
+        return replace(asked, trainer=trainer)
+    rest = {each: value for each, value in asked.given.items() if each != name}
+    return replace(asked, trainer=trainer, given=rest, environment={str(key): each for key, each in variables.items()})
 
 
 def _trainer_of_axolotl(given: dict[str, Any]) -> str:
@@ -117,9 +125,9 @@ def _trainer_of_axolotl(given: dict[str, Any]) -> str:
 
 
 _UNKNOWN = (
-    "is none of the files that can be converted. These are: a yaml file of TRL, axolotl or LLaMA-Factory, and a shell "
-    "script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …) or ms-swift (swift sft …, "
-    "swift rlhf …)."
+    "is none of the files that can be converted. These are: a yaml file of TRL, axolotl, LLaMA-Factory or ms-swift, "
+    "and a shell script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …), ms-swift (swift sft …, "
+    "swift rlhf …) or LLaMA-Factory (llamafactory-cli train …)."
 )
 
 
@@ -146,13 +154,15 @@ def _asked(command: Command) -> Asked | None:
     """Return what a command of a trainer asks for; None for any other command."""
     words = command.words
     for place, word in enumerate(words):
-        for find in (_openrlhf, _trl, _swift):
+        for find in (_openrlhf, _trl, _swift, _factory):
             if (found := find(words, place, word)) is None:
                 continue
             framework, trainer, after = found
             line, before = _Arguments(words[after:]), _Arguments(words[:place])
             if framework == "ms-swift" and trainer == "rlhf":
                 trainer = str(line.given.get("rlhf_type", "dpo"))
+            if framework == "LLaMA-Factory":
+                trainer = str(line.given.get("stage", "sft"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
                          command.around, line.again)  # fmt: skip
     return None
@@ -169,18 +179,28 @@ def _openrlhf(_: Sequence[str], place: int, word: str) -> tuple[str, str, int] |
 def _trl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
     if word.rpartition("/")[2] == "trl" and words[place + 1 : place + 2] and words[place + 1] in TRAINERS_OF_TRL:
         return "TRL", words[place + 1], place + 2
-    script = re.fullmatch(r"(?:\S*/)?(?:trl/scripts|examples/scripts(?:/ppo)?)/(\w+?)\.py|trl\.scripts\.(\w+)", word)
+    script = re.fullmatch(r"(?:\S*/)?(?:trl|examples)/scripts/(?:\w+/)?(\w+?)\.py|trl\.scripts\.(\w+)", word)
     if script is None:
         return None
-    name = script[1] or script[2]
+    name = "rloo of TRL before 0.19" if "/rloo/" in word else script[1] or script[2]
     return "TRL", SCRIPTS_OF_TRL.get(name, name), place + 1
 
 
 def _swift(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
     if word.rpartition("/")[2] == "swift" and words[place + 1 : place + 2] and words[place + 1] in OF_SWIFT:
         return "ms-swift", words[place + 1], place + 2
+    if word == "megatron" and words[place + 1 : place + 2] and words[place + 1] in OF_SWIFT:
+        return "ms-swift", "megatron", place + 2
     script = re.search(rf"swift/cli/({'|'.join(OF_SWIFT)})\.py$", word)
     return ("ms-swift", script[1], place + 1) if script else None
+
+
+def _factory(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    if word.rpartition("/")[2] == "llamafactory-cli" and words[place + 1 : place + 2] == ["train"]:
+        return "LLaMA-Factory", "", place + 2
+    script = re.fullmatch(r"(?:\S*/)?(train_bash|train)\.py", word)
+    rest = words[place + 1 :]
+    return ("LLaMA-Factory", "", place + 1) if script and "--stage" in rest and "--finetuning_type" in rest else None
 
 
 class _Arguments:

@@ -15,6 +15,7 @@ from rlexp.convert.secrets import masked
 
 class Fate(Enum):
     TAKEN = "taken over"
+    INSTEAD = "trains something else than the file asks for"
     OTHER = "means something else here"
     ABSENT = "not here"
     NEEDLESS = "needs nothing here"
@@ -44,6 +45,7 @@ class Rule:
     harmless: tuple[Any, ...] = ()  # values with which an argument that is not here changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
     until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
+    rest: str = ""  # why a value that asks for something sets nothing, where no code says it
 
 
 def same(value: Any) -> Any:
@@ -57,9 +59,10 @@ def taken(
     return Rule(tuple(names.split()), Fate.TAKEN, key, why, default, to, trainers=tuple(of.split()))
 
 
-def worked_out(names: str, key: str, why: str, *, of: str = "", until: str = "") -> Rule:
-    """Make a rule: our key follows from this argument and others."""
-    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=tuple(of.split()), until=tuple(until.split()))
+def worked_out(names: str, key: str, why: str, rest: str = "", *, of: str = "", until: str = "") -> Rule:
+    """Make a rule: our key follows from this argument and others. `rest` says why where it does not."""
+    trainers, ends = tuple(of.split()), tuple(until.split())
+    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=trainers, until=ends, rest=rest)
 
 
 def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
@@ -67,19 +70,14 @@ def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
     return Rule(tuple(names.split()), Fate.OTHER, key, why, convert=same, trainers=tuple(of.split()))
 
 
-def absent(names: str, why: str, *harmless: Any, of: str = "", until: str = "") -> Rule:
-    """Make a rule: rlexp does not have it. With a harmless value, or none, nothing is lost. `until` names the options
-    or keys of ours that would have it: a test fails once one exists."""
-    return Rule(
-        tuple(names.split()),
-        Fate.ABSENT,
-        "",
-        why,
-        convert=same,
-        harmless=(None, *harmless),
-        trainers=tuple(of.split()),
-        until=tuple(until.split()),
-    )
+def absent(
+    names: str, why: str, *harmless: Any, of: str = "", until: str = "", fate: Fate = Fate.ABSENT
+) -> Rule:  # fmt: skip
+    """Make a rule: rlexp does not have it; or, by its `fate`, trains something else without it. With a harmless value,
+    or none, nothing is lost. `until` names the options or keys of ours that would have it: a test fails once one
+    exists."""
+    trainers, ends = tuple(of.split()), tuple(until.split())
+    return Rule(tuple(names.split()), fate, "", why, convert=same, harmless=harmless, trainers=trainers, until=ends)
 
 
 def needless(names: str, why: str, *, of: str = "") -> Rule:
@@ -118,9 +116,11 @@ class Conversion:
     command: dict[str, Value] = field(default_factory=dict)  # keys that belong on the command line
     lines: dict[Fate, list[Line]] = field(default_factory=lambda: {fate: [] for fate in Fate})
     notes: list[str] = field(default_factory=list)
+    off: list[str] = field(default_factory=list)  # arguments that are null, false or 0, and ask for nothing
     done: set[str] = field(default_factory=set)  # arguments whose fate is known
 
     def __post_init__(self) -> None:
+        self.elsewhere = {name for rule in self.rules for name in rule.names}  # of the framework's other trainers too
         self.rules = [rule for rule in self.rules if not rule.trainers or self.trainer in rule.trainers]
         self.by_name = {name: rule for rule in self.rules for name in rule.names}
 
@@ -246,7 +246,14 @@ class Conversion:
         said = self.name(name)
         if said is not None and said not in self.done:
             self.done.add(said)
-            self.lines[fate].append(Line(said, self.given[said], why))
+            self._say(fate, said, why, off=self.given[said] is None or fate is not Fate.OTHER)
+
+    def _say(self, fate: Fate, name: str, why: str, *, off: bool = True) -> None:
+        """Add a line on an argument. One that is off needs none, unless that means something else here."""
+        if off and not self.given[name]:
+            self.off.append(name)
+        else:
+            self.lines[fate].append(Line(name, self.given[name], why))
 
     def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:
         """Add a line on an argument that is taken over in part, or on a part of one."""
@@ -263,8 +270,9 @@ class Conversion:
         for rule in self.rules:
             if rule.fate is Fate.TAKEN and rule.convert is not None:
                 self._take(rule, rule.convert)
+        told = {line.name for lines in self.lines.values() for line in lines}
         for name, value in self.given.items():
-            if name not in self.done:
+            if name not in self.done | told:
                 self._explain(name, value)
 
     def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
@@ -287,22 +295,22 @@ class Conversion:
         fate, why = Fate.ABSENT, f"no argument of {self.framework}'s {self.trainer} that is known here"
         if name in self.environment and rule is None:
             fate, why = Fate.OTHER, UNKNOWN_VARIABLE
+        elif rule is None and name in self.elsewhere:
+            fate, why = Fate.NEEDLESS, f"it changes nothing in {self.trainer}"
         elif rule is not None and rule.fate is Fate.TAKEN:
-            fate, why = Fate.NEEDLESS, self._why_nothing(rule, name, value)
+            fate, why = Fate.NEEDLESS, self._why_nothing(rule, name)
         elif rule is not None:
-            harmless = rule.fate is Fate.ABSENT and any(_equal(value, each) for each in rule.harmless)
+            harmless = any(_equal(value, each) for each in rule.harmless)
             fate, why = Fate.NEEDLESS if harmless else rule.fate, rule.why
-        self.lines[fate].append(Line(name, value, why))
+        self._say(fate, name, why)
 
-    def _why_nothing(self, rule: Rule, name: str, value: Any) -> str:
+    def _why_nothing(self, rule: Rule, name: str) -> str:
         """Say why an argument that is taken over elsewhere sets nothing in this file."""
-        if value is None:
-            return "it is null: the default"
         if self.name(name) != name:
             return f"{self.name(name)} decides"
-        if rule.key in self.values:
-            return f"{self.values[rule.key].origin} decides"
-        return NOTHING
+        if (said := self.values.get(rule.key) or self.choices.get(rule.key)) is not None:
+            return f"{said.origin} decides"
+        return rule.rest or NOTHING
 
 
 def _equal(one: Any, other: Any) -> bool:
@@ -333,9 +341,9 @@ NEED_NOTHING = "These need nothing here, since no number depends on them or rlex
 def table_of(rules: Sequence[Rule]) -> str:
     """Return the table of a page: their argument, ours, and what differs; then what needs nothing."""
     rows = ["| theirs | here | |", "| --- | --- | --- |"]
-    for fate in (Fate.TAKEN, Fate.OTHER, Fate.ABSENT):
+    for fate in (Fate.TAKEN, Fate.OTHER, Fate.INSTEAD, Fate.ABSENT):
         for rule in (rule for rule in rules if rule.fate is fate):
-            ours = _listed(rule.key) if rule.key else fate.value
+            ours = _listed(rule.key) if rule.key else Fate.ABSENT.value
             rows.append(f"| {_quoted(rule.names)} | {ours} | {_differs(rule)} |")
     elsewhere = {name for rule in rules if rule.fate is not Fate.NEEDLESS for name in rule.names}
     needless = {

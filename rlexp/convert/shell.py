@@ -6,8 +6,11 @@ Variables, arrays and here-documents that the script itself sets are put in. Wha
 
 from __future__ import annotations
 
+import ast
+import math
+import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -16,6 +19,11 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
 KEYWORDS = ("then", "else", "do", "if", "elif", "while", "!", "time", "{")
 DEEPEST = 3
+COMMAND = r"(openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b).*\s--"  # of a trainer
+# Those of bash, which rounds a quotient towards 0.
+OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], float]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: math.fmod,
+}  # fmt: skip
 OPERATORS = ("&&", "||", "|&", ";;", "|", "&", ";", "\n", "(", ")")
 
 
@@ -99,8 +107,9 @@ class _Reader:
             word, rest = rest[0], rest[1:]
             value = word.array if word.array is not None else [word.text[found.end() :]]
             given[found[1]] = " ".join(value)
-            if word.unknown is None and (declares or not _follows(rest)):
-                self._assign(found[1], value, more=bool(found[2]))
+            if declares or not _follows(rest):
+                made: list[str] = [Unknown.of(value[0], word.unknown)] if word.unknown is not None else value
+                self._assign(found[1], made, more=bool(found[2]))
         if declares or not rest:
             if exports:
                 names = [*given, *(word.text for word in rest)]
@@ -213,7 +222,7 @@ class _Reader:
             self.at += 1
         elif char == "`":
             end = _end(self.text, "`", self.at + 1)
-            self._unknown(word, self.text[self.at : end + 1])
+            self._computed(word, self.text[self.at : end + 1])
             self.at = end + 1
         else:
             word.text += char
@@ -239,9 +248,8 @@ class _Reader:
         """Put in the value of a variable; what is not known stays as it is written."""
         text, at = self.text, self.at
         if text.startswith("$(", at):
-            end = _closing(text, at + 1)
-            self._unknown(word, text[at:end])
-            self.at = end
+            self.at = _closing(text, at + 1)
+            self._computed(word, text[at : self.at])
             return [word]
         plain = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(text, at)
         braced = re.compile(r"\$\{([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^{}]*))?\}").match(text, at)
@@ -265,6 +273,17 @@ class _Reader:
         self.used.add(name)
         return _spread(word, self.known[name], quoted, whole=bool(braced and braced[2]))
 
+    def _computed(self, word: _Word, text: str) -> None:
+        """Put in what `$((8 * 2))` or `$(expr 16 / $n)` is; any other command's output only bash knows."""
+        inner = re.fullmatch(r"\$\(\((.*)\)\)|(?:\$\(|`)\s*expr\s(.*?)[)`]", text, re.S)
+        terms = (inner[1] or inner[2] or "") if inner else ""
+        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda each: " ".join(self.known.get(each[1], ["?"])), terms)
+        result = _result(known.replace("\\*", "*").replace("'", "").replace('"', ""))
+        if result is None:
+            self._unknown(word, text)
+        else:
+            word.text += str(result)
+
     def _default(self, text: str) -> str:
         inner = _Reader(text.strip("\"'"), self.known, self.exported)
         return " ".join(token.text for token in inner._tokens() if isinstance(token, _Word))
@@ -275,14 +294,28 @@ class _Reader:
         word.unknown = word.unknown or part
 
 
+def _result(terms: str) -> int | None:
+    """Return what bash makes of sums, products and quotients of whole numbers; None for anything else."""
+    try:
+        return _number(ast.parse(terms.strip(), mode="eval").body) if re.fullmatch(r"[-+*/%()\d\s]+", terms) else None
+    except (SyntaxError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError, MemoryError):
+        return None
+
+
+def _number(node: ast.AST) -> int:
+    if isinstance(node, ast.BinOp):
+        return int(OPERATIONS[type(node.op)](_number(node.left), _number(node.right)))
+    return int(ast.literal_eval(node))
+
+
 def _spread(word: _Word, elements: list[str], quoted: bool, *, whole: bool) -> list[_Word]:
     """Put the value of a variable into a word: outside quotes its spaces end words, and an array has a word each."""
     if quoted and not whole:
-        pieces = [" ".join(elements[:1])]
+        pieces = elements[:1] or [""]
     elif quoted:
         pieces = elements
     else:
-        pieces = [piece for each in elements for piece in each.split()]
+        pieces = [piece for each in elements for piece in ([each] if isinstance(each, Unknown) else each.split())]
     if not pieces:
         word.begun = quoted or bool(word.text)
         return [word]
@@ -298,7 +331,7 @@ def _follows(rest: list[_Word]) -> bool:
 
 def _has_command(text: str) -> bool:
     """Recognize a command of a trainer in one word: it was quoted."""
-    return re.search(r"(openrlhf\.cli|\btrl\b|\bswift\b).*\s--", text, re.S) is not None and len(text.split()) > 1
+    return re.search(COMMAND, text, re.S) is not None and len(text.split()) > 1
 
 
 def _goes_on(word: _Word, char: str) -> bool:

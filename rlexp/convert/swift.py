@@ -29,13 +29,13 @@ OF_QUANTIZED = (
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
     worked_out("rlhf_type", "loss", "dpo, cpo, orpo, simpo, kto or rm; swift sft and swift pt are loss=sft",
-               of=OF_RLHF),
+               "the loss is chosen", of=OF_RLHF),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
-    taken("ref_model", "reference.path", of="dpo cpo orpo simpo kto"),
+    taken("ref_model", "reference.path", of="dpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
     worked_out("tuner_type train_type", "adapter=lora", "lora, their default, and full; others are not here",
-               until="adapter=adalora adapter=longlora adapter=vera"),
+               "all weights are trained", until="adapter=adalora adapter=longlora adapter=vera"),
     worked_out("lora_rank", "adapter.rank", "their default is 8"),
     worked_out("lora_alpha", "adapter.alpha", "their default is 32"),
     worked_out("lora_dropout", "adapter.dropout", f"their default is 0.05; {adapters.NO_DROPOUT}"),
@@ -50,24 +50,26 @@ RULES: tuple[Rule, ...] = (
     absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
     worked_out("adapters", "adapter.path", ""),
     worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
-               of="dpo kto"),
+               "the loss compares with no reference", of="dpo kto"),
     worked_out("merge_lora", "checkpoint.export=merged",
-               "of `swift export`, which is a command of its own; here the run writes the merged model at its end"),
+               "of `swift export`, which is a command of its own; here the run writes the merged model at its end",
+               "there is no adapter"),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
              "lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
              "an adapter's weights are float32"),
     absent("quant_method", adapters.QUANTIZED, until="quant"),
     needless(OF_QUANTIZED, adapters.OF_QUANTIZED),
     taken("beta", "loss.beta", default=0.1),
-    worked_out("label_smoothing", "loss.label_smoothing", "", of=f"dpo {OF_CPO}"),
+    worked_out("label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of=f"dpo {OF_CPO}"),
     worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
-    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", of="dpo"),
-    worked_out("rpo_alpha", "loss.sft_weight", "", of="dpo"),
-    worked_out("ld_alpha", "loss.ld_alpha", "", of="dpo"),
-    worked_out("discopop_tau", "loss.tau", "", of="dpo"),
-    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of=OF_CPO),
+    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of="dpo"),
+    worked_out("rpo_alpha", "loss.sft_weight", "", preference.OTHERS, of="dpo"),
+    worked_out("ld_alpha", "loss.ld_alpha", "", preference.OTHERS, of="dpo"),
+    worked_out("discopop_tau", "loss.tau", "", preference.OTHERS, of="dpo"),
+    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "rlhf_type says it too",
+               of=OF_CPO),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1, with simpo too", of=OF_CPO),
-    worked_out("simpo_gamma", "loss.gamma", "", of=OF_CPO),
+    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of=OF_CPO),
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
     worked_out("center_rewards_coefficient", "loss.center", "", of="rm"),
@@ -77,29 +79,43 @@ RULES: tuple[Rule, ...] = (
     absent("val_dataset", "name held-out rows by data.eval_path"),
     worked_out("split_dataset_ratio", "data.eval_size", ""),
     other("columns", "data.columns", "from column to field there, from field to column here"),
-    taken("max_length", "data.max_length", "tokens of prompt and answer together"),
+    taken("max_length", "data.max_length", "tokens of prompt and answer together; their default is the model's limit"),
     worked_out("truncation_strategy", "data.too_long", ""),
     taken("packing padding_free", "data.packing",
           "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
     taken("system", "data.system"),
-    worked_out("use_chat_template", "data.template", ""),
+    worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
     worked_out("template", "model.chat_template", "a name whose text is the same; else the tokenizer's own is used"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     taken("new_special_tokens", "model.add_tokens"),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
     worked_out("sequence_parallel_size", "parallel.ring_size", "any layout has the same curve"),
-    needless("attn_impl load_from_cache_file use_hf model_type cached_dataset lazy_tokenize",
+    needless("attn_impl load_from_cache_file use_hf model_type lazy_tokenize",
              "no number depends on it here"),
-    worked_out("NPROC_PER_NODE", "launch.nproc", ""),
-    worked_out("NNODES", "launch.nodes", ""),
-    needless("MAX_PIXELS", "images are not read"),
-    *launchers.VARIABLES,
+    worked_out("NPROC_PER_NODE", "launch.nproc", "", launchers.COUNTED),
+    worked_out("NNODES", "launch.nodes", "", launchers.ONE_NODE),
+    absent("cached_dataset", "rows that `swift export` tokenized are not read: name the rows themselves by dataset"),
+    needless("model_name model_author", "they are written into rows of swift/self-cognition alone"),
+    worked_out("task_type", "loss", "causal_lm", "it is the only one here"),
+    absent("enable_dft_loss", "every token's likelihood weighs alike", fate=Fate.INSTEAD, until="loss=dft"),
+    worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    needless("config_file machine_rank use_ray zero_stage offload_optimizer_device offload_param_device",
+             launchers.STARTS),
+    *launchers.RULES,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
-    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "NPROC_PER_NODE", nodes="NNODES"))
+    _task(conv)
+    nodes = "NNODES" if conv.name("NNODES") else "num_machines"
+    gpus = launchers.asked_for(
+        "per_device_train_batch_size", launchers.ranks(conv, "NPROC_PER_NODE", "nproc_per_node", nodes=nodes)
+    )
+    if conv.values["launch.nproc"].origin == "CUDA_VISIBLE_DEVICES" and gpus > 1:
+        why = "theirs is one process, whose model is spread over these GPUs; here each is a rank of its own"
+        conv.remark(Fate.OTHER, "CUDA_VISIBLE_DEVICES", conv.get("CUDA_VISIBLE_DEVICES"), why)
+        gpus = 1  # replicas of theirs
     ring = int(conv.whole("sequence_parallel_size", 1, least=1))
     conv.put("parallel.ring_size", ring, "sequence_parallel_size")
     huggingface.sizes(conv, gpus, batch=1, ring=ring, fill=LEAST_BATCH)
@@ -128,33 +144,39 @@ def convert(conv: Conversion) -> None:
     huggingface.evaluation(conv, steps, rows, strategy=evaluated, every=conv.number("save_steps", 500))
 
 
+def _task(conv: Conversion) -> None:
+    """Refuse what trains another head, or has no rows."""
+    if (task := conv.text("task_type", "causal_lm")) != "causal_lm":
+        conv.refuse("task_type", f"trains {task}, which is not here", "What is here trains answers, or a reward model.")
+    if conv.get("dataset") is None and conv.get("cached_dataset") is not None:
+        conv.refuse("cached_dataset", "has rows that `swift export` tokenized, which are not read",
+                    "Name the rows themselves by dataset.")  # fmt: skip
+
+
 def _adapter(conv: Conversion) -> None:
     """Set the adapter, which theirs has by default."""
     tuner = conv.text("tuner_type", "lora")
     if tuner == "full":
         adapters.none(conv, OF_LORA)
-        conv.tell(Fate.NEEDLESS, "tuner_type", "all weights are trained")
     else:
         adapters.lora(conv, OF_LORA, adapters.Defaults(8, 32.0, 0.05, ("all-linear",)), "tuner_type")
     if tuner not in ("full", "lora"):
-        conv.remark(Fate.ABSENT, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
+        conv.remark(Fate.INSTEAD, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
     if conv.flag("merge_lora") and adapters.has(conv):
         conv.put("checkpoint.export", "merged", "merge_lora")
-    conv.tell(Fate.NEEDLESS, "merge_lora", "nothing is merged")
 
 
 def _reference(conv: Conversion) -> None:
     """Set what an adapter from a folder is compared with: theirs leaves it out unless ref_adapters has it."""
     start, reference = (conv.texts(name) for name in ("adapters", "ref_adapters"))
     if not adapters.compared(conv):
-        conv.tell(Fate.NEEDLESS, "ref_adapters", "the loss compares with no reference")
-    elif reference and reference == start:
+        return
+    if reference and reference == start:
         conv.choose("reference", "adapter", "ref_adapters", why="the adapter that training starts from")
     elif reference:
         conv.tell(Fate.ABSENT, "ref_adapters", adapters.UNREAD)
     elif conv.get("ref_model") is None:
         adapters.compare_without(conv, "adapters")
-    conv.tell(Fate.NEEDLESS, "ref_adapters", "there is none")
 
 
 def _loss(conv: Conversion) -> None:
@@ -171,10 +193,9 @@ def _loss(conv: Conversion) -> None:
     elif conv.trainer == "orpo":
         preference.without_reference(conv, "orpo", by="rlhf_type", told=preference.OF_PROMPTS)
     else:
-        loss = preference.of_cpo(conv, "rlhf_type")
+        loss = preference.of_cpo(conv)
         preference.without_reference(conv, loss, by="rlhf_type", weight_name="cpo_alpha", gamma=1.0,
                                      beta=2.0 if conv.trainer == "simpo" else 0.1)  # fmt: skip
-    conv.tell(Fate.NEEDLESS, "rlhf_type", "the loss is chosen")
 
 
 def _data(conv: Conversion) -> None:
@@ -198,15 +219,15 @@ def _data(conv: Conversion) -> None:
         elif most:
             conv.put(f"{key}.split", f"train[:{most}]", "dataset", why="the first rows; theirs are drawn")
     conv.remark(
-        Fate.OTHER,
-        "dataset",
-        conv.get("dataset"),
-        f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's",
+        Fate.OTHER, "dataset", conv.get("dataset"), f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's"
     )
     strategy = conv.text("truncation_strategy", "delete")
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")
     conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
+    if conv.get("max_length") is None:
+        conv.put("data.too_long", "error", "max_length")
+        why = "their default is the model's own limit; here a longer row is an error: give data.max_length"
+        conv.remark(Fate.OTHER, "max_length", None, why)
     if not conv.flag("use_chat_template", True):
         conv.put("data.template", "never", "use_chat_template")
-    conv.tell(Fate.NEEDLESS, "use_chat_template", "rows are written by the tokenizer's template")

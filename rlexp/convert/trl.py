@@ -8,16 +8,7 @@ from typing import Any
 
 from rlexp.convert import adapters, answers, engines, huggingface, launchers, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.rules import (
-    Conversion,
-    ConvertError,
-    Fate,
-    Rule,
-    absent,
-    needless,
-    taken,
-    worked_out,
-)
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
@@ -45,6 +36,8 @@ OF_LORA = adapters.Names(
     rank="lora_r", targets="lora_target_modules", also="lora_modules_to_save", rslora="use_rslora",
     rest="use_dora lora_target_parameters lora_task_type",
 )  # fmt: skip
+ANOTHER = "another argument chooses the engine"
+ALONE = "the assistant's turns alone are trained on"
 OF_HEAD = "the head is trained whole here; theirs is frozen unless this is SEQ_CLS, or lora_modules_to_save has it"
 
 RULES: tuple[Rule, ...] = (
@@ -55,7 +48,7 @@ RULES: tuple[Rule, ...] = (
                of=OFFLINE),
     needless("train_sampling_strategy", "shuffle_dataset says it", of=rollouts.TRAINERS),
     # the model
-    worked_out("model_name_or_path", "model=hf, model.path", ""),
+    worked_out("model_name_or_path", "model=hf, model.path", "", "sft_model_path decides"),
     worked_out("sft_model_path", "model.path", "the policy and the reference", of="ppo"),
     taken("model_revision", "model.revision", to=lambda value: None if value == "main" else value),
     taken("dtype torch_dtype", "model.dtype", "weights that are trained are float32 here", to=huggingface.dtype_of),
@@ -70,7 +63,8 @@ RULES: tuple[Rule, ...] = (
                "all-linear is [], which is our default; without it q_proj and v_proj, or what peft has for the model"),
     worked_out("lora_modules_to_save", "adapter.also", ""),
     worked_out("use_rslora", "adapter.rslora", ""),
-    worked_out("lora_task_type", "adapter=lora", "the head of a reward model is trained whole"),
+    worked_out("lora_task_type", "adapter=lora", "the head of a reward model is trained whole",
+               "the loss says which head the model has"),
     absent("use_dora", adapters.NO_DORA, False, until="dora"),
     absent("lora_target_parameters", adapters.NO_PARAMETERS, until="parameters"),
     absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, False, until="quant"),
@@ -83,10 +77,11 @@ RULES: tuple[Rule, ...] = (
     needless("ignore_bias_buffers activation_offloading ds3_gather_for_generation pad_to_multiple_of padding_free "
              "pad_token gradient_checkpointing_use_reentrant cast_lm_head_to_fp32", "no number depends on it here"),
     # data
-    worked_out("dataset_name", "data=hf, data.path", ""),
-    worked_out("dataset_config", "data.subset", ""),
-    worked_out("dataset_train_split", "data.split", ""),
-    worked_out("dataset_test_split", "data.eval_split", "only if it is evaluated"),
+    worked_out("dataset_name", "data=hf, data.path", "", "datasets decides"),
+    worked_out("dataset_config", "data.subset", "", "datasets decides"),
+    worked_out("dataset_train_split", "data.split", "", "datasets decides"),
+    worked_out("dataset_test_split", "data.eval_split", "only if it is evaluated",
+               "nothing is evaluated, or another argument says on what"),
     worked_out("dataset_streaming streaming", "data.streaming", ""),
     worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
     worked_out("test_split_size", "data.eval_size", "a share is rounded down here, and up there"),
@@ -94,7 +89,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of=OFFLINE),
     worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
     worked_out("truncation_mode", "data.too_long=truncate",
-               "the start of the prompt is cut first, then the end of the answers", of=f"{PAIRS} sft {SINGLE}"),
+               "the start of the prompt is cut first, then the end of the answers", "nothing is cut",
+               of=f"{PAIRS} sft {SINGLE}"),
     absent("tools", "tools are a column of the rows"),
     absent("dataset_kwargs", "rows are always tokenized here", {}, {"skip_prepare_dataset": False}),
     taken("chat_template_kwargs", "data.template_options", of=rollouts.DRAWING),
@@ -103,14 +99,16 @@ RULES: tuple[Rule, ...] = (
     absent("eos_token", "the tokenizer's own end of sequence, or its template, ends an answer", of="sft reward"),
     # supervised training
     worked_out("loss_type", "loss=sft", "nll; others are not here", of="sft", until="loss=dft"),
-    worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts", of="sft"),
+    worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts",
+               "the column is found by its name", of="sft"),
     worked_out("packing", "data.packing",
                "a sample of the batch is a block of several rows there, and one row here", of="sft"),
     absent("packing_strategy", "no row is cut into pieces", "bfd", of="sft"),
     needless("eval_packing", "held-out rows count alike, packed or not", of="sft"),
     needless("shuffle_dataset", "an epoch has an order of its own in any case", of="sft"),
-    worked_out("assistant_only_loss", "loss=sft", "the assistant's turns alone are trained on", of="sft"),
-    worked_out("completion_only_loss", "loss=sft", "a prompt is never trained on", of="sft"),
+    worked_out("assistant_only_loss", "loss=sft", ALONE, ALONE, of="sft"),
+    worked_out("completion_only_loss", "loss=sft", "a prompt is never trained on", "a prompt is never trained on",
+               of="sft"),
     # single answers
     worked_out("loss_type", "loss=kto or loss=apo_zero_unpaired", "", of="kto"),
     worked_out("beta", "loss.beta", "", of=SINGLE),
@@ -126,16 +124,17 @@ RULES: tuple[Rule, ...] = (
     worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
     # DPO and its family
     worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
-    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", of="dpo"),
+    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of="dpo"),
     taken("beta", "loss.beta", default=0.1, of=PAIRS),
-    worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", of="dpo cpo"),
-    worked_out("ld_alpha", "loss.ld_alpha", "", of="dpo"),
-    worked_out("discopop_tau", "loss.tau", "", of="dpo"),
-    worked_out("use_weighting", "loss.wpo", "", of="dpo"),
-    worked_out("rpo_alpha", "loss.sft_weight", "of older TRL", of="dpo"),
+    worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", preference.OTHERS,
+               of="dpo cpo"),
+    worked_out("ld_alpha", "loss.ld_alpha", "", preference.OTHERS, of="dpo"),
+    worked_out("discopop_tau", "loss.tau", "", preference.OTHERS, of="dpo"),
+    worked_out("use_weighting", "loss.wpo", "", preference.OTHERS, of="dpo"),
+    worked_out("rpo_alpha", "loss.sft_weight", "of older TRL", preference.OTHERS, of="dpo"),
     worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of="cpo"),
     worked_out("cpo_alpha", "loss.sft_weight", "", of="cpo"),
-    worked_out("simpo_gamma", "loss.gamma", "", of="cpo"),
+    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of="cpo"),
     absent("alpha", "a reward is a log-probability (AlphaPO is not here)", 0, 0.0, of="cpo"),
     absent("f_divergence_type", "the reverse KL is the divergence here", "reverse_kl", of="dpo"),
     needless("f_alpha_divergence_coef", "only with another f_divergence_type", of="dpo"),
@@ -148,16 +147,17 @@ RULES: tuple[Rule, ...] = (
              "data.max_length is one limit", of=OF_CPO),
     *rollouts.RULES,
     # the launcher
-    worked_out("num_processes", "launch.nproc", "the GPUs of all machines together"),
+    worked_out("num_processes", "launch.nproc", "the GPUs of all machines together", launchers.COUNTED),
     *launchers.RULES,
     worked_out("accelerate_config config_file", "engine", "zero1, zero2, zero3, fsdp1 or fsdp2"),
-    worked_out("deepspeed_config_file", "engine, engine.offload", "as deepspeed"),
+    worked_out("deepspeed_config_file", "engine, engine.offload", "as deepspeed", ANOTHER),
     worked_out("zero_stage", "engine", ""),
-    worked_out("offload_optimizer_device", "engine.offload=optimizer", ""),
-    worked_out("offload_param_device", "engine.offload=all", "with engine=zero3"),
-    worked_out("use_fsdp", "engine=fsdp2", ""),
-    worked_out("parallelism_config_cp_size", "parallel.ring_size", ""),
-    worked_out("parallelism_config_sp_size", "parallel.ring_size, parallel.layout=ulysses", ""),
+    worked_out("offload_optimizer_device", "engine.offload=optimizer", "", "engine.offload says it"),
+    worked_out("offload_param_device", "engine.offload=all", "with engine=zero3", "engine.offload says it"),
+    worked_out("use_fsdp", "engine=fsdp2", "", ANOTHER),
+    worked_out("parallelism_config_cp_size", "parallel.ring_size", "", "it is 1"),
+    worked_out("parallelism_config_sp_size", "parallel.ring_size, parallel.layout=ulysses", "",
+               "it is 1, or the other one decides"),
     needless("machine_rank main_process_ip main_process_port mixed_precision gpu_ids use_deepspeed env config "
              "multi_gpu fsdp_version dynamo_backend", launchers.STARTS),
     absent("parallelism_config_tp_size", "a model is not split across GPUs by tensor parallelism", 1,
@@ -222,8 +222,6 @@ def _ring(conv: Conversion) -> int:
         conv.put("parallel.ring_size", ring, name)
         if name == "parallelism_config_sp_size":
             conv.put("parallel.layout", "ulysses", name)
-    for each in ("parallelism_config_cp_size", "parallelism_config_sp_size"):
-        conv.tell(Fate.NEEDLESS, each, "it is 1" if conv.whole(each, 1) == 1 else f"{name} decides")
     return ring
 
 
@@ -234,14 +232,10 @@ def _engine(conv: Conversion) -> None:
         ("deepspeed_config_file", engines.from_deepspeed),
         ("zero_stage", _by_stage),
     ):
-        if "engine" in conv.choices:
-            conv.tell(Fate.NEEDLESS, name, f"{conv.choices['engine'].origin} decides")
-        elif conv.get(name) is not None:
+        if "engine" not in conv.choices and conv.get(name) is not None:
             choose(conv, name)
     if "engine" not in conv.choices and conv.flag("use_fsdp"):
         conv.choose("engine", "fsdp2", "use_fsdp")
-    why = "another argument chooses the engine" if conv.flag("use_fsdp") else "it is not asked for"
-    conv.tell(Fate.NEEDLESS, "use_fsdp", why)
     engines.offload(conv, weights="offload_param_device", optimizer="offload_optimizer_device")
 
 
@@ -270,7 +264,6 @@ def _model(conv: Conversion) -> None:
         if conv.text("model_name_or_path") != conv.text("sft_model_path"):
             conv.tell(Fate.OTHER, "model_name_or_path", "PPO takes the tokenizer from it; policy and reference are "
                       "sft_model_path, whose own tokenizer is used here")  # fmt: skip
-        conv.tell(Fate.NEEDLESS, "model_name_or_path", "it is sft_model_path")
         return
     name = (
         "sft_model_path" if conv.trainer == "ppo" and conv.get("model_name_or_path") is None else "model_name_or_path"
@@ -294,33 +287,26 @@ def _adapter(conv: Conversion) -> None:
         why = OF_HEAD if conv.name("lora_task_type") else f"their default: {OF_HEAD}"
         conv.remark(Fate.OTHER, "lora_task_type", kind, why)
         conv.done.add("lora_task_type")
-    conv.tell(Fate.NEEDLESS, "lora_task_type", "the loss says which head the model has")
 
 
 def _data(conv: Conversion) -> bool:
     """Set the rows; return whether some are held out."""
     conv.choose("data", "hf")
     sources = conv.entries("datasets")
-    if not sources:
-        conv.tell(Fate.NEEDLESS, "datasets", "it is empty")
     for key, source in zip(_sources(conv), sources, strict=False):
         _source(conv, key, source)
-    if sources:
-        for name in ("dataset_name", "dataset_config", "dataset_train_split"):
-            conv.tell(Fate.NEEDLESS, name, "datasets decides")
-    elif conv.get("dataset_name") is None:
+    if not sources and conv.get("dataset_name") is None:
         raise ConvertError(
             "dataset_name: is missing, and so is datasets; without them nothing says what to train on. Add it to the "
             "file, as dataset_name=trl-lib/ultrafeedback_binarized."
         )
-    else:
+    if not sources:
         conv.put("data.path", conv.text("dataset_name"), "dataset_name")
         for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):
             if conv.get(name) is not None:
                 conv.put(f"data.{key}", conv.text(name), name)
     if conv.flag("dataset_streaming"):
         conv.put("data.streaming", True, "dataset_streaming")
-    conv.tell(Fate.NEEDLESS, "dataset_streaming", "rows are read from files")
     rows = huggingface.held_out(conv, "test_split_size")
     if not rows and huggingface.evaluates(conv) and not sources:
         conv.put("data.eval_split", conv.text("dataset_test_split", "test"), "dataset_test_split")
@@ -328,7 +314,6 @@ def _data(conv: Conversion) -> bool:
     elif not rows and huggingface.evaluates(conv):
         why = "datasets has no held-out rows: give data.eval_size, or data.sources.NAME.eval_split"
         conv.tell(Fate.OTHER, "eval_strategy", why)
-    conv.tell(Fate.NEEDLESS, "dataset_test_split", "test_split_size decides" if sources else "nothing is evaluated")
     return rows
 
 
@@ -357,7 +342,7 @@ def _dpo(conv: Conversion) -> None:
 
 
 def _cpo(conv: Conversion) -> None:
-    loss = preference.of_cpo(conv, "loss_type")
+    loss = preference.of_cpo(conv)
     preference.without_reference(conv, loss, by="loss_type", weight_name="cpo_alpha")
 
 
@@ -369,12 +354,10 @@ def _sft(conv: Conversion) -> None:
     answers.chosen_of(conv, answers.SUPERVISED, "nll")
     alone = conv.flag("assistant_only_loss")
     answers.supervised(conv, "loss_type", *([] if alone else [answers.OF_CONVERSATIONS]))
-    conv.tell(
-        Fate.NEEDLESS if alone else Fate.OTHER, "assistant_only_loss", "the assistant's turns alone are trained on"
-    )
-    if conv.get("completion_only_loss") is not None:
-        fate = Fate.NEEDLESS if conv.flag("completion_only_loss") else Fate.OTHER
-        conv.tell(fate, "completion_only_loss", "a prompt is never trained on")
+    if not alone:
+        conv.tell(Fate.OTHER, "assistant_only_loss", ALONE)
+    if not conv.flag("completion_only_loss", True):
+        conv.tell(Fate.OTHER, "completion_only_loss", "a prompt is never trained on")
     _template(conv)
     _texts(conv)
     _packing(conv)
@@ -386,14 +369,12 @@ def _texts(conv: Conversion) -> None:
         sources = [f"{each}.columns.text" for each in _sources(conv)]
         for key in sources:
             conv.put(key, column, "dataset_text_field", why="only if rows are plain texts")
-    conv.tell(Fate.NEEDLESS, "dataset_text_field", "the column is found by its name")
 
 
 def _packing(conv: Conversion) -> None:
     if conv.flag("packing"):
         conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
-    conv.tell(Fate.NEEDLESS, "packing", "the numbers are the same with packing or without (data.packing)")
-    if not conv.flag("packing"):
+    else:
         conv.tell(Fate.NEEDLESS, "packing_strategy", "nothing is packed")
 
 
@@ -437,7 +418,6 @@ def _lengths(conv: Conversion) -> None:
         conv.put("data.too_long", "error", "max_length")
         why = "no limit there; data.max_length is a number here, and a longer row is an error that names it"
         conv.remark(Fate.OTHER, "max_length", None, why)
-        conv.tell(Fate.NEEDLESS, "truncation_mode", "nothing is cut")
     else:
         conv.put("data.max_length", conv.whole("max_length", rollouts.LONG, least=1), "max_length")
         if conv.trainer == "reward":

@@ -10,6 +10,7 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
+UNWEIGHED = "vLLM draws no samples, or no weight is asked for"
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
 
 RULES: tuple[Rule, ...] = (
@@ -31,7 +32,8 @@ RULES: tuple[Rule, ...] = (
     absent("vllm_structured_outputs_regex", "answers are drawn freely", of=DRAWING),
     absent("num_generations_eval", "each held-out prompt gets one answer", of=DRAWING),
     worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
-    worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", of=DRAWING),
+    worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", "all ranks sample, then all train",
+               of=DRAWING),
     taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
     absent("vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of=DRAWING),
     absent("vllm_enable_sleep_mode", "vLLM keeps its memory", False, of=DRAWING),
@@ -39,11 +41,11 @@ RULES: tuple[Rule, ...] = (
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
     worked_out("vllm_importance_sampling_correction", "rollout.importance_cap",
-               "weighs samples that vLLM's own kernels drew", of=DRAWING),
+               "weighs samples that vLLM's own kernels drew", UNWEIGHED, of=DRAWING),
     worked_out("vllm_importance_sampling_mode", "rollout.importance_cap", "token_truncate is here, others are not",
-               of=DRAWING),
+               UNWEIGHED, of=DRAWING),
     worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap", "",
-               of=DRAWING),
+               UNWEIGHED, of=DRAWING),
     absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
     needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
              "no number depends on it", of=DRAWING),
@@ -57,14 +59,16 @@ RULES: tuple[Rule, ...] = (
     worked_out("reward_funcs", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of=DRAWING),
     worked_out("reward_model_name_or_path reward_model_path", "reward=model, reward.path", "", of=TRAINERS),
-    worked_out("reward_weights", "reward.terms.NAME.weight", "", of=DRAWING),
+    worked_out("reward_weights", "reward.terms.NAME.weight", "", "there is one reward", of=DRAWING),
     absent("multi_objective_aggregation", "scores are added up, then normalized", "sum_then_normalize", of="grpo"),
     # GRPO
-    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", "", of="grpo"),
+    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", "", "importance_sampling_level=sequence decides",
+               of="grpo"),
     worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", of="grpo"),
-    worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo", of="grpo"),
+    worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo",
+               "token is the level of every loss but gspo", of="grpo"),
     worked_out("beta", "loss.beta", "", of="grpo"),
-    worked_out("use_bias_correction_kl", "loss.kl", "", of="grpo"),
+    worked_out("use_bias_correction_kl", "loss.kl", "", "the divergence is k3 itself here", of="grpo"),
     worked_out("epsilon", "loss.clip_low", "", of=DRAWING),
     worked_out("epsilon_high", "loss.clip_high", "", of=DRAWING),
     taken("delta", "loss.dual_clip", of="grpo"),
@@ -117,33 +121,21 @@ def _grpo(conv: Conversion) -> None:
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
     if scale == "batch":
         why = "the scores of a whole batch have one deviation there; here they are only centred, and no longer scaled"
-        conv.remark(Fate.ABSENT, "scale_rewards", scale, why)
+        conv.remark(Fate.INSTEAD, "scale_rewards", scale, why)
     elif not by_group and scale not in ("none", None, False):
         conv.refuse("scale_rewards", "must be group, batch or none", "Give one of them.")
     if by_sequence and (divisor != "grpo" or not by_group):
-        conv.remark(
-            Fate.OTHER,
-            "importance_sampling_level",
-            "sequence",
-            "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group",
-        )
-    conv.tell(Fate.NEEDLESS, "scale_rewards", "importance_sampling_level=sequence decides")
-    conv.tell(Fate.NEEDLESS, "importance_sampling_level", "token is the level of every loss but gspo")
+        conv.remark(Fate.OTHER, "importance_sampling_level", "sequence",
+                    "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group")  # fmt: skip
     known = isinstance(divisor, str) and divisor in DIVISORS
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
-        conv.remark(Fate.ABSENT, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
+        conv.remark(Fate.INSTEAD, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
     beta = conv.number("beta", 0.0)
     conv.put("loss.beta", beta, "beta")
     if beta and conv.flag("use_bias_correction_kl", True):
-        conv.remark(
-            Fate.OTHER,
-            "beta",
-            beta,
-            "TRL 1.16 multiplies the divergence by the ratio, unless "
-            "use_bias_correction_kl is false; here it is k3 itself, as in TRL before",
-        )
-    conv.tell(Fate.NEEDLESS, "use_bias_correction_kl", "the divergence is k3 itself here")
+        conv.remark(Fate.OTHER, "beta", beta, "TRL 1.16 multiplies the divergence by the ratio, unless "
+                    "use_bias_correction_kl is false; here it is k3 itself, as in TRL before")  # fmt: skip
     _clip(conv)
 
 
@@ -202,7 +194,6 @@ def _rewards(conv: Conversion) -> None:
         conv.choose("reward", term.pop("kind"), *names)
         for key, value in term.items():
             conv.put(f"reward.{key}", value, *names)
-        conv.tell(Fate.NEEDLESS, "reward_weights", "there is one reward")
         return
     conv.choose("reward", "sum", *names)
     for place, (name, term) in enumerate(terms.items()):
@@ -252,12 +243,8 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
     new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
     prompt = conv.whole("max_prompt_length", least=1)
-    conv.put(
-        "data.max_length",
-        new + (prompt or LONG),
-        "max_prompt_length",
-        why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here",
-    )
+    conv.put("data.max_length", new + (prompt or LONG), "max_prompt_length",
+             why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
     if not ppo:
         _drawing(conv)
 
@@ -265,16 +252,13 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
 def _drawing(conv: Conversion) -> None:
     if conv.flag("mask_truncated_completions"):
         conv.put("rollout.overlong", "mask", "mask_truncated_completions")
-    conv.tell(Fate.NEEDLESS, "mask_truncated_completions", "cut answers are kept")
     conv.put("rollout.show_every", 10 if conv.flag("log_completions") else 0, "log_completions")
     vllm = conv.flag("use_vllm")
     if vllm:
         conv.choose("rollout", "default")
         conv.put("rollout.engine", "vllm", "use_vllm")
-    conv.tell(Fate.NEEDLESS, "use_vllm", "samples are drawn by the model itself")
     if vllm and conv.get("vllm_mode") == "server":
         conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
-    conv.tell(Fate.NEEDLESS, "vllm_mode", "all ranks sample, then all train")
     _importance(conv, vllm)
 
 
@@ -284,9 +268,8 @@ def _importance(conv: Conversion, vllm: bool) -> None:
              "vllm_importance_sampling_clip_max")  # fmt: skip
     mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
     if not vllm or not conv.flag(names[0], True):
-        for name in names:
-            conv.tell(Fate.NEEDLESS, name, "no weight is asked for" if vllm else "vLLM draws no samples")
-    elif mode == "token_truncate":
+        return
+    if mode == "token_truncate":
         conv.put("rollout.importance_cap", cap, *names)
     else:
         why = f"{mode} drops answers whose weight is above {cap:g}; rollout.importance_cap limits each token's weight"

@@ -33,7 +33,7 @@ from tests.convert.texts import (
     written,
 )
 
-OTHER, ABSENT, NEEDLESS = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS
+OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
 BY_TRL = {"adapter": "lora", "adapter.rank": 16, "adapter.alpha": 32.0, "adapter.dropout": 0.0,
           "adapter.targets": ["q_proj", "v_proj"], "adapter.rslora": None, "adapter.also": None}  # fmt: skip
 PLAIN = {"adapter": None, "adapter.rank": None, "adapter.targets": None, "reference": None, "reference.path": None}
@@ -127,8 +127,8 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "swift of more kinds": (
         SWIFT_LORA + "--tuner_type adalora --quant_method bnb --quant_bits 4 --use_dora true --init_weights pissa "
         "--lora_bias all --lorap_lr_ratio 16 --target_regex x", None, {"adapter": "lora"},
-        {ABSENT: {"tuner_type", "quant_method", "use_dora", "init_weights", "lora_bias", "lorap_lr_ratio",
-                  "target_regex"}, NEEDLESS: {"quant_bits"}}),
+        {ABSENT: {"quant_method", "use_dora", "init_weights", "lora_bias", "lorap_lr_ratio", "target_regex"},
+         NEEDLESS: {"quant_bits"}, INSTEAD: {"tuner_type"}}),
     "swift from an adapter": (
         SWIFT_LORA + "--adapters sft --ref_adapters sft --lora_rank 8", None,
         {"adapter.path": "sft", "adapter.rank": None, "adapter.dropout": None, "reference": "adapter",
@@ -154,7 +154,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "axolotl from an adapter": (AXOLOTL + "adapter: lora\nlora_model_dir: sft\nlora_r: 8\n", None,
                                 {"adapter.path": "sft", "adapter.rank": None, "reference.path": None},
                                 {NEEDLESS: {"lora_r"}}),
-    "axolotl of another kind": (AXOLOTL + "adapter: llama-adapter\n", None, PLAIN, {ABSENT: {"adapter"}}),
+    "axolotl of another kind": (AXOLOTL + "adapter: llama-adapter\n", None, PLAIN, {INSTEAD: {"adapter"}}),
     "axolotl without": (AXOLOTL + "adapter:\nlora_r: 8\nload_in_8bit: false\n", None, PLAIN,
                         {NEEDLESS: {"adapter", "lora_r", "load_in_8bit"}}),
     "axolotl that computes before": (AXOLOTL + "precompute_ref_log_probs: true\n", None, {"reference": "precompute"},
@@ -173,10 +173,10 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
         {ABSENT: {"use_dora", "pissa_init", "quantization_bit", "loraplus_lr_ratio"},
          NEEDLESS: {"quantization_method"}}),
     "factory of some weights": (FACTORY_LORA + "finetuning_type: freeze\nfreeze_trainable_layers: 4\nlora_rank: 8\n",
-                                None, PLAIN, {ABSENT: {"finetuning_type", "freeze_trainable_layers"},
+                                None, PLAIN, {INSTEAD: {"finetuning_type"}, ABSENT: {"freeze_trainable_layers"},
                                               NEEDLESS: {"lora_rank"}}),
     "factory of another kind": (FACTORY_LORA + "finetuning_type: oft\n", None, {"adapter": "lora"},
-                                {ABSENT: {"finetuning_type"}}),
+                                {INSTEAD: {"finetuning_type"}}),
     "factory from an adapter": (
         FACTORY_LORA + "adapter_name_or_path: sft\nlora_rank: 8\n", None,
         {"adapter.path": "sft", "adapter.rank": None, "reference.path": "org/m"}, {NEEDLESS: {"lora_rank"}}),

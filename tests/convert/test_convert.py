@@ -218,7 +218,7 @@ def test_no_argument_is_dropped_silently(file: str, folder: Path) -> None:
     text = text_of(conv, "mine", file)
     origins = " ".join(each.origin for each in (*conv.values.values(), *conv.choices.values(), *conv.command.values()))
     for name in conv.given:
-        told = {line.name for lines in conv.lines.values() for line in lines}
+        told = {*conv.off, *(line.name for lines in conv.lines.values() for line in lines)}
         assert name in told or re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", origins), name
     assert not [line.name for lines in conv.lines.values() for line in lines if line.why == NOTHING]
     assert all(f"  {line.name}: " in text for lines in conv.lines.values() for line in lines)

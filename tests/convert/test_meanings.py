@@ -29,7 +29,7 @@ from tests.convert.texts import (
 )
 
 OF_ROWS = [name for name, kind in KINDS["loss"].items() if not kind.draws]
-OTHER, ABSENT, NEEDLESS = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS
+OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
 SHARED = (
     "mask_truncated_completions: true\nnum_generations: 4\n", "epsilon_high: 0.3\n", "truncation_mode: keep_start\n",
     "precompute_ref_log_probs: true\n", "packing: true\n",
@@ -117,7 +117,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                    "{min_lr: 5e-7}\n", "dpo", {"optim.decay": "cosine", "optim.min_lr_ratio": 0.25}, {}),
     "inverse square root": (TRL + "lr_scheduler_type: inverse_sqrt\n", "dpo", {"optim.decay": "inverse_sqrt"}, {}),
     "another decay": (TRL + "lr_scheduler_type: reduce_lr_on_plateau\n", "dpo", {"optim.decay": None},
-                      {ABSENT: {"lr_scheduler_type"}}),
+                      {INSTEAD: {"lr_scheduler_type"}}),
     "llamafactory rows": (FACTORY + "max_samples: 1000\nval_size: 0.1\neval_strategy: steps\neval_steps: 500\n",
                           None, {"data.max_samples": 1000, "data.eval_size": 0.1, "train.eval_every": 500}, {}),
     "axolotl warm-up": (AXOLOTL + "max_steps: 1000\n", None, {"optim.warmup_steps": 30}, {}),
@@ -188,7 +188,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                                 {"loss": "apo_zero", "loss.sft_weight": 1.0}, {}),
     "rpo": (TRL + "rpo_alpha: 0.5\n", "dpo", {"loss": "dpo", "loss.sft_weight": 0.5}, {}),
     "a loss that nobody knows": (TRL + "loss_type: [kto_pair, hinge]\n", "dpo", {"loss": "hinge"},
-                                 {ABSENT: {"loss_type"}}),
+                                 {INSTEAD: {"loss_type"}}),
     "wpo": (TRL + "use_weighting: true\n", "dpo", {"loss.wpo": True}, {}),
     "wpo and likelihood": (TRL + "use_weighting: true\nrpo_alpha: 1.0\n", "dpo",
                            {"loss.wpo": True, "loss.sft_weight": 1.0}, {OTHER: {"use_weighting"}}),
@@ -200,7 +200,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                                {ABSENT: {"ld_alpha"}}),
     "cpo": (TRL + "cpo_alpha: 0.5\nlabel_smoothing: 0.1\nbeta: 0.2\n", None,
             {"loss": "cpo", "loss.sft_weight": 0.5, "loss.label_smoothing": 0.1, "loss.beta": 0.2}, {}),
-    "cpo of hinge": (TRL + "loss_type: hinge\n", "cpo", {"loss": "cpo"}, {ABSENT: {"loss_type"}}),
+    "cpo of hinge": (TRL + "loss_type: hinge\n", "cpo", {"loss": "cpo"}, {INSTEAD: {"loss_type"}}),
     "simpo": (TRL + "loss_type: simpo\nsimpo_gamma: 1.6\nbeta: 2.5\ncpo_alpha: 0\n", None,
               {"loss": "simpo", "loss.gamma": 1.6, "loss.beta": 2.5, "loss.sft_weight": 0.0}, {}),
     "orpo": (TRL + "beta: 0.2\nmax_length: 512\n", "orpo",
@@ -223,7 +223,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
          "data.columns.completion": "said", "data.columns.label": "good", "optim.lr": 1e-5}, {}),
     "openrlhf reward model": (OPENRLHF.replace("_dpo", "_rm") + "--loss logexp --value_head_prefix v_head", None,
                               {"loss": "reward", "loss.margin_weight": 0.0, "train.micro_batch_size": 1},
-                              {ABSENT: {"loss", "value_head_prefix"}}),
+                              {INSTEAD: {"loss"}, ABSENT: {"value_head_prefix"}}),
     "openrlhf smoothing": (OPENRLHF + "--label_smoothing 0.1", None, {"loss": "dpo", "loss.label_smoothing": 0.1}, {}),
     "swift smoothing": (SWIFT + "--label_smoothing 0.1", None, {"loss": "dpo", "loss.label_smoothing": 0.1}, {}),
     "swift list": (SWIFT + "--loss_type sigmoid bco_pair sft --loss_weights 0.8 0.2 1", None,
@@ -286,7 +286,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                     "train_on_prompt: true\nmask_history: false\ndisable_shuffling: true\nuse_dft_loss: true\n", None,
                     {"loss": "sft", "loss.beta": None, "reference.path": None, "data.shuffle": False},
                     {NEEDLESS: {"pref_beta", "ref_model", "mask_history"}, OTHER: {"packing", "train_on_prompt"},
-                     ABSENT: {"use_dft_loss"}}),
+                     INSTEAD: {"use_dft_loss"}}),
     "factory texts": (FACTORY.replace("stage: dpo", "stage: pt").replace("d1", "d7"), None,
                       {"loss": "sft", "data.columns.text": "content"}, {OTHER: {"packing"}}),
     "factory kto": (FACTORY.replace("stage: dpo", "stage: kto").replace("d1", "d7") + "kto_chosen_weight: 2.0\n"
@@ -321,7 +321,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                       {OTHER: {"packing"}, ABSENT: {"packing_strategy"}}),
     "sft without blocks": (TRL + "packing: false\npacking_strategy: wrapped\neval_packing: false\n", None,
                            {"data.packing": None}, {NEEDLESS: {"packing", "packing_strategy", "eval_packing"}}),
-    "sft by dft": (TRL + "loss_type: dft\n", None, {"loss": "sft"}, {ABSENT: {"loss_type"}}),
+    "sft by dft": (TRL + "loss_type: dft\n", None, {"loss": "sft"}, {INSTEAD: {"loss_type"}}),
     "sft in order": (TRL + "train_sampling_strategy: sequential\n", "sft", {"data.shuffle": False}, {}),
     "sft by length": (TRL + "train_sampling_strategy: group_by_length\n", "sft", {"data.shuffle": None},
                       {ABSENT: {"train_sampling_strategy"}}),
@@ -336,7 +336,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "apo_zero_unpaired": (TRL + "loss_type: apo_zero_unpaired\nbeta: 0.2\n", None,
                           {"loss": "apo_zero_unpaired", "loss.beta": 0.2}, {}),
     "a loss on single answers that nobody knows": (TRL + "loss_type: bco\ndesirable_weight: 1.0\n", None,
-                                                   {"loss": "kto"}, {ABSENT: {"loss_type"}}),
+                                                   {"loss": "kto"}, {INSTEAD: {"loss_type"}}),
     "bco of single answers": (TRL + "prompt_sample_size: 512\n", None,
                               {"loss": "bco", "loss.shift": "mean", "data.shuffle": None, "optim.lr": 5e-5},
                               {NEEDLESS: {"prompt_sample_size"}}),
@@ -350,7 +350,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                                          {NEEDLESS: {"eval_on_start"}}),
     "a share to evaluate at the start": (AXOLOTL + "val_set_size: 0.1\neval_on_start: true\n", None,
                                          {"eval.before_training": True, "data.eval_size": 0.1}, {}),
-    "scale of a batch": (GRPO + "scale_rewards: batch\n", "grpo", {"loss": "dr_grpo"}, {ABSENT: {"scale_rewards"}}),
+    "scale of a batch": (GRPO + "scale_rewards: batch\n", "grpo", {"loss": "dr_grpo"}, {INSTEAD: {"scale_rewards"}}),
     "vllm by default": (GRPO + "use_vllm: true\n", "grpo", {"rollout.importance_cap": None},
                         {ABSENT: {"vllm_importance_sampling_mode"}}),
     "vllm by token": (GRPO + "use_vllm: true\nvllm_importance_sampling_mode: token_truncate\n", "grpo",

@@ -36,6 +36,10 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("c --t \"{% for m in x %}{{ m['y'] }}\"", ["c", "--t", "{% for m in x %}{{ m['y'] }}"]),
         ("c 'a  b' \"it's\" a\\ b \"\\$x\" ''", ["c", "a  b", "it's", "a b", "$x", ""]),
         ("if [[ 1 ]]; then\n  c --a 1\nfi", ["c", "--a", "1"]),
+        ("n=4\nc --a $(expr 16 / $n) $(expr 32 / $n / 3)", ["c", "--a", "4", "2"]),
+        ("n=4 m=3\nc $((n)) $((8*16)) $(( (n + 1) * ${m} - 2 )) $((7 / 2)) $(((2 - 9) / 2)) $((9 % n))",
+         ["c", "4", "128", "13", "3", "-3", "1"]),
+        ("c `expr 3 \\* 4`", ["c", "12"]),
         *((f"c --b 0.5{end}", ["c", "--b", "0.5"]) for end in (
             "; echo x", " && echo x", " || exit 1", " | tee log", " |& tee log", " > log 2>&1", " &> log &",
             " 2>&1 | tee log", ";", " &>> log")),
@@ -65,7 +69,9 @@ def test_no_script_is_a_traceback() -> None:
     ("text", "said"),
     [
         (f"{OPENRLHF} --learning_rate $LR", "learning_rate=$LR: LR has no value in the script. Set it there, as LR="),
-        (f"{OPENRLHF} --max_len $((8*16))", "max_len=$((8*16)): only bash knows what $((8*16)) is."),
+        (f"{OPENRLHF} --max_len $((8*X))", "max_len=$((8*X)): only bash knows what $((8*X)) is."),
+        (f"{OPENRLHF} --max_len $((8/0))", "max_len=$((8/0)): only bash knows what $((8/0)) is."),
+        (f"D=$(pwd)\nS=$D/x\n{OPENRLHF} --save_path $S", "save_path=$(pwd)/x: only bash knows what $(pwd) is."),
         (f"{OPENRLHF} --save_path out-$(date +%s)", "save_path=out-$(date +%s): only bash knows what $(date +%s) is."),
         (f"{OPENRLHF} --pretrain $1", "pretrain=$1: only bash knows what $1 is."),
         (f"{OPENRLHF}\n{OPENRLHF}", "has 2 commands (OpenRLHF's dpo, OpenRLHF's dpo). Leave one in it"),

@@ -78,7 +78,7 @@ def unaccounted(conv: Conversion) -> set[str]:
     origins = " ".join(each.origin for each in (*conv.values.values(), *conv.choices.values(), *conv.command.values()))
     lines = [line for each in conv.lines.values() for line in each]
     told = {line.name.partition(":")[0] for line in lines if line.why != NOTHING}
-    return {name for name in conv.given if name not in told and not _in(name, origins)}
+    return {name for name in conv.given if name not in {*told, *conv.off} and not _in(name, origins)}
 
 
 def _in(name: str, text: str) -> bool:

@@ -48,4 +48,6 @@ def values(conv: Conversion) -> dict[str, object]:
 
 
 def named(conv: Conversion, *fates: Fate) -> set[str]:
-    return {line.name for fate in fates for line in conv.lines[fate]}
+    """Return the arguments of these fates. What is null or false needs nothing."""
+    off = conv.off if Fate.NEEDLESS in fates else []
+    return {*off, *(line.name for fate in fates for line in conv.lines[fate])}

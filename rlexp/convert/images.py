@@ -1,0 +1,26 @@
+"""What a file says of images, videos and sound, none of which rlexp reads."""
+
+from __future__ import annotations
+
+import re
+
+from rlexp.convert.rules import Conversion, Fate
+
+UNREAD = "rlexp reads texts alone."
+OF_A_MODEL = re.compile(
+    r"(?<![a-z])(?:vl|vlm|vision|omni|audio|ocr|llava|pixtral|internvl|smolvlm|voxtral)(?![a-z])", re.I
+)
+# Arguments that only a model with images, videos or sound has.
+OF_A_FILE = re.compile(
+    r"(?:processor_type|image_\w+|video_\w+|freeze_(?:vit|aligner|vision_tower|multi_modal_projector|language_model)|"
+    r"(?:vit|aligner)_\w+|(?:VIDEO_)?MAX_PIXELS|FPS_MAX_FRAMES|VIDEO_\w+)"
+)
+
+
+def told(conv: Conversion, model: str) -> None:
+    """Say first that only texts are trained on, where a model or an argument is made for more."""
+    names = [name for name in conv.given if OF_A_FILE.fullmatch(name) and conv.given[name] not in (None, False)]
+    for name in names:
+        conv.remark(Fate.ABSENT, name, conv.given[name], "images, videos and sound are not read")
+    if names or OF_A_MODEL.search(model.rpartition("/")[2]):
+        conv.notes.insert(0, f"Images: the file is for a model that reads more than texts. {UNREAD}")

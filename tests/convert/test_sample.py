@@ -1,0 +1,149 @@
+"""What public files of other trainers have: a conversion, or a refusal by the true cause."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from rlexp.convert.experiment import text_of
+from rlexp.convert.rules import ConvertError, Fate
+from tests.convert.texts import (
+    AXOLOTL,
+    COMMAND,
+    FACTORY,
+    SWIFT,
+    TRL,
+    conversion,
+    named,
+    values,
+)
+
+OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
+FACTORY_COMMAND = "CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path org/m --dataset d1 "
+FACTORY_COMMAND += "--finetuning_type full "
+# A file's text, its trainer (of TRL), and what comes of it: our keys, and arguments that are told to be something else.
+CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str]]]] = {
+    "a wait of years": (FACTORY + "ddp_timeout: 180000000\n", None, {"launch.timeout_seconds": 604800.0}, {}),
+    "a wait of an hour": (FACTORY + "ddp_timeout: 3600\n", None, {"launch.timeout_seconds": 3600.0}, {}),
+    "a first step that is logged": (COMMAND + "--logging_first_step --log_level info --eval_strategy steps", None,
+                                    {"train.eval_every": 10}, {NEEDLESS: {"logging_first_step", "log_level"}}),
+    "steps that are logged": (COMMAND + "--logging_first_step --logging_steps 7 --eval_strategy steps", None,
+                              {"train.eval_every": 7}, {}),
+    "an optimizer of 8 bits": (TRL + "optim: paged_adamw_8bit\n", "dpo", {"optim": None}, {ABSENT: {"optim"}}),
+    "another optimizer": (TRL + "optim: lion_32bit\n", "dpo", {"optim": None}, {INSTEAD: {"optim"}}),
+    "an optimizer by a flag": (FACTORY + "use_badam: true\nbadam_mode: layer\n", None, {},
+                               {INSTEAD: {"use_badam"}, NEEDLESS: {"badam_mode"}}),
+    "a metric that nothing measures": (SWIFT + "--metric_for_best_model rouge --eval_steps 9", None,
+                                       {"checkpoint.keep_best": None}, {ABSENT: {"metric_for_best_model"}}),
+    "a best model without held-out rows": (TRL + "metric_for_best_model: loss\n", "dpo",
+                                           {"checkpoint.keep_best": None, "checkpoint.best_metric": None},
+                                           {NEEDLESS: {"metric_for_best_model"}}),
+    "no warm-up": (AXOLOTL + "max_steps: 1000\nwarmup_steps: 0\n", None, {"optim.warmup_steps": None}, {}),
+    "a warm-up by default": (AXOLOTL + "max_steps: 1000\n", None, {"optim.warmup_steps": 30}, {}),
+    "nothing asked for": (AXOLOTL + "wandb_name:\nload_in_8bit: false\nwarmup_steps: 0\nnew_thing:\n", None, {},
+                          {NEEDLESS: {"wandb_name", "load_in_8bit", "new_thing"}, ABSENT: set()}),
+    "one process on two GPUs": ("CUDA_VISIBLE_DEVICES=0,1 " + SWIFT[SWIFT.index("swift"):] +
+                                "--gradient_accumulation_steps 16", None,
+                                {"train.batch_size": 16, "launch.nproc": 2}, {OTHER: {"CUDA_VISIBLE_DEVICES"}}),
+    "the model's own length": (SWIFT, None, {"data.too_long": "error", "data.max_length": None},
+                               {OTHER: {"max_length"}}),
+    "a length": (SWIFT + "--max_length 4096", None, {"data.too_long": "drop", "data.max_length": 4096}, {}),
+    "a name in rows of its own": (SWIFT + "--model_name a --model_author b", None, {},
+                                  {NEEDLESS: {"model_name", "model_author"}}),
+    "accelerate's file": (SWIFT.replace("NPROC_PER_NODE=4 swift rlhf", "accelerate launch --config_file two.yaml "
+                                        "swift/cli/rlhf.py") + "--gradient_accumulation_steps 2", None,
+                          {"train.batch_size": 16, "launch.nproc": 4, "launch.nodes": 2}, {}),
+    "accelerate's file of TRL": (COMMAND.replace("trl dpo", "accelerate launch --config_file two.yaml "
+                                                 "trl/scripts/dpo.py"), None,
+                                 {"train.batch_size": 64, "launch.nproc": 4, "engine": "zero3"}, {}),
+    "a command of LLaMA-Factory": (FACTORY_COMMAND + "--stage dpo --per_device_train_batch_size 2", None,
+                                   {"loss": "dpo", "train.batch_size": 8, "adapter": None}, {}),
+    "a script of LLaMA-Factory": ("torchrun --nproc_per_node 2 src/train_bash.py --stage sft --do_train "
+                                  "--model_name_or_path org/m --finetuning_type full --dataset d1", None,
+                                  {"loss": "sft", "train.batch_size": 16, "launch.nproc": 2}, {}),
+    "a yaml of ms-swift": ("model: org/m\ntuner_type: lora\ndataset: [org/d]\nENV: {NPROC_PER_NODE: 2}\n", None,
+                           {"loss": "sft", "train.batch_size": 16, "launch.nproc": 2}, {}),
+    "an argument of another stage": (FACTORY + "kto_chosen_weight: 2.0\n", None, {"loss": "dpo"},
+                                     {NEEDLESS: {"kto_chosen_weight"}}),
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"d1": {"file_name": "d1.json"}}')
+    (tmp_path / "data" / "d1.json").write_text("[]")
+    (tmp_path / "two.yaml").write_text("num_processes: 8\nnum_machines: 2\ndeepspeed_config: {zero_stage: 3}\n")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# Files that are refused, and the cause.
+REFUSED: Mapping[str, tuple[str, str]] = {
+    "a classifier": (SWIFT + "--task_type seq_cls", "task_type=seq_cls: trains seq_cls, which is not here."),
+    "rows that are tokenized": ("NPROC_PER_NODE=4 swift sft --model org/m --cached_dataset a/train",
+                                "cached_dataset=a/train: has rows that `swift export` tokenized"),
+    "megatron": ("megatron sft --model org/m --dataset org/d", "is for Megatron-SWIFT"),
+    "megatron's yaml": ("model: org/m\ntensor_model_parallel_size: 2\n", "is for Megatron-SWIFT"),
+    "v1": ("model: org/m\ntrain_dataset: rows.yaml\n", "the form of LLaMA-Factory's v1"),
+    "images": ("python examples/scripts/sft_vlm.py --model_name_or_path org/m", "trains on images."),
+    "a script": ("python examples/scripts/sft_gemma3.py --num_train_epochs 1", "is for TRL's script sft_gemma3.py"),
+    "an older rloo": ("python examples/scripts/rloo/rloo.py --rloo_k 2", "is for TRL's rloo of TRL before 0.19"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_names_the_true_cause(case: str) -> None:
+    text, said = REFUSED[case]
+    with pytest.raises(ConvertError, match=re.escape(said)):
+        conversion(text, None, 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        (AXOLOTL.replace("org/m", "Qwen/Qwen2-VL-7B-Instruct"), ""),
+        (AXOLOTL + "processor_type: AutoProcessor\n", "processor_type"),
+        ("MAX_PIXELS=1003520 " + SWIFT, "MAX_PIXELS"),
+        (SWIFT + "--freeze_vit true", "freeze_vit"),
+        (FACTORY + "image_max_pixels: 262144\n", "image_max_pixels"),
+    ],
+)
+def test_a_file_for_images_says_that_none_is_read(text: str, named: str) -> None:
+    conv = conversion(text, None, 8)
+    assert conv.notes[0].startswith("Images: ")
+    assert not named or named in {line.name for line in conv.lines[Fate.ABSENT]}
+
+
+def test_a_file_for_texts_says_nothing_of_images() -> None:
+    for text in (AXOLOTL, FACTORY, SWIFT + "--freeze_vit false"):
+        assert not [note for note in conversion(text, None, 8).notes if note.startswith("Images")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_public_files_have_is_read(case: str) -> None:
+    text, trainer, wanted, told = CASES[case]
+    counted = re.search("NPROC|VISIBLE|nproc_per_node|config_file", text)
+    conv = conversion(text, trainer, None if counted else 8)
+    assert {key: values(conv).get(key) for key in wanted} == wanted
+    for fate, names in told.items():
+        assert names <= named(conv, fate), (fate, named(conv, fate))
+        assert names or not conv.lines[fate]
+
+
+def test_the_first_lines_say_what_is_trained_instead() -> None:
+    text = text_of(conversion(SWIFT.replace("full", "adalora") + "--loss_type kto_pair"), "mine", "train.sh")
+    head = text.partition("#\n")[0]
+    assert "trains something else" in head.lower()
+    assert "tuner_type: adalora" in head
+    assert "loss_type: kto_pair" in head
+
+
+def test_null_and_false_are_named_in_one_line() -> None:
+    text = text_of(conversion(AXOLOTL + "wandb_name:\nload_in_8bit: false\nlora_r:\n", None, 8), "mine", "a.yaml")
+    assert [line for line in text.splitlines() if "wandb_name" in line] == [
+        "# Null, false, empty or 0, and nothing is asked for: lora_r, wandb_name, load_in_8bit."
+    ]
