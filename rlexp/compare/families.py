@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlexp.compare.runs import CompareError, Group, LoggedRun
-from rlexp.config.identity import changes
+from rlexp.config.identity import changes, of_length
 
 
 @dataclass
@@ -74,9 +74,8 @@ def different(one: LoggedRun, other: LoggedRun) -> list[str]:
 
 
 def depends(run: LoggedRun) -> dict[str, Any]:
-    """Return what a run's curve depends on: its identity and, if the learning rate decays, its number of steps."""
-    decays = run.identity.get("optim.decay", "constant") != "constant" and run.total_steps is not None
-    return run.identity | ({"steps until which the learning rate falls": run.total_steps} if decays else {})
+    """Return what a run's curve depends on: its identity, and what of its length its learning rate depends on."""
+    return run.identity | of_length(run.identity, run.total_steps, run.warmup_steps)
 
 
 def on_purpose(one: LoggedRun, other: LoggedRun, axes: Sequence[str]) -> bool:

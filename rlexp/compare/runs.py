@@ -51,6 +51,7 @@ class LoggedRun:
     memory: list[dict[str, Any]] = field(default_factory=list)  # for each rank, its peaks by phase
     predicted: int | None = None  # bytes of its peak, where it was rehearsed
     total_steps: int | None = None  # the number of steps planned
+    warmup_steps: int | None = None  # to which a share of them came
     baseline: Path | None = None  # the folder of the run that its sweep compares it with
     notes: list[str] = field(default_factory=list)
 
@@ -196,6 +197,7 @@ def read_run(path: Path) -> LoggedRun:
         notes=notes,
         predicted=None if prediction is None else prediction.peak,
         total_steps=known.get("steps"),
+        warmup_steps=known.get("warmup_steps"),
     )
 
 

@@ -32,6 +32,7 @@ from rlexp.config.schema.rollouts import RewardConfig
 GROUPS = ("data", "loss", "optim", "model", "adapter", "reference")
 # keys that runs of older versions have not written down, with what they meant
 LATER = {"data.unpair": False, "adapter.name": "none", "optim.min_lr_ratio": 0.0}
+ENDING = ("linear", "cosine")  # values of optim.decay that fall until a run's end
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
     *(
@@ -79,6 +80,18 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     if keys.pop("data.sources", None):
         keys |= _keys_of_sources(cfg.data)
     return keys
+
+
+def depends_on_length(keys: Mapping[str, Any]) -> bool:
+    """Return whether a curve depends on how many steps are planned, by its keys."""
+    return keys.get("optim.decay") in ENDING or bool(keys.get("optim.warmup_ratio"))
+
+
+def of_length(keys: Mapping[str, Any], steps: int | None, warm_up: int | None) -> dict[str, int]:
+    """Return what of a run's length its curve depends on: where the learning rate ends, and a warm-up by its share."""
+    ends = {"steps until which the learning rate falls": steps} if keys.get("optim.decay") in ENDING else {}
+    warms = {"steps of the warm-up": warm_up} if keys.get("optim.warmup_ratio") else {}
+    return {name: count for name, count in (ends | warms).items() if count is not None}
 
 
 def _keys_of_sum(loss: MPOConfig) -> dict[str, Any]:

@@ -36,7 +36,8 @@ _OPEN = re.compile(
 
 OF_CURVE = ("model", "data", "loss", "adapter", "reference", "optim", "rollout", "reward")
 DERIVED = "rollout.minibatches"  # the one derived size among them: another run has its own
-OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources")  # they name rows or a model
+# keys that name rows or a model
+OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources", "max_samples")
 OF_OPTION = (*OF_SOURCE, "eval_size")  # another option of a group has its own
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
@@ -84,7 +85,8 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
         cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
     said = {key for key in given if OmegaConf.select(asked, key) is not None}
     if any(re.fullmatch(r"data\.(sources|(sources\..+\.)?eval_(path|split))", key) for key in said):
-        data.pop("eval_size", None)  # rows are held out by what is given
+        for key in ("eval_size", "max_samples"):  # rows are held out by what is given
+            data.pop(key, None)
     if said & {"data.path", "data.eval_path", "data.sources"}:
         known["data"] = {key: value for key, value in data.items() if key not in OF_SOURCE}
     adapter = known.get("adapter", {})

@@ -17,9 +17,9 @@ ALL_WEIGHTS = {
     "cpo": 1e-6,  # TRL's CPOConfig
     "simpo": 1e-6,  # SimPO's recipe for Llama 3 (arXiv 2405.14734)
     "orpo": 8e-6,  # arXiv 2403.07691
-    "kto": 1e-6,  # TRL's KTOConfig, as of the next two, which its KTOTrainer and BCOTrainer train
-    "apo_zero_unpaired": 1e-6,
-    "bco": 1e-6,
+    "kto": 1e-6,  # TRL's KTOConfig
+    "apo_zero_unpaired": 1e-6,  # the same: it is a loss of TRL's KTOTrainer
+    "bco": 1e-6,  # as KTO, whose kind of rows it has
     "sft": 2e-5,  # TRL's SFTConfig; Zephyr's
     "reward": 9e-6,  # InstructGPT (arXiv 2203.02155); OpenRLHF
     "ppo": 1e-6,  # OpenRLHF's actor_learning_rate
@@ -30,7 +30,7 @@ ALL_WEIGHTS = {
     "rloo": 1e-6,  # TRL's RLOOConfig
 }
 # An adapter takes ten times as much: measured in LoRA Without Regret (Thinking Machines, 2025), and what Zephyr's
-# recipes (5e-6), QLoRA (2e-4, arXiv 2305.14314) and TRL's RewardConfig (1e-4) have.
+# recipes for DPO (5e-6) and QLoRA for supervised training (2e-4, arXiv 2305.14314) have.
 ADAPTER = 10
 CRITIC = 9e-6  # InstructGPT; OpenRLHF's critic_learning_rate
 FROM_RANDOM = 5e-4  # weights that are random, as of model=tiny, whatever is trained
@@ -40,24 +40,28 @@ def default_rate(loss: str, adapter: str, model: str) -> float:
     """Return the default of optim.lr. A loss that is refused later has one too."""
     if model == "tiny":
         return FROM_RANDOM
-    return float(f"{ALL_WEIGHTS.get(loss, 0.0) * (ADAPTER if adapter == 'lora' else 1):.6g}")
+    return _of_adapter(ALL_WEIGHTS.get(loss, 0.0), adapter)
 
 
-def default_critic_rate(critic: str, model: str, policy_rate: float) -> float | None:
-    """Return the default of loss.value_lr. None is the policy's: where the critic is a part of it, where all weights
-    are random, and where nothing is to be trained."""
+def default_critic_rate(critic: str, loss: str, adapter: str, model: str, policy_rate: float) -> float | None:
+    """Return the default of loss.value_lr. None is the policy's rate: where the critic is a part of it, where all
+    weights are random, and where the policy's rate is not the default, so that one number moves both."""
     own = getattr(critic, "value", critic) == CriticName.own.value
-    return CRITIC if own and model != "tiny" and policy_rate else None
+    if not own or model == "tiny" or policy_rate != default_rate(loss, adapter, model):
+        return None
+    return _of_adapter(CRITIC, adapter)
+
+
+def _of_adapter(rate: float, adapter: str) -> float:
+    return float(f"{rate * ADAPTER:.6g}") if adapter == "lora" else rate
 
 
 def rates_in_words(cfg: Config) -> str:
     """`5e-06 (default for dpo with an adapter)`"""
-    usual = default_rate(cfg.loss.name, cfg.adapter.name, cfg.model.name)
-    trained = "random weights" if cfg.model.name == "tiny" else f"{cfg.loss.name} with an adapter"
-    if cfg.model.name != "tiny" and cfg.adapter.name != "lora":
-        trained = f"{cfg.loss.name} on all weights"
-    said = f"{cfg.optim.lr:g}" + (f" (default for {trained})" if cfg.optim.lr == usual else "")
+    names = cfg.loss.name, cfg.adapter.name, cfg.model.name
+    trained = "random weights" if names[2] == "tiny" else names[0] + " with an adapter" * (names[1] == "lora")
+    said = f"{cfg.optim.lr:g}" + (f" (default for {trained})" if cfg.optim.lr == default_rate(*names) else "")
     if not isinstance(cfg.loss, PPOConfig) or cfg.loss.value_lr is None:
         return said
-    usual_critic = default_critic_rate(cfg.loss.critic.value, cfg.model.name, cfg.optim.lr)
-    return f"{said}, the critic's {cfg.loss.value_lr:g}" + " (default)" * (cfg.loss.value_lr == usual_critic)
+    usual = default_critic_rate(cfg.loss.critic.value, *names, cfg.optim.lr)
+    return f"{said}, the critic's {cfg.loss.value_lr:g}" + " (default)" * (cfg.loss.value_lr == usual)

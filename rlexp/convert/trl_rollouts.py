@@ -156,6 +156,7 @@ def _rloo(conv: Conversion) -> None:
 
 def _ppo(conv: Conversion) -> None:
     conv.choose("loss", "ppo")
+    conv.put("loss.value_lr", None, "learning_rate", why="the critic's too")
     clip = conv.number("cliprange", 0.2)
     conv.put("loss.clip_low", clip, "cliprange")
     conv.put("loss.clip_high", clip, "cliprange")

@@ -25,8 +25,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rlexp.base.errors import ConfigError, FolderError, UserError
 from rlexp.config import load
 from rlexp.config.explain import chain, explain
-from rlexp.config.identity import curve_keys
-from rlexp.config.schema import Decay
+from rlexp.config.identity import curve_keys, depends_on_length
 from rlexp.launch import preflight_check, run_folder
 from rlexp.launch.preflight_check import Decision, DoesNotFitError
 from rlexp.launch.sweep import Job, Sweep
@@ -138,8 +137,9 @@ class SweepLauncher(Launcher):
             return None
         finally:
             HydraConfig.instance().cfg = around
-        length = None if cfg.optim.decay is Decay.constant else (cfg.train.max_steps, cfg.train.epochs)
-        return json.dumps([curve_keys(cfg), length], sort_keys=True)
+        keys = curve_keys(cfg)
+        length = (cfg.train.max_steps, cfg.train.epochs) if depends_on_length(keys) else None
+        return json.dumps([keys, length], sort_keys=True)
 
     def _told(self, sweep: Sweep, planned: Planned) -> list[str]:
         """Return the overrides that the sweep adds: group, name, baseline and axes, unless the user gave them."""

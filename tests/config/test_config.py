@@ -428,6 +428,8 @@ REFUSALS = [
     ("checkpoint.save_every=0", "greater than 0"),
     ("checkpoint.save_every=1.5", "must be a number of steps"),
     ("train.eval_every=10m", "train.eval_every=10m: must be a number of steps (50), or a share or number of epochs"),
+    ("train.eval_every=0.25", "train.eval_every=0.25: must be a number of steps (50), or a share or number of epochs"),
+    ("train.eval_every=0", "(0.25 epoch), greater than 0."),
     ("train.eval_every=0epoch", "train.eval_every=0epoch: must be a number of steps"),
     ("optim.warmup_ratio=1.5", "optim.warmup_ratio=1.5: must be at least 0 and at most 1, or null."),
     ("optim.warmup_ratio=0.1 optim.warmup_steps=10", "optim.warmup_steps=10 says how long the warm-up is, too."),

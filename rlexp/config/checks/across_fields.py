@@ -88,7 +88,7 @@ def _check_schedule(optim: OptimConfig) -> None:
     if optim.warmup_ratio is not None and optim.warmup_steps:
         raise ConfigError(
             f"optim.warmup_ratio={optim.warmup_ratio}: optim.warmup_steps={optim.warmup_steps} says how long the "
-            f"warm-up is, too. Leave out one of them."
+            f"warm-up is, too. Give optim.warmup_steps=0 or optim.warmup_ratio=null."
         )
     if optim.warmup_start is not None and not optim.warmup_steps and not optim.warmup_ratio:
         raise ConfigError(

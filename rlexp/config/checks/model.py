@@ -6,7 +6,7 @@ import importlib.util
 import json
 import re
 from collections import Counter
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     if model.chat_template is not None:
         check_template("model.chat_template", model.chat_template)
         if local and model.gguf is None and (known := _vocabulary(folder)):
-            refuse_missing(model.chat_template, known | {*model.add_tokens})
+            refuse_missing(model.chat_template, known | {*model.add_tokens}, model.add_tokens)
 
 
 def check_revision(group: str, path: str, revision: str | None) -> None:
@@ -120,12 +120,12 @@ def _vocabulary(folder: Path) -> set[str]:
 # ---- the chat template ----
 
 
-def refuse_missing(template: str, vocabulary: Container[str]) -> None:
-    """Refuse a template with a name whose tokens the tokenizer would split into pieces."""
+def refuse_missing(template: str, vocabulary: Container[str], given: Sequence[str] = ()) -> None:
+    """Refuse a template with a name whose tokens the tokenizer would split into pieces; `given` are added already."""
     known = NAMED.get(template, NamedTemplate())
     missing = [token for token in known.tokens if token not in vocabulary]
     if missing:
-        written = ",".join(f"'{token}'" for token in missing)
+        written = ",".join(f"'{token}'" for token in (*given, *missing))
         plain = ", ".join(name for name, each in NAMED.items() if not each.tokens)
         raise ConfigError(
             f"model.chat_template={template}: the tokenizer has no {', '.join(missing)}, and would split "

@@ -240,7 +240,7 @@ class TrainConfig:
     precision: Precision = MISSING  # the numbers that the model computes with; fp64 needs engine=torch or engine=fsdp2
     # steps (50) or epochs (0.25 epoch) between evaluations on the held-out rows; also evaluated after the last step;
     # null: never
-    eval_every: int | str | None = number(None, least=1)
+    eval_every: int | float | str | None = None
     # stop after this many steps of this launch, and save, even if the run is not complete; to continue, repeat the
     # command with the same `hydra.run.dir`
     stop_after: int | None = number(None, least=1)

@@ -44,7 +44,7 @@ class Cadence:
             return f"every {plural(self.steps or 0, 'step')}"
         low, high = max(1, math.floor(each)), math.ceil(each)
         steps = plural(high, "step") if low == high else f"{low} or {plural(high, 'step')}"
-        share = f"{float(self.epochs):g}" if 100 % self.epochs.denominator == 0 else str(self.epochs)
+        share = f"{float(self.epochs):g}" if 10**9 % self.epochs.denominator == 0 else str(self.epochs)
         return f"every {'epoch' if share == '1' else share + ' epoch' + 's' * (self.epochs > 1)} ({steps})"
 
     def _in_steps(self, steps_per_epoch: int) -> Fraction | None:
@@ -74,7 +74,7 @@ def save_cadence(value: str | None) -> Cadence:
     return found
 
 
-def eval_cadence(value: int | str | None) -> Cadence:
+def eval_cadence(value: float | str | None) -> Cadence:
     """Read `train.eval_every`: `50` or `"0.25 epoch"`."""
     found = _read(value)
     if found is None or found.seconds is not None:
@@ -85,7 +85,7 @@ def eval_cadence(value: int | str | None) -> Cadence:
     return found
 
 
-def _read(value: int | str | None) -> Cadence | None:
+def _read(value: float | str | None) -> Cadence | None:
     """Return None for what is no cadence."""
     if value is None:
         return Cadence()

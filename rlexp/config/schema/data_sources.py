@@ -137,9 +137,11 @@ def _check_columns(key: str, columns: dict[str, str]) -> None:
             )
 
 
-def held_out_of(eval_size: float, rows: int) -> int:
+def held_out_of(eval_size: int | float, rows: int) -> int:
     """Return how many of the rows `data.eval_size` holds out: a share is rounded down, and is at least one row."""
-    return eval_size if isinstance(eval_size, int) else max(1, int(Fraction(str(eval_size)) * rows)) if eval_size else 0
+    if isinstance(eval_size, int):
+        return eval_size
+    return max(1, int(Fraction(str(eval_size)) * rows)) if eval_size else 0
 
 
 def has_held_out(cfg: RowsDataConfig, *, sized: bool = True) -> bool:

@@ -325,7 +325,7 @@ class PPOConfig(PolicyLossConfig):
     # λ of generalized advantage estimation: 0 trusts the critic alone, 1 the rewards alone
     lam: float = number(0.95, least=0, most=1)
     critic: CriticName = CriticName.own  # the model that predicts, at each token, the rewards still to come
-    # the critic's learning rate, with loss.critic=own; null: optim.lr. The default is 9e-6, or null for model=tiny
+    # the critic's learning rate, with loss.critic=own; null: optim.lr
     value_lr: float | None = number(None, least=0)
     value_coef: float = number(0.5, least=0)  # weight of the critic's loss
     # how far a predicted value may move from its old one before its loss is clipped; null: no clipping

@@ -54,10 +54,9 @@ def in_words(hint: Any) -> str:
     """Return the kind of value that a type takes: `a whole number, or null`."""
     plain, optional = _unwrapped(hint)
     origin = typing.get_origin(plain)
-    if plain == int | float:
-        words = _WORDS[float]
-    elif isinstance(plain, types.UnionType):
-        kinds = sorted(typing.get_args(plain), key=lambda each: each in (int, float))  # bounds are said behind numbers
+    if isinstance(plain, types.UnionType):
+        kinds = [each for each in typing.get_args(plain) if each is not int or float not in typing.get_args(plain)]
+        kinds.sort(key=lambda each: each in (int, float))  # bounds are said behind numbers
         words = ", or ".join(map(in_words, kinds))
     elif origin is list:
         words = _LIST

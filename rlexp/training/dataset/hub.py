@@ -64,8 +64,10 @@ def _hashed(rows: Any) -> str:
     return digest.hexdigest()[:32]
 
 
-def table(key: str, path: str, subset: str | None, split: str, revision: str | None, streaming: bool) -> Table:
-    """Open a folder or a data set of the hub."""
+def table(
+    key: str, path: str, subset: str | None, split: str, revision: str | None, streaming: bool, most: int | None = None
+) -> Table:
+    """Open a folder or a data set of the hub. Of a streamed one, only so many rows are fetched."""
     import datasets
 
     datasets.disable_progress_bars()
@@ -80,7 +82,7 @@ def table(key: str, path: str, subset: str | None, split: str, revision: str | N
         if any((folder / each).is_file() for each in SAVED):
             rows = _saved(datasets, folder, split, key)
         elif streaming:
-            rows = _materialised(datasets, key, name, subset, split, revision, own)
+            rows = _materialised(datasets, key, name, subset, split, revision, own, most)
         else:
             rows = datasets.load_dataset(name, subset, split=split, revision=revision, cache_dir=own)
     except DataError:
@@ -122,7 +124,14 @@ def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
 
 
 def _materialised(
-    datasets: Any, key: str, name: str, subset: str | None, split: str, revision: str | None, own: str | None
+    datasets: Any,
+    key: str,
+    name: str,
+    subset: str | None,
+    split: str,
+    revision: str | None,
+    own: str | None,
+    first: int | None,
 ) -> Any:
     """Take a streamed set whole, since the order of all rows must be known; `train[:1000]` takes its first rows."""
     part = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
@@ -130,8 +139,8 @@ def _materialised(
         raise DataError(f"{key}.split={split}: a streamed set is read from its beginning. Give NAME or 'NAME[:100]'.")
     base, most = part.groups()
     stream = datasets.load_dataset(name, subset, split=base, revision=revision, streaming=True)
-    if most:
-        stream = stream.take(int(most))
+    if counts := [int(each) for each in (most, first) if each is not None]:
+        stream = stream.take(min(counts))
     return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features, cache_dir=own)
 
 

@@ -51,12 +51,13 @@ class Split:
     path: str
     split: str | None
 
-    def opened(self) -> Files | hub.Table:
+    def opened(self, first: int | None = None) -> Files | hub.Table:
+        """Open the rows; of a streamed set, only so many of them."""
         files = files_of(self.path)
         if files:
             return Files(tuple(files))
-        cfg = self.source.cfg
-        return hub.table(self.source.key, self.path, cfg.subset, self.split or "train", cfg.revision, cfg.streaming)
+        cfg, split = self.source.cfg, self.split or "train"
+        return hub.table(self.source.key, self.path, cfg.subset, split, cfg.revision, cfg.streaming, first)
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ class Tokenizing:
 
     def work(self, split: Split) -> tuple[str, Work]:
         """Return the key of the store that holds a split's examples, and the work of making it."""
-        opened = split.opened()
+        first = split.source.cfg.max_samples or self.cfg.max_samples
+        opened = split.opened(first)
         try:
             known = opened.contents()
         except OSError as error:
@@ -119,7 +121,6 @@ class Tokenizing:
             ) from None
         names = Names(opened.names)
         cfg, source = self.cfg, split.source
-        first = source.cfg.max_samples or cfg.max_samples
         system = source.cfg.system or cfg.system
         encoder = Encoder(
             RowTokenizer(self.tokenizer, use_template=cfg.template is TemplateUse.auto),

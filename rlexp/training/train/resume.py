@@ -14,9 +14,9 @@ from rlexp.base.errors import CheckpointError
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.checks.sharing import shares
-from rlexp.config.identity import identity
+from rlexp.config.identity import ENDING, identity
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Decay, LoraConfig, ModelConfig
+from rlexp.config.schema import LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder, stops
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
@@ -32,6 +32,7 @@ from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.train.loop import Position
 from rlexp.training.train.parts import Run
+from rlexp.training.train.schedule import warm_up_of
 from rlexp.training.train.task import Task
 
 TASK, TASK_BEFORE = "task", "rollouts"  # the key of the task's part of a position, and its name in older checkpoints
@@ -106,7 +107,7 @@ def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
     if saved["step"] > run.total_steps:
         lines.append(f"it has taken {saved['step']} steps, and {run.total_steps} were asked for")
     was, now, step = saved["schedule"]["total_steps"], run.total_steps, saved["step"] + 1
-    if was != now and run.schedule.decay is Decay.constant:
+    if was != now and run.schedule.decay.value not in ENDING:
         lines.append(f"the run was to end at step {was}, and ends at {now}; the learning rate does not depend on it")
     elif was != now:
         lines.append(
@@ -114,6 +115,9 @@ def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
             f"step {step}, now falls until there. The steps before had the other schedule, so this is not the curve "
             f"that {now} steps from the start would draw"
         )
+    ratio, kept = run.cfg.optim.warmup_ratio, run.schedule.warmup_steps
+    if ratio is not None and (anew := warm_up_of(now, ratio)) != kept:
+        lines.append(f"the warm-up keeps its {kept} steps; of a run of {now} steps from the start it would be {anew}")
     return lines
 
 

@@ -122,6 +122,7 @@ def test_a_longer_run_keeps_its_warm_up(rlexp: Shell, tmp_path: Path) -> None:
     assert "learning rate 0.0005 (default for random weights), warm-up 2 steps, then constant" in first.stderr
     longer = rlexp(*asked, "train.max_steps=6")
     assert longer.returncode == 0, longer.stderr
+    assert "the warm-up keeps its 2 steps; of a run of 6 steps from the start it would be 3" in longer.stderr
     rows = read_rows(tmp_path / "run" / "metrics.jsonl")
     assert [row["train/learning_rate"] for row in rows[:3]] == pytest.approx([5e-4 / 3, 1e-3 / 3, 5e-4])
     other = rlexp(*QUICK, "optim.warmup_ratio=0.4", "optim.decay=constant", "train.max_steps=8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -77,21 +78,39 @@ def default(*words: str) -> Config:
 
 @pytest.mark.parametrize("adapter", ["none", "lora"])
 @pytest.mark.parametrize("loss", sorted(KINDS["loss"]))
-def test_no_loss_is_trained_at_the_rate_of_dpo_unless_its_sources_say_so(loss: str, adapter: str) -> None:
+def test_no_loss_is_trained_at_the_rate_of_dpo_unless_it_is_of_its_kind(loss: str, adapter: str) -> None:
+    """Its kind: what TRL's DPOTrainer trains."""
     rate, dpo = (default(f"loss={name}", f"adapter={adapter}").optim.lr for name in (loss, "dpo"))
     assert rate == pytest.approx(ALL_WEIGHTS[loss] * (10 if adapter == "lora" else 1))
     assert (rate == dpo) is (loss in LIKE_DPO)
     assert rate > 0
 
 
-def test_the_banner_says_which_rate_nobody_stated() -> None:
-    assert rates_in_words(default("loss=sft")) == "2e-05 (default for sft on all weights)"
+@pytest.mark.parametrize(("config", "losses"), [
+    ("SFTConfig", ["sft"]), ("KTOConfig", ["kto", "apo_zero_unpaired"]), ("GRPOConfig", ["grpo", "gspo"]),
+    ("RLOOConfig", ["rloo"]),
+])  # fmt: skip
+def test_a_rate_that_is_said_to_be_of_trl_is(config: str, losses: list[str]) -> None:
+    trl = pytest.importorskip("trl")
+    theirs = {field.name: field.default for field in dataclasses.fields(getattr(trl, config))}["learning_rate"]
+    assert {ALL_WEIGHTS[loss] for loss in losses} == {theirs}
+
+
+def test_the_banner_says_which_rate_is_the_default() -> None:
+    assert rates_in_words(default("loss=sft")) == "2e-05 (default for sft)"
     assert rates_in_words(default("loss=dpo", "adapter=lora")) == "5e-06 (default for dpo with an adapter)"
-    assert rates_in_words(default("loss=ppo")) == "1e-06 (default for ppo on all weights), the critic's 9e-06 (default)"
+    assert rates_in_words(default("loss=ppo")) == "1e-06 (default for ppo), the critic's 9e-06 (default)"
     assert rates_in_words(default("loss=ppo", "optim.lr=3e-6", "loss.value_lr=2e-6")) == "3e-06, the critic's 2e-06"
     assert rates_in_words(compose_config(["optim.lr=1e-3"])) == "0.001"
-    assert compose_config(["loss=ppo", "reward.text=e"]).loss.value_lr is None  # of random weights, the policy's
+
+
+def test_a_critic_has_the_rate_that_is_given_to_the_policy() -> None:
+    assert default("loss=ppo", "optim.lr=3e-4").loss.value_lr is None
     assert default("loss=ppo", "loss.critic=shared").loss.value_lr is None
+    assert default("loss=ppo", "adapter=lora").loss.value_lr == 9e-5
+    assert compose_config(["loss=ppo", "reward.text=e"]).loss.value_lr is None  # of random weights
+    dog = compose_config(["+experiment=dog", "model.path=org/name", "launch.device=cpu"])
+    assert (dog.optim.lr, dog.loss.value_lr) == (3e-4, None)
 
 
 def test_the_page_has_the_rate_of_every_loss() -> None:
