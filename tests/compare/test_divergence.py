@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from rlexp.compare import comparison as reports
 from rlexp.compare.comparison import telling
+from rlexp.config.identity import curve_keys, depends_on_length, of_length
+from rlexp.config.load import compose_config
 from rlexp.run_files.curve_distance import difference
 from rlexp.run_files.metrics_jsonl import read_columns
 from tests.helpers.curves import a_job, a_run, compare, nudged, report_of
@@ -143,6 +145,20 @@ def test_the_learning_rates_last_step_is_part_of_an_experiment(
     a_run(tmp_path / "runs" / "b", "train.max_steps=10", steps=10, total_steps=10)
     assert compare(tmp_path / "runs") == 1
     assert "steps until which the learning rate falls is 10 here and 20 there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "counted"), [
+    (("optim.decay=constant",), set()), (("optim.decay=inverse_sqrt", "optim.warmup_steps=2"), set()),
+    (("optim.decay=cosine",), {"steps until which the learning rate falls"}),
+    (("optim.decay=constant", "optim.warmup_ratio=0.5"), {"steps of the warm-up"}),
+    (("optim.decay=linear", "optim.warmup_ratio=0.5"),
+     {"steps until which the learning rate falls", "steps of the warm-up"}),
+])  # fmt: skip
+def test_what_of_its_length_a_curve_depends_on(words: tuple[str, ...], counted: set[str]) -> None:
+    keys = curve_keys(compose_config(["launch.device=cpu", *words]))
+    assert of_length(keys, 20, 10).keys() == counted
+    assert depends_on_length(keys) is bool(counted)
+    assert of_length(keys, None, None) == {}  # of a run that wrote none
 
 
 def test_a_run_without_run_json_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

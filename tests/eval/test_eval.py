@@ -208,6 +208,9 @@ def test_only_the_place_of_held_out_rows_must_be_there(tmp_path: Path) -> None:
     other = rows_of(plain, f"data.eval_path={held}")
     assert (other.path, other.eval_path, other.eval_split, other.subset) == (str(held), str(held), None, None)
     assert other.columns == {"prompt": "question"}
+    cut = {**plain, "data": {**plain["data"], "max_samples": 5}}
+    assert rows_of(cut).max_samples == 5
+    assert {rows_of(cut, f"data.{key}={held}").max_samples for key in ("path", "eval_path")} == {None}
     plain["data"] |= {"eval_path": str(held), "eval_split": None}  # beside a set, of which the subset is
     plain["data"]["path"] = f"{tmp_path}/no_set_any_more"
     assert (rows_of(plain).path, rows_of(plain).subset) == (str(held), None)

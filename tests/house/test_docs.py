@@ -156,6 +156,15 @@ def test_shown_errors_are_the_real_ones(rlexp: Shell, page: Path) -> None:
         assert answer.stderr.strip() == said
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_rows_of_a_table_have_as_many_cells_as_its_header(page: Path) -> None:
+    wide: int | None = None
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1):
+        cells = len(re.findall(r"(?<!\\)\|", line)) if line.startswith("|") else None
+        assert None in (wide, cells) or cells == wide, f"{page.name}:{number}: {line}"
+        wide = cells
+
+
 def test_usage_lists_every_group_and_option() -> None:
     text = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8")
     groups, _, experiments = text.partition("| `+experiment=` |")

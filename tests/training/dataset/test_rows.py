@@ -15,9 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.base.errors import DataError
+from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.row_kinds import Kind
+from rlexp.training.dataset import hub
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.training.train.examples import Examples, read_examples
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers.rows import (
     FILES,
     FOLDERS,
@@ -277,3 +281,38 @@ def test_real_pairs_have_the_same_tokens_in_every_shape_and_format(model: str, s
     one, other = (read(write(tmp_path, squality), named, tokenizer=tokenizer) for write in (write_lines, write_parquet))
     assert ids(one.train) == ids(other.train)
     assert len(one.train) == 299
+
+
+# ---- the first rows alone ----
+
+
+def numbered(count: int) -> Rows:
+    return [{"prompt": f"p{n}", "chosen": f"c{n}", "rejected": f"r{n}"} for n in range(count)]
+
+
+@pytest.mark.parametrize("write", [*FILES, *FOLDERS], ids=lambda write: write.__name__)
+def test_the_first_rows_alone_are_read(write: Callable[[Path, Rows], str], tmp_path: Path) -> None:
+    """Of every format, where a part of the file ends too: Parquet's have 7 rows here."""
+    path = write(tmp_path, numbered(20))
+    whole = ids(read(path).train)
+    for count in (1, 7, 14, 19, 20, 1000):
+        assert ids(read(path, f"data.max_samples={count}").train) == whole[:count]
+
+
+def test_each_source_has_its_first_rows_and_a_streamed_set_is_not_fetched_beyond_them(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    one, other = write_lines(tmp_path / "a", numbered(9)), write_folder(tmp_path / "b", numbered(9))
+    sources = f"data.sources={{a: {{path: {one}, max_samples: 2}}, b: {{path: {other}}}}}"
+
+    def read_config(*words: str) -> Examples:
+        base = ("launch.device=cpu", "logger.progress=false", "data=hf", "data.max_length=200000")
+        return read_examples(compose_config([*base, *words]), byte_tokenizer(), World(0, 1, ALONE))
+
+    train = read_config(sources, "data.max_samples=4").train
+    assert len(train) == 2 + 4
+    held = read_config(f"data.path={one}", f"data.eval_path={other}", "data.max_samples=3")
+    assert (len(held.train), len(held.held_out)) == (3, 3)
+    streamed = read_config(f"data.path={other}", "data.streaming=true", "data.max_samples=3")
+    assert ids(streamed.train) == ids(held.train)
+    assert len(hub.table("data", other, None, "train", None, streaming=True, most=3).rows) == 3
