@@ -44,13 +44,12 @@ RULES: tuple[Rule, ...] = (
     worked_out("lora_target", "adapter.targets", "all, their default, is all linear layers but the head, as here"),
     worked_out("additional_target", "adapter.also", ""),
     worked_out("use_rslora", "adapter.rslora", ""),
-    absent("use_dora", adapters.NO_DORA, False, until="dora"),
+    absent("use_dora", adapters.NO_DORA, until="dora"),
     absent("loraplus_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
-    absent("pissa_init", adapters.OF_START, False, until="pissa adapter.init"),
+    absent("pissa_init", adapters.OF_START, until="pissa adapter.init"),
     needless("loraplus_lr_embedding pissa_iter pissa_convert adapter_folder", "only with another argument that is not "
              "here"),
-    absent("use_llama_pro", "no layers are added to the model, and all of its layers have adapters", False,
-           until="llama_pro"),
+    absent("use_llama_pro", "no layers are added to the model, and all of its layers have adapters", until="llama_pro"),
     worked_out("adapter_name_or_path", "adapter.path",
                "for a loss with a reference, theirs compares with the model without it: reference.path"),
     worked_out("create_new_adapter", "adapter.path", "the earlier adapter has to be merged first",
@@ -73,8 +72,7 @@ RULES: tuple[Rule, ...] = (
            until="optim=muon optim=galore"),
     needless("badam_mode badam_switch_mode badam_switch_interval badam_verbose galore_layerwise galore_target "
              "galore_rank galore_scale apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type "
-             "asft_alpha",
-             "only with an optimizer or a loss that is not here"),
+             "asft_alpha", "only with an optimizer or a loss that is not here"),
     other("train_on_prompt", "loss=sft", "a prompt is never trained on", of="sft"),
     other("mask_history", "loss=sft", "every answer of a conversation is trained on", of="sft"),
     worked_out("disable_shuffling", "data.shuffle", ""),
@@ -97,12 +95,11 @@ RULES: tuple[Rule, ...] = (
     absent("max_samples", "cut a file, or take a part of a split: 'data.split=\"train[:1000]\"'"),
     absent("mix_strategy interleave_probs", "sources with data.sources.NAME.weight", "concat"),
     taken("preprocessing_num_workers", "data.workers"),
-    worked_out("packing neat_packing", "data.packing",
-               "for sft and pt, a sample of the batch is a block of several rows there, and one row here",
-               "the numbers are the same with packing or without (data.packing)"),
+    worked_out("packing neat_packing", "data.packing", "for sft and pt, a sample of the batch is a block of several "
+               "rows there, and one row here", "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
              "compute_accuracy include_effective_tokens_per_second", "no number depends on it here"),
-    absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16", False),
+    absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16"),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     absent("cp_mode cp_size", "a ring: parallel.ring_size", 1),
     worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
@@ -125,8 +122,10 @@ def convert(conv: Conversion) -> None:
         Fate.OTHER, "template", "the tokenizer's own template is used; another is a file: model.chat_template=FILE"
     )
     _adapter(conv)
-    losses = {"dpo": _preference, "kto": _kto, "rm": _reward}
-    losses.get(conv.trainer, _supervised)(conv)
+    if conv.trainer == "rm":
+        answers.reward_model(conv, "stage", OF_HEADS, margins=False)
+    else:
+        {"dpo": _preference, "kto": _kto}.get(conv.trainer, _supervised)(conv)
     _reference(conv)
     if conv.flag("disable_shuffling"):
         conv.put("data.shuffle", False, "disable_shuffling")
@@ -184,10 +183,6 @@ def _kto(conv: Conversion) -> None:
     answers.single(conv, "kto", "stage", good="kto_chosen_weight", bad="kto_rejected_weight", beta="pref_beta")
     if conv.number("pref_ftx", 0.0, least=0):
         conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
-
-
-def _reward(conv: Conversion) -> None:
-    answers.reward_model(conv, "stage", OF_HEADS, margins=False)
 
 
 def _preference(conv: Conversion) -> None:

@@ -26,8 +26,7 @@ RULES: tuple[Rule, ...] = (
     taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
     taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
     taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
-    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
-           of=DRAWING),
+    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", of=DRAWING),
     absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
     absent("vllm_structured_outputs_regex", "answers are drawn freely", of=DRAWING),
     absent("num_generations_eval", "each held-out prompt gets one answer", of=DRAWING),
@@ -36,7 +35,7 @@ RULES: tuple[Rule, ...] = (
                of=DRAWING),
     taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
     absent("vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of=DRAWING),
-    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", False, of=DRAWING),
+    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", of=DRAWING),
     needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
@@ -73,7 +72,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("epsilon_high", "loss.clip_high", "", of=DRAWING),
     taken("delta", "loss.dual_clip", of="grpo"),
     taken("entropy_coef", "loss.entropy", of="grpo"),
-    absent("use_adaptive_entropy", "the weight of the entropy is fixed", False, of="grpo"),
+    absent("use_adaptive_entropy", "the weight of the entropy is fixed", of="grpo"),
     needless("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", "only with use_adaptive_entropy",
              of="grpo"),
     absent("top_entropy_quantile", "every token of an answer is trained on", 1.0, 1, of="grpo"),
@@ -82,7 +81,7 @@ RULES: tuple[Rule, ...] = (
              "only with losses that are not here", of="grpo"),
     # RLOO
     taken("beta", "loss.beta", default=0.05, of="rloo"),
-    absent("normalize_advantages", "loss.whiten normalizes over the train batch, by tokens", False, of="rloo"),
+    absent("normalize_advantages", "loss.whiten normalizes over the train batch, by tokens", of="rloo"),
     absent("reward_clip_range", "scores are taken as they are", of="rloo"),
     # PPO
     taken("kl_coef", "loss.beta", default=0.05, of="ppo"),
@@ -98,7 +97,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("total_episodes", "train.max_steps", "", of="ppo"),
     worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", "", of="ppo"),
     needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token", of="ppo"),
-    absent("whiten_rewards", "advantages are normalized (loss.whiten), rewards are not", False, of="ppo"),
+    absent("whiten_rewards", "advantages are normalized (loss.whiten), rewards are not", of="ppo"),
     needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
              "micro_batch_size local_batch_size num_total_batches", "no number depends on it", of="ppo"),
 )  # fmt: skip
@@ -174,12 +173,15 @@ def _rewards(conv: Conversion) -> None:
     models = [name for name in ("reward_model_name_or_path",) if conv.get(name) is not None]
     for name in models:
         terms[_unused(terms, "model")] = {"kind": "model", "path": conv.text(name)}
+    if not terms and conv.trainer == "ppo":
+        models = ["reward_model_name_or_path"]
+        terms["model"] = {"kind": "model", "path": "EleutherAI/pythia-160m"}
     if not terms:
         raise ConvertError(
             "reward_funcs: is missing, and so is a reward model; without them nothing scores an answer. Add one to the "
             "file, as reward_funcs=my_rewards.score."
         )
-    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name)]
+    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name) or name in models]
     if functions:
         files = sorted(
             {f"{t['function'].partition(':')[0].replace('.', '/')}.py" for t in terms.values() if "path" not in t}
@@ -296,7 +298,11 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
 
 
 def _episodes(conv: Conversion, batch: int) -> None:
+    passes = int(conv.whole("num_ppo_epochs", 4, least=1))
+    saves = conv.values.get("checkpoint.save_every")
+    if saves is not None and saves.value is not None and passes > 1:
+        conv.put("checkpoint.save_every", str(int(saves.value) * passes), "save_steps", why="theirs counts rollouts")
     if (episodes := conv.whole("total_episodes", least=1)) is not None:
         conv.values.pop("train.epochs", None)
-        count = -(-int(episodes) // batch) * int(conv.whole("num_ppo_epochs", 4, least=1))
+        count = -(-int(episodes) // batch) * passes
         conv.put("train.max_steps", count, "total_episodes", "num_ppo_epochs")

@@ -14,6 +14,7 @@ from tests.convert.texts import (
     AXOLOTL,
     COMMAND,
     FACTORY,
+    GRPO,
     SWIFT,
     TRL,
     conversion,
@@ -22,6 +23,7 @@ from tests.convert.texts import (
 )
 
 OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
+MIX = "model_name_or_path: org/m\n"
 FACTORY_COMMAND = "CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path org/m --dataset d1 "
 FACTORY_COMMAND += "--finetuning_type full "
 # A file's text, its trainer (of TRL), and what comes of it: our keys, and arguments that are told to be something else.
@@ -70,6 +72,26 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
                                   {"loss": "sft", "train.batch_size": 16, "launch.nproc": 2}, {}),
     "a yaml of ms-swift": ("model: org/m\ntuner_type: lora\ndataset: [org/d]\nENV: {NPROC_PER_NODE: 2}\n", None,
                            {"loss": "sft", "train.batch_size": 16, "launch.nproc": 2}, {}),
+    "a mixture": (
+        MIX + "dataset_mixture:\n  datasets:\n  - {id: org/a, config: SFT, split: one, weight: 0.5}\n"
+        "  - {id: org/b, weight: 1.0, columns: [messages]}\n  test_split_size: 100\n", "sft",
+        {"data.sources.source1.path": "org/a", "data.sources.source1.subset": "SFT",
+         "data.sources.source1.split": "one[:50%]", "data.sources.source2.split": "train", "data.path": None},
+        {OTHER: {"dataset_mixture: weight", "dataset_mixture: test_split_size"}}),
+    "a mixer": (MIX + "dataset_mixer: {org/a: 1.0}\ndataset_splits: [train_p, test_p]\neval_strategy: steps\n", "dpo",
+                {"data.path": "org/a", "data.split": "train_p", "data.eval_split": "test_p",
+                 "train.eval_every": 10}, {}),
+    "a mixer of two": (MIX + "dataset_mixer: {org/a: 1, org/b: 0.25}\ndataset_splits: [t]\n", "dpo",
+                       {"data.sources.source2.split": "t[:25%]", "data.sources.source1.split": "t"}, {}),
+    "simpo of its authors": (TRL + "gamma_beta_ratio: 0.3\nbeta: 10\n", None,
+                             {"loss": "simpo", "loss.gamma": 3.0, "loss.beta": 10, "loss.sft_weight": 0.0}, {}),
+    "an older length": (TRL + "max_seq_length: 77\n", "sft", {"data.max_length": 77}, {}),
+    "keys of open-r1": (GRPO + "system_prompt: be kind\ndataset_prompt_column: problem\nwandb_project: p\n"
+                        "chat_template: '{{ x }}'\n", "grpo",
+                        {"data.system": "be kind", "logger.project": "p", "data.columns.prompt": "problem"},
+                        {OTHER: {"chat_template"}}),
+    "ppo by default": (TRL + "total_episodes: 1000\nsave_steps: 5\nnum_ppo_epochs: 3\n", None,
+                       {"reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15"}, {}),
     "an argument of another stage": (FACTORY + "kto_chosen_weight: 2.0\n", None, {"loss": "dpo"},
                                      {NEEDLESS: {"kto_chosen_weight"}}),
 }  # fmt: skip
@@ -144,6 +166,13 @@ def test_the_first_lines_say_what_is_trained_instead() -> None:
     assert "trains something else" in head.lower()
     assert "tuner_type: adalora" in head
     assert "loss_type: kto_pair" in head
+
+
+def test_nothing_is_said_twice() -> None:
+    text = MIX + "dataset_mixture: {datasets: [{id: a, weight: 0.5}, {id: b, weight: 0.5}]}\ndataset_text_field: x\n"
+    for conv in (conversion(text, "sft", 8), conversion(AXOLOTL.replace("chat_template.default", "alpaca"), None, 8)):
+        for lines in conv.lines.values():
+            assert not [line for line in lines if lines.count(line) > 1]
 
 
 def test_null_and_false_are_named_in_one_line() -> None:

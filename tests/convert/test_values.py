@@ -114,6 +114,7 @@ def test_an_argument_that_is_needed_is_asked_for_in_one_message(framework: str, 
             "rlhf_type",
             "stage",
             "NPROC_PER_NODE",
+            "reward_model_path",
         ), name
 
 
