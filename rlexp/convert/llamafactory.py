@@ -27,6 +27,7 @@ OF_LORA = adapters.Names(
     rest="create_new_adapter use_dora use_llama_pro loraplus_lr_ratio pissa_init",
 )  # fmt: skip
 REFERRED = "dpo kto"
+SPLIT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 
 
@@ -38,14 +39,8 @@ RULES: tuple[Rule, ...] = (
     taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora, their default, and full; others are not here",
                "all weights are trained", until="adapter=oft"),
-    worked_out("lora_rank", "adapter.rank", "their default is 8"),
-    worked_out("lora_alpha", "adapter.alpha", "by default twice the rank"),
-    worked_out("lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
-    worked_out("lora_target", "adapter.targets", "all, their default, is all linear layers but the head, as here"),
-    worked_out("additional_target", "adapter.also", ""),
-    worked_out("use_rslora", "adapter.rslora", ""),
-    absent("use_dora", adapters.NO_DORA, until="dora"),
-    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="lr_ratio"),
+    *adapters.rules(OF_LORA, rank="their default is 8", alpha="by default twice the rank",
+                    targets="all, their default, is all linear layers but the head, as here"),
     absent("pissa_init", adapters.OF_START, until="pissa adapter.init"),
     needless("loraplus_lr_embedding pissa_iter pissa_convert adapter_folder", "only with another argument that is not "
              "here"),
@@ -103,6 +98,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     absent("cp_mode cp_size", "a ring: parallel.ring_size", 1),
     worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    absent("tensor_model_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
+    absent("pipeline_model_parallel_size expert_model_parallel_size", launchers.NOT_SPLIT, 1),
     needless("config_file use_v1_kernels", launchers.STARTS),
     *launchers.RULES,
 )  # fmt: skip
@@ -110,7 +107,7 @@ RULES: tuple[Rule, ...] = (
 
 def convert(conv: Conversion) -> None:
     gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
-    huggingface.sizes(conv, gpus)
+    huggingface.sizes(conv, launchers.spread(conv, gpus, *SPLIT))
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)
     conv.put("optim.lr", conv.number("learning_rate", 5e-5), "learning_rate")

@@ -210,6 +210,9 @@ def _reward(conv: Conversion) -> None:
         )
     elif function is not None:
         conv.refuse("remote_rm_url", "a reward behind an address is not here", "Give a model, or a function of Python.")
+    elif not models and conv.get("agent_func_path") is not None:
+        conv.refuse("agent_func_path", "an agent scores the answers, in several turns, which is not here",
+                    "Give a reward model, or a function of Python.")  # fmt: skip
     elif not models:
         raise ConvertError(
             "reward_pretrain: is missing, and so is remote_rm_url; without them nothing scores an answer. Add one to "

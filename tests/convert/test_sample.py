@@ -15,6 +15,7 @@ from tests.convert.texts import (
     COMMAND,
     FACTORY,
     GRPO,
+    RAY,
     SWIFT,
     TRL,
     conversion,
@@ -23,6 +24,7 @@ from tests.convert.texts import (
 )
 
 OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
+AXOLOTL_SFT = AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "chat_template")
 MIX = "model_name_or_path: org/m\n"
 FACTORY_COMMAND = "CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path org/m --dataset d1 "
 FACTORY_COMMAND += "--finetuning_type full "
@@ -92,6 +94,23 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
                         {OTHER: {"chat_template"}}),
     "ppo by default": (TRL + "total_episodes: 1000\nsave_steps: 5\nnum_ppo_epochs: 3\n", None,
                        {"reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15"}, {}),
+    "a batch without accumulation": (AXOLOTL + "batch_size: 8\nmicro_batch_size: 2\n", None,
+                                     {"train.batch_size": 64, "train.micro_batch_size": 2}, {NEEDLESS: {"batch_size"}}),
+    "a model on two GPUs": (AXOLOTL + "tensor_parallel_size: 2\nmicro_batch_size: 2\n", None,
+                            {"train.batch_size": 8}, {ABSENT: {"tensor_parallel_size"}}),
+    "a model in four pieces": (FACTORY + "pipeline_model_parallel_size: 4\ntensor_model_parallel_size: 1\n", None,
+                               {"train.batch_size": 16}, {ABSENT: {"pipeline_model_parallel_size"}}),
+    "an objective of a plugin": (AXOLOTL_SFT + "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]\n", None,
+                                 {"loss": "sft"}, {INSTEAD: {"plugins"}}),
+    "rows before tuning": (AXOLOTL_SFT.partition("datasets")[0] + "pretraining_dataset: [{path: org/c, name: en, "
+                           "text_column: body, type: pretrain}]\n", None,
+                           {"data.path": "org/c", "data.subset": "en", "data.columns.text": "body"}, {}),
+    "rows before tuning by name": (AXOLOTL_SFT.partition("datasets")[0] + "pretraining_dataset: org/c\n", None,
+                                   {"data.path": "org/c"}, {}),
+    "files of a set": (AXOLOTL_SFT.replace("path: org/d", "path: org/d, data_files: [a/b.json]"), None,
+                       {"data.path": "org/d"}, {ABSENT: {"datasets: data_files"}}),
+    "one file in a list": (AXOLOTL_SFT.replace("path: org/d", "path: json, data_files: [d.json]"), None,
+                           {"data.path": "d.json"}, {ABSENT: set()}),
     "an argument of another stage": (FACTORY + "kto_chosen_weight: 2.0\n", None, {"loss": "dpo"},
                                      {NEEDLESS: {"kto_chosen_weight"}}),
 }  # fmt: skip
@@ -112,6 +131,10 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "a classifier": (SWIFT + "--task_type seq_cls", "task_type=seq_cls: trains seq_cls, which is not here."),
     "rows that are tokenized": ("NPROC_PER_NODE=4 swift sft --model org/m --cached_dataset a/train",
                                 "cached_dataset=a/train: has rows that `swift export` tokenized"),
+    "parameters alone": (AXOLOTL + "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_parameters: [experts.w]\n",
+                         "lora_target_parameters=['experts.w']: adapters are of linear layers"),
+    "an agent": (RAY.partition("--reward")[0] + "--num_gpus 8 --agent_func_path agent.py",
+                 "agent_func_path=agent.py: an agent scores the answers"),
     "megatron": ("megatron sft --model org/m --dataset org/d", "is for Megatron-SWIFT"),
     "megatron's yaml": ("model: org/m\ntensor_model_parallel_size: 2\n", "is for Megatron-SWIFT"),
     "v1": ("model: org/m\ntrain_dataset: rows.yaml\n", "the form of LLaMA-Factory's v1"),
