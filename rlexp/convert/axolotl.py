@@ -170,11 +170,17 @@ def convert(conv: Conversion) -> None:
     _loss(conv)
     if conv.trainer in OF_DPO.split():
         adapters.precomputed(conv)
-    _packing(conv)
+    conv.put("data.packing", conv.flag("sample_packing"), "sample_packing")
+    if conv.flag("sample_packing") and conv.trainer == "sft":
+        conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
-    _logger(conv)
+    project = conv.text("wandb_project")
+    huggingface.progress(conv)
+    conv.choose("logger", "wandb" if project else "none", "wandb_project")
+    if project:
+        conv.put("logger.project", project, "wandb_project")
 
 
 def _adapter(conv: Conversion) -> None:
@@ -243,21 +249,9 @@ def _loss(conv: Conversion) -> None:
             answers.supervised(conv, "")
         case _:
             preference.choose(conv, OF_PAIRS, smoothed=preference.SMOOTHED | {"dpo"})
-            _without_beta(conv)
-
-
-def _packing(conv: Conversion) -> None:
-    packs = conv.flag("sample_packing")
-    conv.put("data.packing", packs, "sample_packing")
-    if packs and conv.trainer == "sft":
-        conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
-
-
-def _without_beta(conv: Conversion) -> None:
-    """Take beta back where the loss has none."""
-    if not kinds.has("loss.beta", str(conv.choices["loss"].value)):
-        del conv.values["loss.beta"]
-        conv.done -= {"rl_beta", "trl"}
+            if not kinds.has("loss.beta", str(conv.choices["loss"].value)):
+                del conv.values["loss.beta"]
+                conv.done -= {"rl_beta", "trl"}
 
 
 def _ring(conv: Conversion, ring: int) -> None:
@@ -311,11 +305,3 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
         conv.remark(Fate.OTHER, "datasets: roles_to_train", roles, "the assistant's turns are trained on")
     if not str(kind).startswith(TEMPLATES):
         conv.remark(Fate.OTHER, "datasets: type", source["type"], "rows are written by the tokenizer's template")
-
-
-def _logger(conv: Conversion) -> None:
-    project = conv.text("wandb_project")
-    huggingface.progress(conv)
-    conv.choose("logger", "wandb" if project else "none", "wandb_project")
-    if project:
-        conv.put("logger.project", project, "wandb_project")

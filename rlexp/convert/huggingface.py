@@ -97,7 +97,9 @@ RULES: tuple[Rule, ...] = (
     taken("run_name", "logger.run_name"),
     worked_out("disable_tqdm", "logger.progress", ""),
     needless("logging_steps", LOGGED),
-    needless("logging_strategy logging_first_step log_level logging_dir project", LOGGED),
+    needless("logging_strategy logging_first_step log_level logging_dir project log_level_replica log_on_each_node "
+             "logging_nan_inf_filter include_num_input_tokens_seen debug skip_memory_metrics trackio_space_id "
+             "trackio_bucket_id trackio_static_space_id", LOGGED),
     worked_out("dataloader_drop_last", "data.drop_last", ""),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
@@ -113,8 +115,6 @@ RULES: tuple[Rule, ...] = (
     absent("auto_find_batch_size", "batches are never resized; `python -m rlexp.preflight` says what fits"),
     absent("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
            "nothing is uploaded; the trained model lies in the run's folder", until="hub"),
-    needless("log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen debug "
-             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id", LOGGED),
     needless("dataloader_in_order dataloader_multiprocessing_context ddp_broadcast_buffers ddp_static_graph "
              "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint use_cache "
              "length_column_name hub_always_push liger_kernel_config fp16_full_eval prediction_loss_only "

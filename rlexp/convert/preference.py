@@ -84,9 +84,7 @@ def rules(names: Names, of: str, more: str = "") -> Sequence[Rule]:
 def of_cpo_rules(of: str, told: str = "") -> Sequence[Rule]:
     """Return the rules of TRL's CPO, which has SimPO too."""
     return (
-        worked_out(
-            "loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "it is said elsewhere", of=of
-        ),
+        worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "it is said", of=of),
         worked_out("cpo_alpha", "loss.sft_weight", told, of=of),
         worked_out("simpo_gamma", "loss.gamma", "", OTHERS, of=of),
     )

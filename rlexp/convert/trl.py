@@ -359,19 +359,9 @@ def _sft(conv: Conversion) -> None:
     if not conv.flag("completion_only_loss", True):
         conv.tell(Fate.OTHER, "completion_only_loss", "a prompt is never trained on")
     _template(conv)
-    _texts(conv)
-    _packing(conv)
-
-
-def _texts(conv: Conversion) -> None:
-    """Name the column of rows that are plain texts."""
     if (column := conv.text("dataset_text_field", "text")) != "text":
-        sources = [f"{each}.columns.text" for each in _sources(conv)]
-        for key in sources:
-            conv.put(key, column, "dataset_text_field", why="only if rows are plain texts")
-
-
-def _packing(conv: Conversion) -> None:
+        for key in _sources(conv):
+            conv.put(f"{key}.columns.text", column, "dataset_text_field", why="only if rows are plain texts")
     if conv.flag("packing"):
         conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
     else:

@@ -10,6 +10,7 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
+ELSEWHERE = "no number depends on it here"
 UNWEIGHED = "vLLM draws no samples, or no weight is asked for"
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
 
@@ -48,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
     needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
              "no number depends on it", of=DRAWING),
-    worked_out("mask_truncated_completions", "rollout.overlong=mask", "", of=DRAWING),
+    worked_out("mask_truncated_completions overlong_filter", "rollout.overlong=mask", "", of=DRAWING),
     worked_out("log_completions", "rollout.show_every", "", of=DRAWING),
     taken("num_completions_to_print", "rollout.show", of=DRAWING),
     needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
@@ -57,7 +58,8 @@ RULES: tuple[Rule, ...] = (
     # rewards
     worked_out("reward_funcs", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of=DRAWING),
-    worked_out("reward_model_name_or_path reward_model_path", "reward=model, reward.path", "", of=TRAINERS),
+    worked_out("reward_model_name_or_path reward_model_path reward_model", "reward=model, reward.path", "",
+               of=TRAINERS),
     worked_out("reward_weights", "reward.terms.NAME.weight", "", "there is one reward", of=DRAWING),
     absent("multi_objective_aggregation", "scores are added up, then normalized", "sum_then_normalize", of="grpo"),
     # GRPO
@@ -103,14 +105,21 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def convert(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
-    {"grpo": _grpo, "rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
+def convert(
+    conv: Conversion, replicas: int, micro: int, steps: int, *, beta: float = 0.0, divisor: str = "dapo",
+    prompt: str = "max_prompt_length",
+) -> None:  # fmt: skip
+    """Set the loss, the rewards and the rollout. `beta` and `divisor` are their defaults, `prompt` limits prompts."""
+    if conv.trainer == "grpo":
+        _grpo(conv, beta, divisor)
+    else:
+        {"rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
     _rewards(conv)
-    _rollout(conv, replicas, micro, steps)
+    _rollout(conv, replicas, micro, steps, prompt)
 
 
-def _grpo(conv: Conversion) -> None:
-    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", "dapo")  # none: only centred
+def _grpo(conv: Conversion, scale_of_kl: float, common: str) -> None:
+    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", common)  # none: only centred
     level = conv.get("importance_sampling_level", "token")
     if level not in ("token", "sequence"):
         conv.refuse("importance_sampling_level", "must be token or sequence", "Give one of them.")
@@ -130,9 +139,9 @@ def _grpo(conv: Conversion) -> None:
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
         conv.remark(Fate.INSTEAD, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
-    beta = conv.number("beta", 0.0)
+    beta = conv.number("beta", scale_of_kl)
     conv.put("loss.beta", beta, "beta")
-    if beta and conv.flag("use_bias_correction_kl", True):
+    if beta and "use_bias_correction_kl" in conv.by_name and conv.flag("use_bias_correction_kl", True):
         conv.remark(Fate.OTHER, "beta", beta, "TRL 1.16 multiplies the divergence by the ratio, unless "
                     "use_bias_correction_kl is false; here it is k3 itself, as in TRL before")  # fmt: skip
     _clip(conv)
@@ -187,7 +196,7 @@ def _rewards(conv: Conversion) -> None:
             {f"{t['function'].partition(':')[0].replace('.', '/')}.py" for t in terms.values() if "path" not in t}
         )
         conv.notes.append(
-            "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
+            f"Rewards: {conv.framework} calls f(completions, …, **columns), rlexp f(prompts, answers, rows). "
             f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
         )
     weights = _weights(conv, len(terms))
@@ -224,7 +233,7 @@ def _weights(conv: Conversion, terms: int) -> Sequence[float]:
     return weights
 
 
-def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
+def _rollout(conv: Conversion, replicas: int, micro: int, steps: int, limit: str) -> None:
     """Set the sizes of a rollout, in prompts and answers, from the sizes of one GPU."""
     batch, ppo = micro * steps * replicas, conv.trainer == "ppo"
     answers = 1 if ppo else int(conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2, least=1))
@@ -244,9 +253,9 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
     conv.put("rollout.batch_size", drawn // answers, *sized, why=f"prompts: {drawn} answers / {answers}")
     new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
-    prompt = conv.whole("max_prompt_length", least=1)
-    conv.put("data.max_length", new + (prompt or LONG), "max_prompt_length",
-             why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
+    prompt = conv.whole(limit, least=1)
+    conv.put("data.max_length", new + (prompt or LONG), limit,
+             why="" if prompt else f"theirs has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
     if not ppo:
         _drawing(conv)
 
@@ -269,7 +278,7 @@ def _importance(conv: Conversion, vllm: bool) -> None:
     names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
              "vllm_importance_sampling_clip_max")  # fmt: skip
     mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
-    if not vllm or not conv.flag(names[0], True):
+    if not vllm or names[0] not in conv.by_name or not conv.flag(names[0], True):
         return
     if mode == "token_truncate":
         conv.put("rollout.importance_cap", cap, *names)

@@ -25,6 +25,7 @@ from tests.convert.texts import (
 
 OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
 AXOLOTL_SFT = AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "chat_template")
+SWIFT_GRPO = SWIFT.replace("dpo", "grpo") + "--reward_funcs accuracy format "
 MIX = "model_name_or_path: org/m\n"
 FACTORY_COMMAND = "CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path org/m --dataset d1 "
 FACTORY_COMMAND += "--finetuning_type full "
@@ -111,6 +112,18 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
                        {"data.path": "org/d"}, {ABSENT: {"datasets: data_files"}}),
     "one file in a list": (AXOLOTL_SFT.replace("path: org/d", "path: json, data_files: [d.json]"), None,
                            {"data.path": "d.json"}, {ABSENT: set()}),
+    "grpo of ms-swift": (
+        SWIFT_GRPO + "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_generations 8 "
+        "--max_completion_length 1024 --max_length 2048 --overlong_filter true --dynamic_sample true", None,
+        {"loss": "grpo", "loss.beta": 0.04, "loss.normalize": "sequence", "rollout.temperature": 0.9,
+         "rollout.n_samples": 8, "rollout.batch_size": 4, "train.batch_size": 32, "data.max_length": 3072,
+         "data.too_long": "truncate", "rollout.overlong": "mask", "loss.filter": True, "reward": "sum",
+         "reward.terms.format.function": "rewards:format"}, {}),
+    "grpo of ms-swift otherwise": (
+        SWIFT_GRPO + "--beta 0 --temperature 1.0 --loss_type dapo --advantage_estimator rloo --num_generations 4 "
+        "--importance_sampling_level sequence --use_vllm true --vllm_mode colocate", None,
+        {"loss": "gspo", "loss.beta": 0, "loss.normalize": "token", "rollout.temperature": 1.0,
+         "rollout.engine": "vllm", "rollout.importance_cap": None}, {INSTEAD: {"advantage_estimator"}}),
     "an argument of another stage": (FACTORY + "kto_chosen_weight: 2.0\n", None, {"loss": "dpo"},
                                      {NEEDLESS: {"kto_chosen_weight"}}),
 }  # fmt: skip
