@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
-from rlexp.convert.rules import Conversion, ConvertError, Fate
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, worked_out
 
 # Words for all linear layers but the head; `[]` of ours.
 ALL_LINEAR = ("all-linear", "all")
@@ -39,6 +39,11 @@ NO_DORA = "a direction and a length of their own (DoRA) are not here: plain LoRA
 NO_PARAMETERS = "adapters are of linear layers, not of single parameters, such as the experts of a mixture"
 ONE_RATE = "one rate for both matrices of an adapter (no LoRA+)"
 OF_START = "the first matrix is drawn as peft does by default, and the second one is 0"
+LACKING = {
+    **dict.fromkeys(("use_dora", "peft_use_dora"), (NO_DORA, "dora")),
+    **dict.fromkeys(("target_parameters", "lora_target_parameters"), (NO_PARAMETERS, "parameters")),
+    **dict.fromkeys(("lorap_lr_ratio", "loraplus_lr_ratio"), (ONE_RATE, "adapter.lr_ratio")),
+}
 ONE_REFERENCE = "the reference is the trained model without its adapter, as theirs, and no second model is loaded"
 UNREAD = "an adapter of a reference model is not read: merge it into its model, and give reference.path=FOLDER"
 MERGE_FIRST = "merge it into its model first, and train that: model.path=FOLDER"
@@ -77,6 +82,19 @@ class Defaults:
     dropout: float = 0.0
     targets: tuple[str, ...] = ()
     split: str | None = None  # what separates names in one text
+
+
+def rules(names: Names, *, rank: str = "", alpha: str = "", dropout: str = "", targets: str = "") -> Sequence[Rule]:
+    """Return the rules that every trainer has under names of its own, with what is said of its defaults."""
+    return (
+        worked_out(names.rank, "adapter.rank", rank),
+        worked_out(names.alpha, "adapter.alpha", alpha),
+        worked_out(names.dropout, "adapter.dropout", f"{dropout}{NO_DROPOUT}"),
+        worked_out(names.targets, "adapter.targets", targets),
+        worked_out(names.also, "adapter.also", ""),
+        worked_out(names.rslora, "adapter.rslora", ""),
+        *(absent(name, LACKING[name][0], until=LACKING[name][1]) for name in names.rest.split() if name in LACKING),
+    )
 
 
 def lora(conv: Conversion, names: Names, defaults: Defaults, *by: str) -> None:
@@ -137,6 +155,9 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
     """Set the layers that get an adapter; all linear layers but the head are `[]` here."""
     name, every = names.targets, bool(names.every) and conv.flag(names.every)
     said = [each for each in conv.texts(name, defaults.split) if each] or [*defaults.targets]
+    alone = next((each for each in names.rest.split() if "parameters" in each and conv.get(each)), None)
+    if not said and not every and alone:
+        conv.refuse(alone, NO_PARAMETERS, f"Name layers: {name}=[q_proj, v_proj].")
     if not said and not every:
         raise ConvertError(f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
                            f"{name}=[q_proj, v_proj].")  # fmt: skip

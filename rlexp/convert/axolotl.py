@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from pathlib import PurePosixPath
+import re
+from pathlib import Path
 from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
@@ -18,10 +19,12 @@ RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch
 RENAMED = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 
 KEPT = 4  # checkpoints
+OBJECTIVES = ("integrations.diffusion", "integrations.kd")  # plugins that train something else
+HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # Keys of a source, and of a data set's columns.
 SOURCE = {"name": "subset", "split": "split", "revision": "revision", "field_messages": "columns.prompt",
           "field_chosen": "columns.chosen", "field_rejected": "columns.rejected", "field_tools": "columns.tools",
-          "field": "columns.text"}  # fmt: skip
+          "field": "columns.text", "text_column": "columns.text"}  # fmt: skip
 # Those of a type that is a mapping.
 OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_input": "input",
             "field_output": "completion", "field_completion": "completion", "field_label": "label",
@@ -34,7 +37,9 @@ OF_LORA = adapters.Names(
     "lora_exclude_modules peft_layers_to_transform peft_layers_pattern peft_init_lora_weights peft_layer_replication "
     "peft_trainable_token_indices loraplus_lr_ratio relora",
 )  # fmt: skip
-TEMPLATES = ("chat_template", "bradley_terry.chat_template", "completion")  # types that write rows as we do
+OF_PAIRS = preference.Names("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", tau="", lengths="",
+                            weighting="dpo_use_weighting")  # fmt: skip
+TEMPLATES = ("chat_template", "bradley_terry.chat_template", "completion", "pretrain")  # types that write rows as we do
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if not {"per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type",
@@ -46,41 +51,31 @@ RULES: tuple[Rule, ...] = (
     worked_out("chat_template", "model.chat_template", "by default the tokenizer's own", "it is the tokenizer's own"),
     absent("chat_template_jinja", "a template is a file: model.chat_template=FILE"),
     taken("chat_template_kwargs", "data.template_options"),
-    absent("special_tokens", "the tokenizer's own special tokens are used", {}),
+    absent("special_tokens", "the tokenizer's own special tokens are used"),
     taken("tokens", "model.add_tokens"),
     worked_out("overrides_of_model_config model_config", "model.rope", "YaRN in its rope_scaling or rope_parameters"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     worked_out("adapter", "adapter=lora", "lora; qlora too, without the quantization; others are not here",
                until="adapter=llama"),
-    worked_out("lora_r", "adapter.rank", ""),
-    worked_out("lora_alpha", "adapter.alpha", ""),
-    worked_out("lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
-    worked_out("lora_target_modules", "adapter.targets", ""),
+    *adapters.rules(OF_LORA),
     worked_out("lora_target_linear", "adapter.targets=[]", "all linear layers but the head"),
-    worked_out("lora_modules_to_save", "adapter.also", ""),
-    worked_out("peft_use_rslora", "adapter.rslora", ""),
     worked_out("lora_model_dir", "adapter.path", "the reference is then the adapter that training starts from"),
-    absent("peft_use_dora", adapters.NO_DORA, False, until="dora"),
-    absent("lora_target_parameters", adapters.NO_PARAMETERS, [], until="parameters"),
-    absent("lora_rank_pattern lora_alpha_pattern", "all layers have one rank and one alpha", {},
+    absent("lora_rank_pattern lora_alpha_pattern", "all layers have one rank and one alpha",
            until="rank_pattern alpha_pattern"),
     absent("lora_exclude_modules peft_layers_to_transform peft_layers_pattern", "layers are named by adapter.targets",
-           [], until="exclude adapter.layers"),
-    absent("peft peft_init_lora_weights", adapters.OF_START, True, {}, until="adapter.init"),
+           until="exclude adapter.layers"),
+    absent("peft peft_init_lora_weights", adapters.OF_START, True, until="adapter.init"),
     absent("peft_layer_replication peft_trainable_token_indices", "an adapter is of linear layers; adapter.also trains "
-           "a module whole",
-           [], {}, until="replication token_indices"),
-    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="adapter.lr_ratio"),
-    absent("relora", "an adapter is not merged and begun anew (ReLoRA)", False, until="relora"),
-    absent("load_in_8bit load_in_4bit gptq", adapters.QUANTIZED, False, until="quant"),
+           "a module whole", until="replication token_indices"),
+    absent("relora", "an adapter is not merged and begun anew (ReLoRA)", until="relora"),
+    absent("load_in_8bit load_in_4bit gptq", adapters.QUANTIZED, until="quant"),
     needless("bnb_config_kwargs qlora_sharded_model_loading", adapters.OF_QUANTIZED),
     needless("merge_lora merge_method", "`axolotl merge-lora` is a command of its own; checkpoint.export=merged writes "
              "the merged model"),
     needless("rl_adapter_ref_model", adapters.ONE_REFERENCE),
     needless("loraplus_lr_embedding lora_fan_in_fan_out lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
              "lora_embedding_kernel peft_ensure_weight_tying peft_autocast_adapter_dtype relora_prune_ratio "
-             "relora_prune_method relora_cpu_offload",
-             "no number depends on it here"),
+             "relora_prune_method relora_cpu_offload", "no number depends on it here"),
     worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft", "the loss is chosen"),
     worked_out("reward_model", "loss=reward", "", "rl says what is trained"),
     worked_out("kto_desirable_weight", "loss.desirable_weight", "", of="kto"),
@@ -88,27 +83,31 @@ RULES: tuple[Rule, ...] = (
     worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
     needless("num_labels", "an answer has one score", of="reward"),
     other("train_on_inputs", "loss=sft", "a prompt is never trained on", of="sft"),
-    absent("pretraining_dataset", "name its rows by datasets, with type: completion", of="sft"),
+    worked_out("pretraining_dataset", "data=hf, data.path or data.sources", "rows that are texts",
+               "datasets decides", of="sft"),
+    absent("use_eaft", "every token's likelihood weighs alike", of="sft", fate=Fate.INSTEAD),
+    needless("eaft_alpha eaft_k diffusion", "only with an objective that is not here", of="sft"),
+    absent("eot_tokens", "the template says what ends a turn"),
+    needless("liger_rms_norm liger_rms_norm_gated liger_glu_activation liger_layer_norm liger_rope use_kernels "
+             "liger_fused_linear_cross_entropy loss_watchdog_threshold loss_watchdog_patience experts_implementation "
+             "use_scattermoe use_sonicmoe quantize_moe_experts eval_batch_size push_dataset_to_hub low_cpu_mem_usage "
+             "skip_prepare_dataset experimental_skip_move_to_device llama4_linearized_experts fused_attn_kernel",
+             "no number depends on it here"),
     worked_out("rl_beta", "loss.beta", "", preference.OTHERS),
     worked_out("trl", "loss.beta", "its beta comes before rl_beta; its other keys are for GRPO", preference.OTHERS),
     worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", of="orpo"),
-    worked_out("dpo_label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of=OF_DPO),
-    worked_out("dpo_loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, "rl says the loss", of=OF_DPO,
-               until=preference.NOT_YET),
-    worked_out("dpo_loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of=OF_DPO),
-    worked_out("dpo_use_weighting", "loss.wpo", "", preference.OTHERS, of=OF_DPO),
-    worked_out("rpo_alpha", "loss.sft_weight", "", preference.OTHERS, of=OF_DPO),
+    *preference.rules(OF_PAIRS, OF_DPO),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", of="simpo"),
     worked_out("simpo_gamma", "loss.gamma", "", of="simpo"),
     absent("dpo_label_smoothing_mode", "it is not here", of=OF_DPO),
     worked_out("precompute_ref_log_probs", "reference=precompute", "of dpo and ipo", "only rl: dpo and ipo read it"),
-    needless("dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel",
-             "the numbers are the same"),
+    needless("dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel", "the numbers are the same"),
     worked_out("context_parallel_size sequence_parallel_degree", "parallel.ring_size", "any layout has the same curve"),
     worked_out("ring_attn_func", "parallel.layout", "", "there is no ring"),
     needless("heads_k_stride dp_shard_size dp_replicate_size", "the layout and the engine decide"),
-    absent("tensor_parallel_size", "a model is not split across GPUs by tensor parallelism", 1,
-           until="tensor_parallel"),
+    absent("tensor_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
+    worked_out("batch_size", "train.batch_size", "of one GPU, without gradient_accumulation_steps",
+               "batch_size / micro_batch_size are the accumulated steps, as before axolotl 0.4"),
     worked_out("micro_batch_size", "train.micro_batch_size, train.batch_size",
                "for each GPU there; of all together here"),
     worked_out("num_epochs", "train.epochs", "whole passes over the data", "max_steps decides"),
@@ -125,13 +124,13 @@ RULES: tuple[Rule, ...] = (
     absent("test_datasets", "name held-out rows by data.eval_path"),
     worked_out("val_set_size", "data.eval_size", "a share is rounded down here, and up there"),
     needless("dataset_prepared_path dataset_processes dataset_exact_deduplication", "rows are tokenized once and kept"),
-    worked_out("evals_per_epoch", "train.eval_every", "a share of an epoch"),
+    worked_out("evals_per_epoch", "train.eval_every", "a share of an epoch", "no rows are held out"),
     worked_out("saves_per_epoch", "checkpoint.save_every", "a share of an epoch"),
     needless("flash_attention attn_implementation sdp_attention eager_attention xformers_attention",
              "the fastest kernel is taken"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage of your file chooses the engine"),
     worked_out("fsdp_version", "engine=fsdp2", ""),
-    absent("activation_offloading", "activations stay on the GPU", False, until="activation_offload"),
+    absent("activation_offloading", "activations stay on the GPU", until="activation_offload"),
     worked_out("wandb_project", "logger=wandb, logger.project", ""),
     taken("wandb_entity", "logger.entity", to=lambda value: value or None),
     taken("wandb_name", "logger.run_name"),
@@ -146,7 +145,8 @@ def convert(conv: Conversion) -> None:
     gpus = launchers.asked_for("micro_batch_size", launchers.ranks(conv))
     ring = int(conv.whole("context_parallel_size", 1, least=1))
     _ring(conv, ring)
-    huggingface.sizes(conv, gpus, batch=1, name="micro_batch_size", ring=ring, ring_name="context_parallel_size")
+    spread = launchers.spread(conv, gpus, "tensor_parallel_size")
+    huggingface.sizes(conv, spread, batch=1, name="micro_batch_size", ring=ring, ring_name="context_parallel_size")
     steps = huggingface.length(conv, 1.0)
     _schedule(conv, steps)
     huggingface.optimizer(conv)
@@ -170,7 +170,9 @@ def convert(conv: Conversion) -> None:
     _loss(conv)
     if conv.trainer in OF_DPO.split():
         adapters.precomputed(conv)
-    _packing(conv)
+    conv.put("data.packing", conv.flag("sample_packing"), "sample_packing")
+    if conv.flag("sample_packing") and conv.trainer == "sft":
+        conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
@@ -178,8 +180,11 @@ def convert(conv: Conversion) -> None:
     for name, key, wanted in per_epoch:
         if wanted and (times := conv.whole(name, 0, least=0)):
             conv.put(key, "1 epoch" if times == 1 else f"1/{times} epoch", name)
-        conv.tell(Fate.NEEDLESS, name, "no rows are held out" if not wanted else "it is 0")
-    _logger(conv)
+    project = conv.text("wandb_project")
+    huggingface.progress(conv)
+    conv.choose("logger", "wandb" if project else "none", "wandb_project")
+    if project:
+        conv.put("logger.project", project, "wandb_project")
 
 
 def _model_config(conv: Conversion) -> None:
@@ -226,6 +231,11 @@ def _like_transformers(conv: Conversion) -> None:
     for theirs, general in RENAMED.items():
         conv.by_name[general] = conv.by_name[theirs]
     given = {**conv.given}
+    if conv.get("batch_size") is not None and conv.get("gradient_accumulation_steps") is None:
+        steps = conv.whole("batch_size", least=1) // conv.whole("micro_batch_size", 1, least=1)
+        given["gradient_accumulation_steps"] = max(1, steps)
+    for name in [each for each in OBJECTIVES if each in str(conv.get("plugins", ""))]:
+        conv.remark(Fate.INSTEAD, "plugins", name, "the plugin has an objective of its own; answers are trained on")
     if given.get("bf16") in ("auto", "full"):
         if given["bf16"] == "full":
             conv.remark(Fate.OTHER, "bf16", "full", "weights that are trained are float32; bf16 computes with them")
@@ -254,10 +264,9 @@ def _beta(conv: Conversion) -> None:
 
 
 def _loss(conv: Conversion) -> None:
-    names = preference.Names("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", weighting="dpo_use_weighting")
     match conv.trainer:
         case "ipo":
-            preference.choose(conv, names, types=["ipo"], by="rl")
+            preference.choose(conv, OF_PAIRS, types=["ipo"], by="rl")
         case "orpo":
             preference.without_reference(conv, "orpo", by="rl", told=preference.OF_PROMPTS)
         case "simpo":
@@ -270,22 +279,10 @@ def _loss(conv: Conversion) -> None:
         case "sft":
             answers.supervised(conv, "")
         case _:
-            preference.choose(conv, names, smoothed=preference.SMOOTHED | {"dpo"})
-            _without_beta(conv)
-
-
-def _packing(conv: Conversion) -> None:
-    packs = conv.flag("sample_packing")
-    conv.put("data.packing", packs, "sample_packing")
-    if packs and conv.trainer == "sft":
-        conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
-
-
-def _without_beta(conv: Conversion) -> None:
-    """Take beta back where the loss has none."""
-    if not kinds.has("loss.beta", str(conv.choices["loss"].value)):
-        del conv.values["loss.beta"]
-        conv.done -= {"rl_beta", "trl"}
+            preference.choose(conv, OF_PAIRS, smoothed=preference.SMOOTHED | {"dpo"})
+            if not kinds.has("loss.beta", str(conv.choices["loss"].value)):
+                del conv.values["loss.beta"]
+                conv.done -= {"rl_beta", "trl"}
 
 
 def _ring(conv: Conversion, ring: int) -> None:
@@ -298,12 +295,14 @@ def _ring(conv: Conversion, ring: int) -> None:
 
 def _data(conv: Conversion) -> None:
     conv.choose("data", "hf")
-    sources = conv.entries("datasets")
+    by = "datasets" if conv.get("datasets") or conv.trainer != "sft" else "pretraining_dataset"
+    texts = isinstance(conv.get(by), str) and by == "pretraining_dataset"
+    sources = [{"path": conv.text(by), "type": "pretrain"}] if texts else conv.entries(by)
     if not sources:
         raise ConvertError("datasets: is missing, and it names the rows to train on. Add it to the file, as "
                            "datasets=[{path: org/pairs}].")  # fmt: skip
     for number, source in enumerate(sources, start=1):
-        _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source)
+        _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source, by)
     conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")
     strategy = conv.text("excess_length_strategy", "drop")
     if strategy not in TOO_LONG:
@@ -311,33 +310,29 @@ def _data(conv: Conversion) -> None:
     conv.put("data.too_long", TOO_LONG[strategy], "excess_length_strategy")
 
 
-def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
-    files, kind = source.get("data_files"), source.get("ds_type")
-    if files is None and source.get("path") is None:
-        conv.refuse("datasets", "must be a list of mappings, each with a path", "Give each one a path.")
-    of_file = files and kind in ("json", "parquet", None) and PurePosixPath(str(files)).suffix
-    conv.put(f"{key}.path", files if of_file else source.get("path"), "datasets")
+def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:
+    files, kind, path = source.get("data_files"), source.get("ds_type"), str(source.get("path") or "")
+    files = files[0] if isinstance(files, list) and len(files) == 1 else files
+    if files and (isinstance(files, list) or (HUB.fullmatch(path) and not Path(path).exists())):
+        conv.remark(Fate.ABSENT, f"{by}: data_files", files, "all rows of a set are read, not those of some files")
+        files = None
+    if files is None and not path:
+        conv.refuse(by, "must be a list of mappings, each with a path", "Give each one a path.")
+    of_file = files and kind in ("json", "parquet", None) and Path(str(files)).suffix
+    conv.put(f"{key}.path", files if of_file else source.get("path"), by)
     renamed = {"field_messages": "columns.messages"} if conv.trainer == "sft" else {}
     for theirs, ours in (SOURCE | renamed).items():
         value = source.get(theirs)
         if value is not None and value != ours.rpartition(".")[2]:
-            conv.put(f"{key}.{ours}", value, "datasets")
+            conv.put(f"{key}.{ours}", value, by)
     for name in source.keys() - TOLD:
         conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
     kind, roles = source.get("type", "chat_template"), source.get("roles_to_train")
     if isinstance(kind, dict):
         for theirs in kind.keys() & OWN_TYPE.keys():
             if kind[theirs] and kind[theirs] != OWN_TYPE[theirs]:
-                conv.put(f"{key}.columns.{OWN_TYPE[theirs]}", kind[theirs], "datasets")
+                conv.put(f"{key}.columns.{OWN_TYPE[theirs]}", kind[theirs], by)
     if roles not in (None, ["assistant"], ["gpt", "assistant"]):
         conv.remark(Fate.OTHER, "datasets: roles_to_train", roles, "the assistant's turns are trained on")
     if not str(kind).startswith(TEMPLATES):
         conv.remark(Fate.OTHER, "datasets: type", source["type"], "rows are written by the tokenizer's template")
-
-
-def _logger(conv: Conversion) -> None:
-    project = conv.text("wandb_project")
-    huggingface.progress(conv)
-    conv.choose("logger", "wandb" if project else "none", "wandb_project")
-    if project:
-        conv.put("logger.project", project, "wandb_project")

@@ -9,19 +9,7 @@ from typing import Any
 from rlexp.config.schema.bounds import WEEK
 from rlexp.convert import engines
 from rlexp.convert.read import plain
-from rlexp.convert.rules import (
-    Conversion,
-    ConvertError,
-    Fate,
-    Refused,
-    Rule,
-    absent,
-    needless,
-    one_of,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, one_of, other, taken, worked_out
 
 KEEP_ALL = 1_000_000
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
@@ -46,9 +34,8 @@ LOGGED = "every step is logged, for all ranks together"
 NO_WARMUP = "it is 0, or another argument decides"
 NO_EVALUATION = "nothing is evaluated, or another argument decides"
 RULES: tuple[Rule, ...] = (
-    worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
-               "samples of one GPU there; here train.micro_batch_size has those of one ring, and train.batch_size "
-               "those of a whole step"),
+    worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size", "samples of one GPU there; "
+               "here train.micro_batch_size has those of one ring, and train.batch_size those of a whole step"),
     worked_out("gradient_accumulation_steps", "train.batch_size",
                "train.grad_acc follows from the batch, and is not set"),
     worked_out("learning_rate", "optim.lr", ""),
@@ -68,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     absent("optim_args optim_target_modules", "AdamW and SGD take the keys of optim only"),
     worked_out("bf16", "train.precision", "bf16 computes in bfloat16; the weights that are trained stay float32"),
-    absent("fp16", "fp32, bf16 and fp64 are the precisions here", False),
+    absent("fp16", "fp32, bf16 and fp64 are the precisions here"),
     absent("tf32", "there is no key for it", until="tf32"),
     taken("activation_checkpointing gradient_checkpointing", "memory.checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
@@ -87,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("save_strategy", "checkpoint.save_every", "", "save_steps decides"),
     worked_out("save_steps", "checkpoint.save_every", "", "save_strategy decides"),
     worked_out("save_total_limit", "checkpoint.keep_last", ""),
-    absent("save_only_model", "a checkpoint is whole, so that a run can continue", False),
+    absent("save_only_model", "a checkpoint is whole, so that a run can continue"),
     other("load_best_model_at_end", "checkpoint.keep_best",
           "the last model is exported; `python -m rlexp.export` writes that of any checkpoint"),
     worked_out("metric_for_best_model", "checkpoint.best_metric", "", "nothing is evaluated"),
@@ -96,7 +83,7 @@ RULES: tuple[Rule, ...] = (
           "a run continues if it is given the folder of one that began; checkpoints of other trainers are not read"),
     worked_out("eval_strategy evaluation_strategy", "train.eval_every", "", NO_EVALUATION),
     worked_out("eval_steps", "train.eval_every", "", NO_EVALUATION),
-    absent("eval_delay", "held-out rows are evaluated every train.eval_every steps", 0),
+    absent("eval_delay", "held-out rows are evaluated every train.eval_every steps"),
     worked_out("eval_on_start", "eval.before_training", "", "no rows are held out"),
     needless("per_device_eval_batch_size do_train do_eval do_predict bf16_full_eval eval_accumulation_steps",
              "held-out rows are evaluated as the others are trained on"),
@@ -104,33 +91,32 @@ RULES: tuple[Rule, ...] = (
     taken("run_name", "logger.run_name"),
     worked_out("disable_tqdm", "logger.progress", ""),
     needless("logging_steps", LOGGED),
-    needless("logging_strategy logging_first_step log_level logging_dir project", LOGGED),
+    needless("logging_strategy logging_first_step log_level logging_dir project log_level_replica log_on_each_node "
+             "logging_nan_inf_filter include_num_input_tokens_seen debug skip_memory_metrics trackio_space_id "
+             "trackio_bucket_id trackio_static_space_id", LOGGED),
     worked_out("dataloader_drop_last", "data.drop_last", ""),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
     needless("remove_unused_columns no_remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
              "ddp_backend use_liger_kernel average_tokens_across_devices torch_empty_cache_steps local_rank "
              "overwrite_output_dir", "no number depends on it here"),
-    absent("group_by_length", "packing takes samples in their order", False),
+    absent("group_by_length", "packing takes samples in their order"),
     taken("train_sampling_strategy", "data.shuffle", "random is true, sequential is false",
           to=one_of({"random": True, "sequential": False}, "the order")),
-    absent("label_smoothing_factor", "no label of a token is smoothed", 0, 0.0),
+    absent("label_smoothing_factor", "no label of a token is smoothed"),
     absent("neftune_noise_alpha", "no noise is added to embeddings (NEFTune)", until="neftune"),
-    absent("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled", False,
-           until="compile"),
-    absent("auto_find_batch_size", "batches are never resized; `python -m rlexp.preflight` says what fits", False),
+    absent("torch_compile torch_compile_backend torch_compile_mode", "models are not compiled", until="compile"),
+    absent("auto_find_batch_size", "batches are never resized; `python -m rlexp.preflight` says what fits"),
     absent("push_to_hub hub_model_id hub_token hub_strategy hub_private_repo hub_revision",
-           "nothing is uploaded; the trained model lies in the run's folder", False, until="hub"),
-    needless("log_level_replica log_on_each_node logging_nan_inf_filter include_num_input_tokens_seen debug "
-             "skip_memory_metrics trackio_space_id trackio_bucket_id trackio_static_space_id", LOGGED),
+           "nothing is uploaded; the trained model lies in the run's folder", until="hub"),
     needless("dataloader_in_order dataloader_multiprocessing_context ddp_broadcast_buffers ddp_static_graph "
              "save_on_each_node enable_jit_checkpoint restore_callback_states_from_checkpoint use_cache "
              "length_column_name hub_always_push liger_kernel_config fp16_full_eval prediction_loss_only "
              "eval_do_concat_batches eval_use_gather_object batch_eval_metrics include_for_metrics",
              "no number depends on it here"),
-    absent("accelerator_config", "each replica takes whole micro-batches of the train batch", {}),
-    absent("parallelism_config", "a ring: parallel.ring_size", {}),
-    absent("ignore_data_skip", "a run continues with the samples that come next", False),
+    absent("accelerator_config", "each replica takes whole micro-batches of the train batch"),
+    absent("parallelism_config", "a ring: parallel.ring_size"),
+    absent("ignore_data_skip", "a run continues with the samples that come next"),
 )  # fmt: skip
 
 
@@ -381,14 +367,7 @@ def dtype_of(value: Any) -> Any:
 
 def kernel_of(value: Any) -> Any:
     """Return our name of an attention implementation; by default rlexp takes the fastest."""
-    if not isinstance(value, str):
-        return Refused("it names no attention implementation")
-    if value == "eager":
-        return "plain"
-    if "flash" in value:
+    if isinstance(value, str) and "flash" in value:
         return "flash_attn_3" if "3" in value else "auto"
-    return (
-        "auto"
-        if value in ("sdpa", "auto", "disabled")
-        else Refused(f"{value} is not here; the fastest kernel is taken")
-    )
+    names = {"eager": "plain", "sdpa": "auto", "auto": "auto", "disabled": "auto"}
+    return one_of(names, "the fastest kernel is taken: attention")(value)

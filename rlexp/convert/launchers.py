@@ -6,6 +6,7 @@ import re
 
 from rlexp.convert.rules import Conversion, ConvertError, Rule, needless, taken, worked_out
 
+NOT_SPLIT = "a model is not split across GPUs; the batch is as theirs, of its replicas"
 OF_A_NODE = 8  # GPUs, where --gpus says more than one node has
 ONE_NODE = "there is one, or --gpus says how many GPUs there are"
 COUNTED = "another argument, or --gpus, says how many GPUs there are"
@@ -94,6 +95,13 @@ def _included(text: str) -> tuple[int, int]:
     if not all(counts):
         raise ConvertError(f"include={text}: does not list the GPUs of each host. Say how many in all: --gpus=8.")
     return sum(counts), len(hosts)
+
+
+def spread(conv: Conversion, gpus: int, *sizes: str) -> int:
+    """Return over how many GPUs theirs spreads a batch, where it splits a model over some of them."""
+    for name in sizes:
+        gpus //= int(conv.whole(name, 1, least=1))
+    return max(1, gpus)
 
 
 def asked_for(batch: str, gpus: int | None) -> int:

@@ -27,6 +27,7 @@ OF_LORA = adapters.Names(
     rest="create_new_adapter use_dora use_llama_pro loraplus_lr_ratio pissa_init",
 )  # fmt: skip
 REFERRED = "dpo kto"
+SPLIT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 
 
@@ -38,19 +39,12 @@ RULES: tuple[Rule, ...] = (
     taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora, their default, and full; others are not here",
                "all weights are trained", until="adapter=oft"),
-    worked_out("lora_rank", "adapter.rank", "their default is 8"),
-    worked_out("lora_alpha", "adapter.alpha", "by default twice the rank"),
-    worked_out("lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
-    worked_out("lora_target", "adapter.targets", "all, their default, is all linear layers but the head, as here"),
-    worked_out("additional_target", "adapter.also", ""),
-    worked_out("use_rslora", "adapter.rslora", ""),
-    absent("use_dora", adapters.NO_DORA, False, until="dora"),
-    absent("loraplus_lr_ratio", adapters.ONE_RATE, until="adapter.lr_ratio"),
-    absent("pissa_init", adapters.OF_START, False, until="pissa adapter.init"),
+    *adapters.rules(OF_LORA, rank="their default is 8", alpha="by default twice the rank",
+                    targets="all, their default, is all linear layers but the head, as here"),
+    absent("pissa_init", adapters.OF_START, until="pissa adapter.init"),
     needless("loraplus_lr_embedding pissa_iter pissa_convert adapter_folder", "only with another argument that is not "
              "here"),
-    absent("use_llama_pro", "no layers are added to the model, and all of its layers have adapters", False,
-           until="llama_pro"),
+    absent("use_llama_pro", "no layers are added to the model, and all of its layers have adapters", until="llama_pro"),
     worked_out("adapter_name_or_path", "adapter.path",
                "for a loss with a reference, theirs compares with the model without it: reference.path"),
     worked_out("create_new_adapter", "adapter.path", "the earlier adapter has to be merged first",
@@ -73,8 +67,7 @@ RULES: tuple[Rule, ...] = (
            until="optim=muon optim=galore"),
     needless("badam_mode badam_switch_mode badam_switch_interval badam_verbose galore_layerwise galore_target "
              "galore_rank galore_scale apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type "
-             "asft_alpha",
-             "only with an optimizer or a loss that is not here"),
+             "asft_alpha", "only with an optimizer or a loss that is not here"),
     other("train_on_prompt", "loss=sft", "a prompt is never trained on", of="sft"),
     other("mask_history", "loss=sft", "every answer of a conversation is trained on", of="sft"),
     worked_out("disable_shuffling", "data.shuffle", ""),
@@ -100,15 +93,16 @@ RULES: tuple[Rule, ...] = (
     taken("max_samples", "data.max_samples"),
     absent("mix_strategy interleave_probs", "sources with data.sources.NAME.weight", "concat"),
     taken("preprocessing_num_workers", "data.workers"),
-    worked_out("packing neat_packing", "data.packing",
-               "for sft and pt, a sample of the batch is a block of several rows there, and one row here",
-               "the numbers are the same with packing or without (data.packing)"),
+    worked_out("packing neat_packing", "data.packing", "for sft and pt, a sample of the batch is a block of several "
+               "rows there, and one row here", "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
              "compute_accuracy include_effective_tokens_per_second", "no number depends on it here"),
-    absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16", False),
+    absent("pure_bf16", "weights that are trained are float32; train.precision=bf16 computes in bfloat16"),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     absent("cp_mode cp_size", "a ring: parallel.ring_size", 1),
     worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    absent("tensor_model_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
+    absent("pipeline_model_parallel_size expert_model_parallel_size", launchers.NOT_SPLIT, 1),
     needless("config_file use_v1_kernels", launchers.STARTS),
     *launchers.RULES,
 )  # fmt: skip
@@ -116,7 +110,7 @@ RULES: tuple[Rule, ...] = (
 
 def convert(conv: Conversion) -> None:
     gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
-    huggingface.sizes(conv, gpus)
+    huggingface.sizes(conv, launchers.spread(conv, gpus, *SPLIT))
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)
     conv.put("optim.lr", conv.number("learning_rate", 5e-5), "learning_rate")
@@ -130,8 +124,10 @@ def convert(conv: Conversion) -> None:
     if tokens := [*conv.texts("add_tokens", split=","), *conv.texts("add_special_tokens", split=",")]:
         conv.put("model.add_tokens", tokens, "add_tokens", "add_special_tokens")
     _adapter(conv)
-    losses = {"dpo": _preference, "kto": _kto, "rm": _reward}
-    losses.get(conv.trainer, _supervised)(conv)
+    if conv.trainer == "rm":
+        answers.reward_model(conv, "stage", OF_HEADS, margins=False)
+    else:
+        {"dpo": _preference, "kto": _kto}.get(conv.trainer, _supervised)(conv)
     _reference(conv)
     if conv.flag("disable_shuffling"):
         conv.put("data.shuffle", False, "disable_shuffling")
@@ -189,10 +185,6 @@ def _kto(conv: Conversion) -> None:
     answers.single(conv, "kto", "stage", good="kto_chosen_weight", bad="kto_rejected_weight", beta="pref_beta")
     if conv.number("pref_ftx", 0.0, least=0):
         conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
-
-
-def _reward(conv: Conversion) -> None:
-    answers.reward_model(conv, "stage", OF_HEADS, margins=False)
 
 
 def _preference(conv: Conversion) -> None:

@@ -49,9 +49,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("ds.lora.alpha lora_alpha", "adapter.alpha", "their default is 16"),
     worked_out("ds.lora.dropout lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
     worked_out("ds.lora.target_modules target_modules", "adapter.targets", "by default all linear layers, as here"),
-    absent("ds.load_in_4bit load_in_4bit", adapters.QUANTIZED, False, until="quant"),
-    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own", 0,
-           0.0),
+    absent("ds.load_in_4bit load_in_4bit", adapters.QUANTIZED, until="quant"),
+    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own"),
     # data
     worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", ""),
     worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
@@ -78,8 +77,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together",
                "prompt_max_len and generate_max_len decide"),
     worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
-    absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", 0,
-           "images", until="image"),
+    absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", "images",
+           until="image"),
     taken("ds.packing_samples packing_samples", "data.packing", default=False),
     # sizes
     taken("train.batch_size train_batch_size", "train.batch_size", "of all GPUs, as here", default=128),
@@ -97,10 +96,9 @@ RULES: tuple[Rule, ...] = (
     absent("ds.zpg zpg", "ZeRO++'s partition is refused", 1),
     needless("ds.grad_accum_dtype grad_accum_dtype ds.overlap_comm overlap_comm ds.deepcompile deepcompile "
              "ds.use_liger_kernel use_liger_kernel ds.experts_implementation ds.use_universal_ckpt "
-             "use_ds_universal_ckpt "
-             "ds.enable_sleep deepspeed_enable_sleep local_rank perf actor_init_on_gpu data.disable_fast_tokenizer "
-             "disable_fast_tokenizer data.dataloader_num_workers dataloader_num_workers bos_token_id use_ms",
-             "no number depends on it here"),
+             "use_ds_universal_ckpt ds.enable_sleep deepspeed_enable_sleep local_rank perf actor_init_on_gpu "
+             "data.disable_fast_tokenizer disable_fast_tokenizer data.dataloader_num_workers dataloader_num_workers "
+             "bos_token_id use_ms", "no number depends on it here"),
     # the optimizer
     worked_out("optim actor.optim", "optim", "their adam becomes adamw"),
     taken("adam.lr actor.adam.lr learning_rate actor_learning_rate", "optim.lr"),

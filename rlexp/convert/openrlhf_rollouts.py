@@ -41,8 +41,7 @@ RULES: tuple[Rule, ...] = (
              "all models are on the same ranks here", of="ppo"),
     worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", ONE_NODE, of="ppo"),
     worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", COUNTED, of="ppo"),
-    absent("vllm.enable_sleep vllm_enable_sleep", "vLLM keeps its memory: rollout.vllm_memory is its share", False,
-           of="ppo"),
+    absent("vllm.enable_sleep vllm_enable_sleep", "vLLM keeps its memory: rollout.vllm_memory is its share", of="ppo"),
     worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
     absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
            of="ppo"),
@@ -50,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile",
           of="ppo"),
     absent("train.partial_rollout_enable partial_rollout train.async_queue_size async_queue_size",
-           "a rollout is drawn whole", False, of="ppo"),
+           "a rollout is drawn whole", of="ppo"),
     absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
     # rewards
     worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
@@ -59,13 +58,12 @@ RULES: tuple[Rule, ...] = (
                "the function gets other arguments: docs/rewards.md", of="ppo"),
     other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights",
           of="ppo"),
-    absent("reward.normalize_enable normalize_reward", "scores are taken as they are; advantages are normalized", False,
+    absent("reward.normalize_enable normalize_reward", "scores are taken as they are; advantages are normalized",
            of="ppo"),
     absent("reward.clip_range reward_clip_range", "scores are taken as they are", [-10, 10], of="ppo"),
     absent("reward.overlong_buffer_len overlong_buffer_len reward.overlong_penalty_factor overlong_penalty_factor "
            "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "see rollout.overlong", of="ppo"),
-    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score",
-           of="ppo rm"),
+    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score", of="ppo rm"),
     # the loss
     worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo"),
     worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", "", of="ppo"),
@@ -81,11 +79,10 @@ RULES: tuple[Rule, ...] = (
     worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", UNUSED, of="ppo"),
     needless("critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio "
              "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network "
-             "critic.gradient_checkpointing_enable",
-             "the critic is optimized with the policy", of="ppo"),
+             "critic.gradient_checkpointing_enable", "the critic is optimized with the policy", of="ppo"),
     worked_out("algo.advantage.gamma gamma", "loss.gamma", "", UNUSED, of="ppo"),
     worked_out("algo.advantage.lambd lambd", "loss.lam", "", UNUSED, of="ppo"),
-    absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too", False,
+    absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too",
            of="ppo"),
     worked_out("algo.advantage.is_correction_enable enable_vllm_is_correction", "rollout.importance_cap",
                "weighs samples that vLLM's own kernels drew", of="ppo"),
@@ -93,16 +90,15 @@ RULES: tuple[Rule, ...] = (
                "tis is here, others are not", "no weight is asked for", of="ppo"),
     worked_out("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "rollout.importance_cap",
                "the upper limit", "no weight is asked for", of="ppo"),
-    absent("use_icepop", "tokens with a large weight are not left out", False, of="ppo"),
+    absent("use_icepop", "tokens with a large weight are not left out", of="ppo"),
     taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
     absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
     absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
-           -1,
-           of="ppo"),
+           -1, of="ppo"),
     worked_out("algo.dynamic_filtering_enable dynamic_filtering", "loss.filter=true",
                "prompts with equal scores are left out, and no others are drawn for them", of="ppo"),
-    absent("algo.dynamic_filtering_range dynamic_filtering_reward_range",
-           "a prompt is left out if all its scores are the same", [0, 1], of="ppo"),
+    absent("algo.dynamic_filtering_range dynamic_filtering_reward_range", "a prompt is left out if all its scores are "
+           "the same", [0, 1], of="ppo"),
     absent("eval.temperature eval_temperature eval.n_samples_per_prompt eval_n_samples_per_prompt",
            "held-out prompts are sampled as the others", of="ppo"),
 )  # fmt: skip
@@ -214,6 +210,9 @@ def _reward(conv: Conversion) -> None:
         )
     elif function is not None:
         conv.refuse("remote_rm_url", "a reward behind an address is not here", "Give a model, or a function of Python.")
+    elif not models and conv.get("agent_func_path") is not None:
+        conv.refuse("agent_func_path", "an agent scores the answers, in several turns, which is not here",
+                    "Give a reward model, or a function of Python.")  # fmt: skip
     elif not models:
         raise ConvertError(
             "reward_pretrain: is missing, and so is remote_rm_url; without them nothing scores an answer. Add one to "

@@ -10,7 +10,7 @@ from typing import Any
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import PreferenceConfig
 from rlexp.convert import answers
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.rules import Conversion, Fate, Rule, worked_out
 
 # Their names, and ours. TRL's `aot_pair` became `aot_unpaired`.
 LOSSES = {
@@ -24,6 +24,7 @@ TYPES = (
     "the losses over pairs; several are loss=mpo with loss.terms, where sft is loss.sft_weight; sft alone is loss=sft"
 )
 ONE_LOSS = "there is one loss"
+SMOOTHING = "TRL ignores it for sigmoid since 0.29"
 OTHERS = "it changes nothing with this loss"
 NOT_YET = "loss=kto_pair"  # an option of ours that would have what is refused
 SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})  # with label_smoothing in TRL since 0.29
@@ -67,6 +68,26 @@ class Asked:
 
     def add(self, loss: str, weight: float) -> None:
         self.weights[loss] = self.weights.get(loss, 0.0) + weight
+
+
+def rules(names: Names, of: str, more: str = "") -> Sequence[Rule]:
+    """Return the rules of these arguments. `more` are trainers whose labels are smoothed too."""
+    rest = {names.lengths: "ld_alpha", names.tau: "tau", names.weighting: "wpo", names.likelihood: "sft_weight"}
+    return (
+        worked_out(names.loss, "loss, loss.normalize, loss.shift", TYPES, "it is said elsewhere", of=of, until=NOT_YET),
+        worked_out(names.weights, "loss.terms, loss.sft_weight", "", ONE_LOSS, of=of),
+        worked_out(names.smoothing, "loss.label_smoothing", SMOOTHING, OTHERS, of=f"{of} {more}"),
+        *(worked_out(name, f"loss.{key}", "", OTHERS, of=of) for name, key in rest.items() if name),
+    )
+
+
+def of_cpo_rules(of: str, told: str = "") -> Sequence[Rule]:
+    """Return the rules of TRL's CPO, which has SimPO too."""
+    return (
+        worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "it is said", of=of),
+        worked_out("cpo_alpha", "loss.sft_weight", told, of=of),
+        worked_out("simpo_gamma", "loss.gamma", "", OTHERS, of=of),
+    )
 
 
 def choose(

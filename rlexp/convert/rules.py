@@ -257,7 +257,8 @@ class Conversion:
 
     def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:
         """Add a line on an argument that is taken over in part, or on a part of one."""
-        self.lines[fate].append(Line(name, value, why))
+        if (line := Line(name, value, why)) not in self.lines[fate]:
+            self.lines[fate].append(line)
 
     def _origin(self, names: Sequence[str], why: str) -> str:
         said = [each for each in map(self.name, names) if each is not None]

@@ -108,8 +108,9 @@ class _Reader:
             value = word.array if word.array is not None else [word.text[found.end() :]]
             given[found[1]] = " ".join(value)
             if declares or not _follows(rest):
-                made: list[str] = [Unknown.of(value[0], word.unknown)] if word.unknown is not None else value
-                self._assign(found[1], made, more=bool(found[2]))
+                if word.unknown is not None:
+                    value = [Unknown.of(value[0], word.unknown)]
+                self._assign(found[1], value, more=bool(found[2]))
         if declares or not rest:
             if exports:
                 names = [*given, *(word.text for word in rest)]

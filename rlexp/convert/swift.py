@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
+from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
-TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm")
-OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm"
+TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm", "grpo")
+OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm grpo"
 PAIRS = "rows of messages and rejected_response are not read: make them prompt, chosen and rejected"
 # What rows have to be, by trainer.
 ROWS = {
     "sft": "rows of messages are read as they are",
     "pt": "rows of messages with an answer alone are not read: make them a text",
+    "grpo": "rows of messages are not read: make them prompt, and columns that the reward reads",
     "kto": "rows of messages and label are not read: make them prompt, completion and label",
 }
 LEAST_BATCH = 16  # where no accumulation is given, theirs is the smallest that reaches this batch
@@ -26,50 +29,48 @@ OF_QUANTIZED = (
     "quant_bits hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage"
 )
 
+# TRL's arguments of rollouts that ms-swift has too, but for a default.
+OTHERWISE = ("vllm_importance", "use_bias", "max_prompt", "temperature")
+LIKE_TRL = tuple(replace(rule, trainers=("grpo",)) for rule in rollouts.RULES
+                 if "grpo" in rule.trainers and not rule.names[0].startswith(OTHERWISE))  # fmt: skip
+
 RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
-    worked_out("rlhf_type", "loss", "dpo, cpo, orpo, simpo, kto or rm; swift sft and swift pt are loss=sft",
-               "the loss is chosen", of=OF_RLHF),
+    *LIKE_TRL,
+    taken("temperature", "rollout.temperature", default=0.9, of="grpo"),
+    taken("dynamic_sample", "loss.filter", "no other prompts are drawn instead", of="grpo"),
+    absent("advantage_estimator kl_in_reward", "the advantages are those of the group, and a divergence is in the loss",
+           "grpo", of="grpo", fate=Fate.INSTEAD),
+    absent("multi_turn_scheduler use_gym_env", "an answer is drawn in one turn", of="grpo", fate=Fate.INSTEAD),
+    absent("soft_cache_length soft_max_length", "see rollout.overlong", of="grpo"),
+    needless("sleep_level offload_optimizer offload_model move_model_batches external_plugins log_entropy "
+             "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,
+             of="grpo"),
+    worked_out("rlhf_type", "loss", "dpo, cpo, orpo, simpo, kto, rm or grpo; swift sft and swift pt are "
+               "loss=sft", "the loss is chosen", of=OF_RLHF),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
     taken("ref_model", "reference.path", of="dpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
     worked_out("tuner_type train_type", "adapter=lora", "lora, their default, and full; others are not here",
                "all weights are trained", until="adapter=adalora adapter=longlora adapter=vera"),
-    worked_out("lora_rank", "adapter.rank", "their default is 8"),
-    worked_out("lora_alpha", "adapter.alpha", "their default is 32"),
-    worked_out("lora_dropout", "adapter.dropout", f"their default is 0.05; {adapters.NO_DROPOUT}"),
-    worked_out("target_modules", "adapter.targets", "by default all linear layers, as here"),
+    *adapters.rules(OF_LORA, rank="their default is 8", alpha="their default is 32", dropout="their default is 0.05; ",
+                    targets="by default all linear layers, as here"),
     absent("target_regex", "a pattern of names is not here: adapter.targets", until="regex"),
-    absent("target_parameters", adapters.NO_PARAMETERS, until="parameters"),
-    worked_out("modules_to_save", "adapter.also", ""),
-    worked_out("use_rslora", "adapter.rslora", ""),
-    absent("use_dora", adapters.NO_DORA, False, until="dora"),
     absent("lora_bias", "biases are not trained beside an adapter", "none", until="adapter.bias"),
-    absent("lorap_lr_ratio", adapters.ONE_RATE, until="adapter.lr_ratio"),
     absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
     worked_out("adapters", "adapter.path", ""),
     worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
                "the loss compares with no reference", of="dpo kto"),
-    worked_out("merge_lora", "checkpoint.export=merged",
-               "of `swift export`, which is a command of its own; here the run writes the merged model at its end",
-               "there is no adapter"),
+    worked_out("merge_lora", "checkpoint.export=merged", "of `swift export`, which is a command of its own; here the "
+               "run writes the merged model at its end", "there is no adapter"),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
-             "lora_ga_direction lora_ga_scale lora_ga_stable_gamma",
-             "an adapter's weights are float32"),
+             "lora_ga_direction lora_ga_scale lora_ga_stable_gamma", "an adapter's weights are float32"),
     absent("quant_method", adapters.QUANTIZED, until="quant"),
     needless(OF_QUANTIZED, adapters.OF_QUANTIZED),
     taken("beta", "loss.beta", default=0.1),
-    worked_out("label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of=f"dpo {OF_CPO}"),
-    worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
-    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of="dpo"),
-    worked_out("rpo_alpha", "loss.sft_weight", "", preference.OTHERS, of="dpo"),
-    worked_out("ld_alpha", "loss.ld_alpha", "", preference.OTHERS, of="dpo"),
-    worked_out("discopop_tau", "loss.tau", "", preference.OTHERS, of="dpo"),
-    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "rlhf_type says it too",
-               of=OF_CPO),
-    worked_out("cpo_alpha", "loss.sft_weight", "their default is 1, with simpo too", of=OF_CPO),
-    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of=OF_CPO),
+    *preference.rules(preference.Names(), "dpo", OF_CPO),
+    *preference.of_cpo_rules(OF_CPO, "their default is 1, with simpo too"),
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
     worked_out("center_rewards_coefficient", "loss.center", "", of="rm"),
@@ -118,7 +119,7 @@ def convert(conv: Conversion) -> None:
         gpus = 1  # replicas of theirs
     ring = int(conv.whole("sequence_parallel_size", 1, least=1))
     conv.put("parallel.ring_size", ring, "sequence_parallel_size")
-    huggingface.sizes(conv, gpus, batch=1, ring=ring, fill=LEAST_BATCH)
+    sized = huggingface.sizes(conv, gpus, batch=1, ring=ring, fill=LEAST_BATCH)
     dtype = conv.text("torch_dtype", "bfloat16")
     if dtype not in ("bfloat16", "float32"):
         conv.tell(Fate.ABSENT, "torch_dtype", "fp32, bf16 and fp64 are the precisions here; bf16 is taken")
@@ -136,7 +137,10 @@ def convert(conv: Conversion) -> None:
         model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"))
     _adapter(conv)
     conv.put("optim.lr", conv.number("learning_rate", 1e-4 if adapters.has(conv) else 1e-5), "learning_rate")
-    _loss(conv)
+    if conv.trainer == "grpo":
+        rollouts.convert(conv, gpus // ring, *sized, beta=0.04, divisor="grpo", prompt="max_length")
+    else:
+        _loss(conv)
     _reference(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
@@ -221,11 +225,11 @@ def _data(conv: Conversion) -> None:
     conv.remark(
         Fate.OTHER, "dataset", conv.get("dataset"), f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's"
     )
-    strategy = conv.text("truncation_strategy", "delete")
+    strategy = conv.text("truncation_strategy", "left" if conv.trainer == "grpo" else "delete")
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")
     conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
-    if conv.get("max_length") is None:
+    if conv.get("max_length") is None and conv.trainer != "grpo":
         conv.put("data.too_long", "error", "max_length")
         why = "their default is the model's own limit; here a longer row is an error: give data.max_length"
         conv.remark(Fate.OTHER, "max_length", None, why)

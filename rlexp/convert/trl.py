@@ -6,9 +6,9 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlexp.convert import adapters, answers, engines, huggingface, launchers, preference
+from rlexp.convert import adapters, answers, engines, huggingface, launchers, mixtures, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
+from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
@@ -20,7 +20,7 @@ TELLTALE = {
     "rloo": "normalize_advantages reward_clip_range rloo_k",
     "ppo": "kl_coef cliprange cliprange_value vf_coef gamma lam num_ppo_epochs num_mini_batches total_episodes "
     "missing_eos_penalty sft_model_path",
-    "cpo": "cpo_alpha simpo_gamma",
+    "cpo": "cpo_alpha simpo_gamma gamma_beta_ratio",
     "sft": "packing_strategy assistant_only_loss completion_only_loss dataset_text_field",
     "reward": "center_rewards_coefficient",
     "kto": "desirable_weight undesirable_weight",
@@ -54,24 +54,16 @@ RULES: tuple[Rule, ...] = (
     taken("dtype torch_dtype", "model.dtype", "weights that are trained are float32 here", to=huggingface.dtype_of),
     taken("attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
     taken("trust_remote_code", "model.trust_remote_code"),
-    absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions", {}),
+    absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions"),
     worked_out("use_peft", "adapter=lora", "the reference is then the model without its adapter, as theirs"),
-    worked_out("lora_r", "adapter.rank", "their default is 16"),
-    worked_out("lora_alpha", "adapter.alpha", "their default is 32"),
-    worked_out("lora_dropout", "adapter.dropout", f"their default is 0.05; {adapters.NO_DROPOUT}"),
-    worked_out("lora_target_modules", "adapter.targets",
-               "all-linear is [], which is our default; without it q_proj and v_proj, or what peft has for the model"),
-    worked_out("lora_modules_to_save", "adapter.also", ""),
-    worked_out("use_rslora", "adapter.rslora", ""),
+    *adapters.rules(OF_LORA, rank="their default is 16", alpha="their default is 32", dropout="their default is 0.05; ",
+                    targets="all-linear is [], as here; without it q_proj and v_proj, or what peft has for the model"),
     worked_out("lora_task_type", "adapter=lora", "the head of a reward model is trained whole",
                "the loss says which head the model has"),
-    absent("use_dora", adapters.NO_DORA, False, until="dora"),
-    absent("lora_target_parameters", adapters.NO_PARAMETERS, until="parameters"),
-    absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, False, until="quant"),
+    absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, until="quant"),
     needless("use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage", adapters.OF_QUANTIZED),
-    absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", 0, 0.0,
-           until="router aux_loss"),
-    absent("sync_ref_model", "the reference is the model at the start", False),
+    absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", until="router aux_loss"),
+    absent("sync_ref_model", "the reference is the model at the start"),
     needless("ref_model_mixup_alpha ref_model_sync_steps", "only with sync_ref_model"),
     needless("disable_dropout", "there is no dropout here"),
     needless("ignore_bias_buffers activation_offloading ds3_gather_for_generation pad_to_multiple_of padding_free "
@@ -84,15 +76,20 @@ RULES: tuple[Rule, ...] = (
                "nothing is evaluated, or another argument says on what"),
     worked_out("dataset_streaming streaming", "data.streaming", ""),
     worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
+    worked_out("dataset_mixture", "data.sources", "of alignment-handbook and open-r1", "datasets decides"),
+    worked_out("dataset_mixer", "data.sources", "of alignment-handbook until 0.4", "datasets decides"),
+    worked_out("dataset_splits", "data.split, data.eval_split", "of dataset_mixer", "nothing is evaluated"),
+    taken("dataset_prompt_column", "data.columns.prompt", "of open-r1", of=rollouts.DRAWING),
+    taken("system_prompt", "data.system", "of open-r1"),
+    other("chat_template", "model.chat_template", "the template itself there, a file with it here"),
     worked_out("test_split_size", "data.eval_size", "a share is rounded down here, and up there"),
-    taken("dataset_num_proc", "data.workers"),
-    worked_out("max_length", "data.max_length", "tokens of prompt and answer together", of=OFFLINE),
+    taken("dataset_num_proc preprocessing_num_workers", "data.workers"),
+    worked_out("max_length max_seq_length", "data.max_length", "tokens of prompt and answer together", of=OFFLINE),
     worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
-    worked_out("truncation_mode", "data.too_long=truncate",
-               "the start of the prompt is cut first, then the end of the answers", "nothing is cut",
-               of=f"{PAIRS} sft {SINGLE}"),
+    worked_out("truncation_mode", "data.too_long=truncate", "the start of the prompt is cut first, then the end of the "
+               "answers", "nothing is cut", of=f"{PAIRS} sft {SINGLE}"),
     absent("tools", "tools are a column of the rows"),
-    absent("dataset_kwargs", "rows are always tokenized here", {}, {"skip_prepare_dataset": False}),
+    absent("dataset_kwargs", "rows are always tokenized here", {"skip_prepare_dataset": False}),
     taken("chat_template_kwargs", "data.template_options", of=rollouts.DRAWING),
     taken("shuffle_dataset", "data.shuffle", of=rollouts.DRAWING),
     worked_out("chat_template_path", "model.chat_template", "a jinja file", of="sft reward"),
@@ -115,37 +112,27 @@ RULES: tuple[Rule, ...] = (
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
     worked_out("precompute_ref_log_probs", "reference=precompute", "not with loss=kto", of=f"dpo {SINGLE}"),
-    needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length",
-             "the numbers are the same; data.max_length is one limit", of=SINGLE),
-    absent("generate_during_eval", "no answers are drawn for rows that have one", False, of=SINGLE),
+    needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length "
+             "use_logits_to_keep max_target_length", "the numbers are the same; data.max_length is one limit",
+             of=f"{PAIRS} {SINGLE}"),
+    absent("generate_during_eval", "no answers are drawn for rows that have one", of=f"{PAIRS} {SINGLE}"),
     needless("prompt_sample_size min_density_ratio max_density_ratio",
              "only with a function for embeddings, which a file does not name", of="bco"),
     # reward models
     worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
     # DPO and its family
-    worked_out("loss_type", "loss, loss.normalize, loss.shift", preference.TYPES, of="dpo", until=preference.NOT_YET),
-    worked_out("loss_weights", "loss.terms, loss.sft_weight", "", preference.ONE_LOSS, of="dpo"),
+    *preference.rules(preference.Names(), "dpo", "cpo"),
+    *preference.of_cpo_rules("cpo"),
     taken("beta", "loss.beta", default=0.1, of=PAIRS),
-    worked_out("label_smoothing", "loss.label_smoothing", "TRL ignores it for sigmoid since 0.29", preference.OTHERS,
-               of="dpo cpo"),
-    worked_out("ld_alpha", "loss.ld_alpha", "", preference.OTHERS, of="dpo"),
-    worked_out("discopop_tau", "loss.tau", "", preference.OTHERS, of="dpo"),
-    worked_out("use_weighting", "loss.wpo", "", preference.OTHERS, of="dpo"),
-    worked_out("rpo_alpha", "loss.sft_weight", "of older TRL", preference.OTHERS, of="dpo"),
-    worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", of="cpo"),
-    worked_out("cpo_alpha", "loss.sft_weight", "", of="cpo"),
-    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of="cpo"),
-    absent("alpha", "a reward is a log-probability (AlphaPO is not here)", 0, 0.0, of="cpo"),
+    absent("alpha", "a reward is a log-probability (AlphaPO is not here)", of="cpo"),
     absent("f_divergence_type", "the reverse KL is the divergence here", "reverse_kl", of="dpo"),
     needless("f_alpha_divergence_coef", "only with another f_divergence_type", of="dpo"),
-    absent("reference_free force_use_ref_model", "the reference is the model at the start; loss=cpo has none", False,
+    absent("reference_free force_use_ref_model", "the reference is the model at the start; loss=cpo has none",
            of="dpo"),
-    absent("generate_during_eval", "no answers are drawn for pairs", False, of=PAIRS),
-    needless("precompute_ref_batch_size label_pad_token_id use_logits_to_keep max_target_length",
-             "the numbers are the same", of="dpo"),
-    needless("label_pad_token_id padding_value is_encoder_decoder max_completion_length", "the numbers are the same; "
-             "data.max_length is one limit", of=OF_CPO),
+    worked_out("gamma_beta_ratio", "loss=simpo, loss.gamma", "times beta; of SimPO's own trainer", of="cpo"),
     *rollouts.RULES,
+    taken("wandb_project", "logger.project"),
+    taken("wandb_entity", "logger.entity"),
     # the launcher
     worked_out("num_processes", "launch.nproc", "the GPUs of all machines together", launchers.COUNTED),
     *launchers.RULES,
@@ -185,8 +172,8 @@ def convert(conv: Conversion) -> None:
     gpus = launchers.asked_for(conv.name("per_device_train_batch_size") or "per_device_train_batch_size",
         launchers.ranks(conv, "nproc_per_node"),
     )  # fmt: skip
-    ring = _ring(conv)
-    sized = huggingface.sizes(conv, gpus, ring=ring, ring_name=_ring_name(conv))
+    ring, name = _ring(conv)
+    sized = huggingface.sizes(conv, gpus, ring=ring, ring_name=name)
     steps = huggingface.shared(conv, bf16=True)
     _engine(conv)
     conv.put("optim.lr", conv.number("learning_rate", RATES.get(conv.trainer, 1e-6)), "learning_rate")
@@ -198,8 +185,7 @@ def convert(conv: Conversion) -> None:
     if conv.trainer in rollouts.TRAINERS.split():
         rollouts.convert(conv, gpus // ring, *sized)
         return
-    families = {"dpo": _dpo, "cpo": _cpo, "orpo": _orpo, "sft": _sft, "kto": _kto, "bco": _bco, "reward": _reward}
-    families[conv.trainer](conv)
+    _loss(conv)
     if "precompute_ref_log_probs" in conv.by_name:
         adapters.precomputed(conv)
     _lengths(conv)
@@ -207,22 +193,16 @@ def convert(conv: Conversion) -> None:
     huggingface.drop_last(conv)
 
 
-def _ring_name(conv: Conversion) -> str:
-    return next(
-        (name for name in ("parallelism_config_cp_size", "parallelism_config_sp_size") if conv.whole(name, 1) != 1),
-        "parallelism_config_cp_size",
-    )
-
-
-def _ring(conv: Conversion) -> int:
-    """Set the ring by accelerate's sizes for context and sequence parallelism."""
-    name = _ring_name(conv)
+def _ring(conv: Conversion) -> tuple[int, str]:
+    """Set the ring by accelerate's sizes for context and sequence parallelism; return it with the argument."""
+    by_context, by_sequence = "parallelism_config_cp_size", "parallelism_config_sp_size"
+    name = by_sequence if conv.whole(by_context, 1, least=1) == 1 and conv.name(by_sequence) else by_context
     ring = int(conv.whole(name, 1, least=1))
     if ring > 1:
         conv.put("parallel.ring_size", ring, name)
-        if name == "parallelism_config_sp_size":
-            conv.put("parallel.layout", "ulysses", name)
-    return ring
+    if ring > 1 and name == by_sequence:
+        conv.put("parallel.layout", "ulysses", name)
+    return ring, name
 
 
 def _engine(conv: Conversion) -> None:
@@ -292,14 +272,13 @@ def _adapter(conv: Conversion) -> None:
 def _data(conv: Conversion) -> bool:
     """Set the rows; return whether some are held out."""
     conv.choose("data", "hf")
-    sources = conv.entries("datasets")
-    for key, source in zip(_sources(conv), sources, strict=False):
-        _source(conv, key, source)
+    sources = mixtures.sets(conv)
+    keys = _sources(conv)
+    for key, source in zip(keys, sources, strict=False):
+        _source(conv, key, source, mixtures.said(conv))
     if not sources and conv.get("dataset_name") is None:
-        raise ConvertError(
-            "dataset_name: is missing, and so is datasets; without them nothing says what to train on. Add it to the "
-            "file, as dataset_name=trl-lib/ultrafeedback_binarized."
-        )
+        raise ConvertError("dataset_name: is missing, and so is datasets; without them nothing says what to train on. "
+                           "Add it to the file, as dataset_name=trl-lib/ultrafeedback_binarized.")  # fmt: skip
     if not sources:
         conv.put("data.path", conv.text("dataset_name"), "dataset_name")
         for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):
@@ -308,7 +287,15 @@ def _data(conv: Conversion) -> bool:
     if conv.flag("dataset_streaming"):
         conv.put("data.streaming", True, "dataset_streaming")
     rows = huggingface.held_out(conv, "test_split_size")
-    if not rows and huggingface.evaluates(conv) and not sources:
+    size, split = mixtures.held_out(conv)
+    if size:
+        conv.put("data.eval_size", size, "dataset_mixture", why="its test_split_size")
+        rows = True
+    elif split and huggingface.evaluates(conv):
+        for key in keys:
+            conv.put(f"{key}.eval_split", split, "dataset_splits")
+        rows = True
+    elif not rows and huggingface.evaluates(conv) and not sources:
         conv.put("data.eval_split", conv.text("dataset_test_split", "test"), "dataset_test_split")
         rows = True
     elif not rows and huggingface.evaluates(conv):
@@ -319,35 +306,46 @@ def _data(conv: Conversion) -> bool:
 
 def _sources(conv: Conversion) -> list[str]:
     """Return our keys of the sources that the file has."""
-    several = len(conv.entries("datasets"))
+    several = len(mixtures.sets(conv))
     return [f"data.sources.source{number}" for number in range(1, several + 1)] if several > 1 else ["data"]
 
 
-def _source(conv: Conversion, key: str, source: dict[str, Any]) -> None:
+def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:
     files, path = source.get("data_files"), source.get("path")
     if files is None and path is None:
-        conv.refuse("datasets", "must be a list of mappings, each with a path", "Give each one a path.")
-    conv.put(f"{key}.path", files if files and path in ("json", "parquet") else path, "datasets")
+        conv.refuse(by, "must be a list of mappings, each with a path", "Give each one a path.")
+    conv.put(f"{key}.path", files if files and path in ("json", "parquet") else path, by)
     known = {"name": "subset", "split": "split"} | ({"fraction": "weight"} if key != "data" else {})
     for theirs, ours in known.items():
         if source.get(theirs) is not None:
-            conv.put(f"{key}.{ours}", source[theirs], "datasets")
+            conv.put(f"{key}.{ours}", source[theirs], by)
     for name in source.keys() - {"path", "data_files", *known}:
         why = "columns are found by their names: data.columns" if name == "columns" else "a source has no such key"
         conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], why)
 
 
-def _dpo(conv: Conversion) -> None:
-    preference.choose(conv, preference.Names())
-
-
-def _cpo(conv: Conversion) -> None:
-    loss = preference.of_cpo(conv)
-    preference.without_reference(conv, loss, by="loss_type", weight_name="cpo_alpha")
-
-
-def _orpo(conv: Conversion) -> None:
-    preference.without_reference(conv, "orpo", told=preference.OF_PROMPTS)
+def _loss(conv: Conversion) -> None:
+    match conv.trainer:
+        case "dpo":
+            preference.choose(conv, preference.Names())
+        case "cpo":
+            loss = preference.of_cpo(conv)
+            if (ratio := conv.number("gamma_beta_ratio")) is not None:
+                preference.without_reference(conv, "simpo", by="gamma_beta_ratio", weight_name="cpo_alpha", weight=0.0,
+                                             beta=2.0, gamma=ratio * conv.number("beta", 2.0))  # fmt: skip
+            else:
+                preference.without_reference(conv, loss, by="loss_type", weight_name="cpo_alpha")
+        case "orpo":
+            preference.without_reference(conv, "orpo", told=preference.OF_PROMPTS)
+        case "sft":
+            _sft(conv)
+        case "reward":
+            answers.reward_model(conv, "", answers.OF_ENDS, answers.OF_SCORES, center="center_rewards_coefficient")
+            _template(conv)
+        case single:
+            loss = answers.chosen_of(conv, answers.SINGLE, "kto") if single == "kto" else "bco"
+            answers.single(conv, loss, "loss_type" if single == "kto" else "")
+            conv.notes.append(answers.OF_PAIRS)
 
 
 def _sft(conv: Conversion) -> None:
@@ -359,19 +357,9 @@ def _sft(conv: Conversion) -> None:
     if not conv.flag("completion_only_loss", True):
         conv.tell(Fate.OTHER, "completion_only_loss", "a prompt is never trained on")
     _template(conv)
-    _texts(conv)
-    _packing(conv)
-
-
-def _texts(conv: Conversion) -> None:
-    """Name the column of rows that are plain texts."""
     if (column := conv.text("dataset_text_field", "text")) != "text":
-        sources = [f"{each}.columns.text" for each in _sources(conv)]
-        for key in sources:
-            conv.put(key, column, "dataset_text_field", why="only if rows are plain texts")
-
-
-def _packing(conv: Conversion) -> None:
+        for key in _sources(conv):
+            conv.put(f"{key}.columns.text", column, "dataset_text_field", why="only if rows are plain texts")
     if conv.flag("packing"):
         conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
     else:
@@ -387,21 +375,6 @@ def _template(conv: Conversion) -> None:
     else:
         why = "a tokenizer, whose template is taken: write it to a file, and give model.chat_template=FILE"
         conv.tell(Fate.OTHER, "chat_template_path", why)
-
-
-def _kto(conv: Conversion) -> None:
-    answers.single(conv, answers.chosen_of(conv, answers.SINGLE, "kto"), "loss_type")
-    conv.notes.append(answers.OF_PAIRS)
-
-
-def _bco(conv: Conversion) -> None:
-    answers.single(conv, "bco", "")
-    conv.notes.append(answers.OF_PAIRS)
-
-
-def _reward(conv: Conversion) -> None:
-    answers.reward_model(conv, "", answers.OF_ENDS, answers.OF_SCORES, center="center_rewards_coefficient")
-    _template(conv)
 
 
 def _order(conv: Conversion) -> None:

@@ -10,6 +10,7 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
+ELSEWHERE = "no number depends on it here"
 UNWEIGHED = "vLLM draws no samples, or no weight is asked for"
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
 
@@ -26,8 +27,7 @@ RULES: tuple[Rule, ...] = (
     taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
     taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
     taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
-    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", {},
-           of=DRAWING),
+    absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", of=DRAWING),
     absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
     absent("vllm_structured_outputs_regex", "answers are drawn freely", of=DRAWING),
     absent("num_generations_eval", "each held-out prompt gets one answer", of=DRAWING),
@@ -36,7 +36,7 @@ RULES: tuple[Rule, ...] = (
                of=DRAWING),
     taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
     absent("vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of=DRAWING),
-    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", False, of=DRAWING),
+    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", of=DRAWING),
     needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
     needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
              "no number depends on it", of=DRAWING),
-    worked_out("mask_truncated_completions", "rollout.overlong=mask", "", of=DRAWING),
+    worked_out("mask_truncated_completions overlong_filter", "rollout.overlong=mask", "", of=DRAWING),
     worked_out("log_completions", "rollout.show_every", "", of=DRAWING),
     taken("num_completions_to_print", "rollout.show", of=DRAWING),
     needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
@@ -58,7 +58,8 @@ RULES: tuple[Rule, ...] = (
     # rewards
     worked_out("reward_funcs", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of=DRAWING),
-    worked_out("reward_model_name_or_path reward_model_path", "reward=model, reward.path", "", of=TRAINERS),
+    worked_out("reward_model_name_or_path reward_model_path reward_model", "reward=model, reward.path", "",
+               of=TRAINERS),
     worked_out("reward_weights", "reward.terms.NAME.weight", "", "there is one reward", of=DRAWING),
     absent("multi_objective_aggregation", "scores are added up, then normalized", "sum_then_normalize", of="grpo"),
     # GRPO
@@ -73,7 +74,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("epsilon_high", "loss.clip_high", "", of=DRAWING),
     taken("delta", "loss.dual_clip", of="grpo"),
     taken("entropy_coef", "loss.entropy", of="grpo"),
-    absent("use_adaptive_entropy", "the weight of the entropy is fixed", False, of="grpo"),
+    absent("use_adaptive_entropy", "the weight of the entropy is fixed", of="grpo"),
     needless("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", "only with use_adaptive_entropy",
              of="grpo"),
     absent("top_entropy_quantile", "every token of an answer is trained on", 1.0, 1, of="grpo"),
@@ -82,7 +83,7 @@ RULES: tuple[Rule, ...] = (
              "only with losses that are not here", of="grpo"),
     # RLOO
     taken("beta", "loss.beta", default=0.05, of="rloo"),
-    absent("normalize_advantages", "loss.whiten normalizes over the train batch, by tokens", False, of="rloo"),
+    absent("normalize_advantages", "loss.whiten normalizes over the train batch, by tokens", of="rloo"),
     absent("reward_clip_range", "scores are taken as they are", of="rloo"),
     # PPO
     taken("kl_coef", "loss.beta", default=0.05, of="ppo"),
@@ -98,20 +99,27 @@ RULES: tuple[Rule, ...] = (
     worked_out("total_episodes", "train.max_steps", "", of="ppo"),
     worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", "", of="ppo"),
     needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token", of="ppo"),
-    absent("whiten_rewards", "advantages are normalized (loss.whiten), rewards are not", False, of="ppo"),
+    absent("whiten_rewards", "advantages are normalized (loss.whiten), rewards are not", of="ppo"),
     needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
              "micro_batch_size local_batch_size num_total_batches", "no number depends on it", of="ppo"),
 )  # fmt: skip
 
 
-def convert(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
-    {"grpo": _grpo, "rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
+def convert(
+    conv: Conversion, replicas: int, micro: int, steps: int, *, beta: float = 0.0, divisor: str = "dapo",
+    prompt: str = "max_prompt_length",
+) -> None:  # fmt: skip
+    """Set the loss, the rewards and the rollout. `beta` and `divisor` are their defaults, `prompt` limits prompts."""
+    if conv.trainer == "grpo":
+        _grpo(conv, beta, divisor)
+    else:
+        {"rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
     _rewards(conv)
-    _rollout(conv, replicas, micro, steps)
+    _rollout(conv, replicas, micro, steps, prompt)
 
 
-def _grpo(conv: Conversion) -> None:
-    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", "dapo")  # none: only centred
+def _grpo(conv: Conversion, scale_of_kl: float, common: str) -> None:
+    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", common)  # none: only centred
     level = conv.get("importance_sampling_level", "token")
     if level not in ("token", "sequence"):
         conv.refuse("importance_sampling_level", "must be token or sequence", "Give one of them.")
@@ -131,9 +139,9 @@ def _grpo(conv: Conversion) -> None:
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
         conv.remark(Fate.INSTEAD, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
-    beta = conv.number("beta", 0.0)
+    beta = conv.number("beta", scale_of_kl)
     conv.put("loss.beta", beta, "beta")
-    if beta and conv.flag("use_bias_correction_kl", True):
+    if beta and "use_bias_correction_kl" in conv.by_name and conv.flag("use_bias_correction_kl", True):
         conv.remark(Fate.OTHER, "beta", beta, "TRL 1.16 multiplies the divergence by the ratio, unless "
                     "use_bias_correction_kl is false; here it is k3 itself, as in TRL before")  # fmt: skip
     _clip(conv)
@@ -175,18 +183,21 @@ def _rewards(conv: Conversion) -> None:
     models = [name for name in ("reward_model_name_or_path",) if conv.get(name) is not None]
     for name in models:
         terms[_unused(terms, "model")] = {"kind": "model", "path": conv.text(name)}
+    if not terms and conv.trainer == "ppo":
+        models = ["reward_model_name_or_path"]
+        terms["model"] = {"kind": "model", "path": "EleutherAI/pythia-160m"}
     if not terms:
         raise ConvertError(
             "reward_funcs: is missing, and so is a reward model; without them nothing scores an answer. Add one to the "
             "file, as reward_funcs=my_rewards.score."
         )
-    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name)]
+    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name) or name in models]
     if functions:
         files = sorted(
             {f"{t['function'].partition(':')[0].replace('.', '/')}.py" for t in terms.values() if "path" not in t}
         )
         conv.notes.append(
-            "Rewards: TRL calls f(prompts, completions, completion_ids, **columns), rlexp f(prompts, answers, rows). "
+            f"Rewards: {conv.framework} calls f(completions, …, **columns), rlexp f(prompts, answers, rows). "
             f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
         )
     weights = _weights(conv, len(terms))
@@ -223,7 +234,7 @@ def _weights(conv: Conversion, terms: int) -> Sequence[float]:
     return weights
 
 
-def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
+def _rollout(conv: Conversion, replicas: int, micro: int, steps: int, limit: str) -> None:
     """Set the sizes of a rollout, in prompts and answers, from the sizes of one GPU."""
     batch, ppo = micro * steps * replicas, conv.trainer == "ppo"
     answers = 1 if ppo else int(conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2, least=1))
@@ -243,9 +254,9 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int) -> None:
     conv.put("rollout.batch_size", drawn // answers, *sized, why=f"prompts: {drawn} answers / {answers}")
     new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
     conv.put("rollout.max_new_tokens", new, "max_completion_length")
-    prompt = conv.whole("max_prompt_length", least=1)
-    conv.put("data.max_length", new + (prompt or LONG), "max_prompt_length",
-             why="" if prompt else f"TRL has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
+    prompt = conv.whole(limit, least=1)
+    conv.put("data.max_length", new + (prompt or LONG), limit,
+             why="" if prompt else f"theirs has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
     if not ppo:
         _drawing(conv)
 
@@ -268,7 +279,7 @@ def _importance(conv: Conversion, vllm: bool) -> None:
     names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
              "vllm_importance_sampling_clip_max")  # fmt: skip
     mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
-    if not vllm or not conv.flag(names[0], True):
+    if not vllm or names[0] not in conv.by_name or not conv.flag(names[0], True):
         return
     if mode == "token_truncate":
         conv.put("rollout.importance_cap", cap, *names)
@@ -297,7 +308,11 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
 
 
 def _episodes(conv: Conversion, batch: int) -> None:
+    passes = int(conv.whole("num_ppo_epochs", 4, least=1))
+    saves = conv.values.get("checkpoint.save_every")
+    if saves is not None and saves.value is not None and passes > 1:
+        conv.put("checkpoint.save_every", str(int(saves.value) * passes), "save_steps", why="theirs counts rollouts")
     if (episodes := conv.whole("total_episodes", least=1)) is not None:
         conv.values.pop("train.epochs", None)
-        count = -(-int(episodes) // batch) * int(conv.whole("num_ppo_epochs", 4, least=1))
+        count = -(-int(episodes) // batch) * passes
         conv.put("train.max_steps", count, "total_episodes", "num_ppo_epochs")

@@ -14,6 +14,8 @@ from tests.convert.texts import (
     AXOLOTL,
     COMMAND,
     FACTORY,
+    GRPO,
+    RAY,
     SWIFT,
     TRL,
     conversion,
@@ -22,6 +24,9 @@ from tests.convert.texts import (
 )
 
 OTHER, ABSENT, NEEDLESS, INSTEAD = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD
+AXOLOTL_SFT = AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "chat_template")
+SWIFT_GRPO = SWIFT.replace("dpo", "grpo") + "--reward_funcs accuracy format "
+MIX = "model_name_or_path: org/m\n"
 FACTORY_COMMAND = "CUDA_VISIBLE_DEVICES=0,1,2,3 llamafactory-cli train --model_name_or_path org/m --dataset d1 "
 FACTORY_COMMAND += "--finetuning_type full "
 # A file's text, its trainer (of TRL), and what comes of it: our keys, and arguments that are told to be something else.
@@ -66,6 +71,55 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
                                   {"loss": "sft", "train.batch_size": 16, "launch.nproc": 2}, {}),
     "a yaml of ms-swift": ("model: org/m\ntuner_type: lora\ndataset: [org/d]\nENV: {NPROC_PER_NODE: 2}\n", None,
                            {"loss": "sft", "train.batch_size": 16, "launch.nproc": 2}, {}),
+    "a mixture": (
+        MIX + "dataset_mixture:\n  datasets:\n  - {id: org/a, config: SFT, split: one, weight: 0.5}\n"
+        "  - {id: org/b, weight: 1.0, columns: [messages]}\n  test_split_size: 100\n", "sft",
+        {"data.sources.source1.path": "org/a", "data.sources.source1.subset": "SFT",
+         "data.sources.source1.split": "one[:50%]", "data.sources.source2.split": "train", "data.path": None,
+         "data.eval_size": 100}, {OTHER: {"dataset_mixture: weight"}}),
+    "a mixer": (MIX + "dataset_mixer: {org/a: 1.0}\ndataset_splits: [train_p, test_p]\neval_strategy: steps\n", "dpo",
+                {"data.path": "org/a", "data.split": "train_p", "data.eval_split": "test_p",
+                 "train.eval_every": 10}, {}),
+    "a mixer of two": (MIX + "dataset_mixer: {org/a: 1, org/b: 0.25}\ndataset_splits: [t]\n", "dpo",
+                       {"data.sources.source2.split": "t[:25%]", "data.sources.source1.split": "t"}, {}),
+    "simpo of its authors": (TRL + "gamma_beta_ratio: 0.3\nbeta: 10\n", None,
+                             {"loss": "simpo", "loss.gamma": 3.0, "loss.beta": 10, "loss.sft_weight": 0.0}, {}),
+    "an older length": (TRL + "max_seq_length: 77\n", "sft", {"data.max_length": 77}, {}),
+    "keys of open-r1": (GRPO + "system_prompt: be kind\ndataset_prompt_column: problem\nwandb_project: p\n"
+                        "chat_template: '{{ x }}'\n", "grpo",
+                        {"data.system": "be kind", "logger.project": "p", "data.columns.prompt": "problem"},
+                        {OTHER: {"chat_template"}}),
+    "ppo by default": (TRL + "total_episodes: 1000\nsave_steps: 5\nnum_ppo_epochs: 3\n", None,
+                       {"reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15"}, {}),
+    "a batch without accumulation": (AXOLOTL + "batch_size: 8\nmicro_batch_size: 2\n", None,
+                                     {"train.batch_size": 64, "train.micro_batch_size": 2}, {NEEDLESS: {"batch_size"}}),
+    "a model on two GPUs": (AXOLOTL + "tensor_parallel_size: 2\nmicro_batch_size: 2\n", None,
+                            {"train.batch_size": 8}, {ABSENT: {"tensor_parallel_size"}}),
+    "a model in four pieces": (FACTORY + "pipeline_model_parallel_size: 4\ntensor_model_parallel_size: 1\n", None,
+                               {"train.batch_size": 16}, {ABSENT: {"pipeline_model_parallel_size"}}),
+    "an objective of a plugin": (AXOLOTL_SFT + "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]\n", None,
+                                 {"loss": "sft"}, {INSTEAD: {"plugins"}}),
+    "rows before tuning": (AXOLOTL_SFT.partition("datasets")[0] + "pretraining_dataset: [{path: org/c, name: en, "
+                           "text_column: body, type: pretrain}]\n", None,
+                           {"data.path": "org/c", "data.subset": "en", "data.columns.text": "body"}, {}),
+    "rows before tuning by name": (AXOLOTL_SFT.partition("datasets")[0] + "pretraining_dataset: org/c\n", None,
+                                   {"data.path": "org/c"}, {}),
+    "files of a set": (AXOLOTL_SFT.replace("path: org/d", "path: org/d, data_files: [a/b.json]"), None,
+                       {"data.path": "org/d"}, {ABSENT: {"datasets: data_files"}}),
+    "one file in a list": (AXOLOTL_SFT.replace("path: org/d", "path: json, data_files: [d.json]"), None,
+                           {"data.path": "d.json"}, {ABSENT: set()}),
+    "grpo of ms-swift": (
+        SWIFT_GRPO + "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_generations 8 "
+        "--max_completion_length 1024 --max_length 2048 --overlong_filter true --dynamic_sample true", None,
+        {"loss": "grpo", "loss.beta": 0.04, "loss.normalize": "sequence", "rollout.temperature": 0.9,
+         "rollout.n_samples": 8, "rollout.batch_size": 4, "train.batch_size": 32, "data.max_length": 3072,
+         "data.too_long": "truncate", "rollout.overlong": "mask", "loss.filter": True, "reward": "sum",
+         "reward.terms.format.function": "rewards:format"}, {}),
+    "grpo of ms-swift otherwise": (
+        SWIFT_GRPO + "--beta 0 --temperature 1.0 --loss_type dapo --advantage_estimator rloo --num_generations 4 "
+        "--importance_sampling_level sequence --use_vllm true --vllm_mode colocate", None,
+        {"loss": "gspo", "loss.beta": 0, "loss.normalize": "token", "rollout.temperature": 1.0,
+         "rollout.engine": "vllm", "rollout.importance_cap": None}, {INSTEAD: {"advantage_estimator"}}),
     "an argument of another stage": (FACTORY + "kto_chosen_weight: 2.0\n", None, {"loss": "dpo"},
                                      {NEEDLESS: {"kto_chosen_weight"}}),
 }  # fmt: skip
@@ -86,6 +140,10 @@ REFUSED: Mapping[str, tuple[str, str]] = {
     "a classifier": (SWIFT + "--task_type seq_cls", "task_type=seq_cls: trains seq_cls, which is not here."),
     "rows that are tokenized": ("NPROC_PER_NODE=4 swift sft --model org/m --cached_dataset a/train",
                                 "cached_dataset=a/train: has rows that `swift export` tokenized"),
+    "parameters alone": (AXOLOTL + "adapter: lora\nlora_r: 8\nlora_alpha: 8\nlora_target_parameters: [experts.w]\n",
+                         "lora_target_parameters=['experts.w']: adapters are of linear layers"),
+    "an agent": (RAY.partition("--reward")[0] + "--num_gpus 8 --agent_func_path agent.py",
+                 "agent_func_path=agent.py: an agent scores the answers"),
     "megatron": ("megatron sft --model org/m --dataset org/d", "is for Megatron-SWIFT"),
     "megatron's yaml": ("model: org/m\ntensor_model_parallel_size: 2\n", "is for Megatron-SWIFT"),
     "v1": ("model: org/m\ntrain_dataset: rows.yaml\n", "the form of LLaMA-Factory's v1"),
@@ -140,6 +198,13 @@ def test_the_first_lines_say_what_is_trained_instead() -> None:
     assert "trains something else" in head.lower()
     assert "tuner_type: adalora" in head
     assert "loss_type: kto_pair" in head
+
+
+def test_nothing_is_said_twice() -> None:
+    text = MIX + "dataset_mixture: {datasets: [{id: a, weight: 0.5}, {id: b, weight: 0.5}]}\ndataset_text_field: x\n"
+    for conv in (conversion(text, "sft", 8), conversion(AXOLOTL.replace("chat_template.default", "alpaca"), None, 8)):
+        for lines in conv.lines.values():
+            assert not [line for line in lines if lines.count(line) > 1]
 
 
 def test_null_and_false_are_named_in_one_line() -> None:

@@ -39,6 +39,8 @@ LEAST: dict[tuple[str, str], dict[str, Any]] = {
     **{("ms-swift", kind): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": kind}
        for kind in ("kto", "rm")},
     **{("ms-swift", kind): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4} for kind in ("sft", "pt")},
+    ("ms-swift", "grpo"): {"model": "org/m", "dataset": "org/d", "NPROC_PER_NODE": 4, "rlhf_type": "grpo",
+                           "reward_funcs": ["a.b"]},
     **{("axolotl", rl): {"base_model": "org/m", **AXOLOTL.get(rl, {"rl": rl}), "learning_rate": 1e-5,
                          "datasets": [{"path": "org/d"}]}
        for rl in axolotl.TRAINERS},
@@ -114,6 +116,7 @@ def test_an_argument_that_is_needed_is_asked_for_in_one_message(framework: str, 
             "rlhf_type",
             "stage",
             "NPROC_PER_NODE",
+            "reward_model_path",
         ), name
 
 

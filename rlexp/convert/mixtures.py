@@ -1,0 +1,42 @@
+"""Several sets of rows in one file of TRL, and the mixtures of alignment-handbook and open-r1."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rlexp.convert.rules import Conversion, Fate
+
+NAMES = ("datasets", "dataset_mixture", "dataset_mixer")
+SHARED = "the first rows of a set; theirs are drawn"
+
+
+def sets(conv: Conversion) -> list[dict[str, Any]]:
+    """Return the sets as TRL's `datasets` has them: each a path, a name, a split."""
+    mixture, mixer = conv.mapping("dataset_mixture"), conv.mapping("dataset_mixer")
+    each = mixture.get("datasets")
+    if mixture and not (isinstance(each, list) and all(isinstance(one, dict) for one in each)):
+        conv.refuse("dataset_mixture", "must have datasets, a list of mappings", "Give each one an id.")
+    splits = conv.texts("dataset_splits") or ["train_sft"]
+    each = each or [{"id": name, "weight": share, "split": splits[0]} for name, share in mixer.items()]
+    return conv.entries("datasets") or [_as_trl(conv, one) for one in each]
+
+
+def said(conv: Conversion) -> str:
+    """Return the argument that names the sets."""
+    return next((name for name in NAMES if conv.get(name)), NAMES[0])
+
+
+def held_out(conv: Conversion) -> tuple[float, str | None]:
+    """Return how many rows a mixture holds out, or what share; and the split that it has for them."""
+    size, splits = conv.mapping("dataset_mixture").get("test_split_size"), conv.texts("dataset_splits")
+    whole = size if isinstance(size, int | float) and not isinstance(size, bool) else 0
+    return whole, splits[1] if splits[1:] and conv.mapping("dataset_mixer") else None
+
+
+def _as_trl(conv: Conversion, one: dict[str, Any]) -> dict[str, Any]:
+    """Write the share of a set's rows as a slice of its split."""
+    share, split = one.get("weight"), str(one.get("split") or "train")
+    if isinstance(share, int | float) and 0 < share < 1:
+        split = f"{split}[:{round(100 * share)}%]"
+        conv.remark(Fate.OTHER, f"{said(conv)}: weight", share, SHARED)
+    return {"path": one.get("id"), "split": split} | ({"name": one["config"]} if one.get("config") else {})
