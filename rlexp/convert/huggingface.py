@@ -127,15 +127,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def sizes(
-    conv: Conversion,
-    gpus: int,
-    *,
-    batch: int = 8,
-    name: str = "per_device_train_batch_size",
-    ring: int = 1,
-    ring_name: str = "sequence_parallel_size",
-    fill: int = 0,
-) -> tuple[int, int]:
+    conv: Conversion, gpus: int, *, batch: int = 8, name: str = "per_device_train_batch_size", ring: int = 1,
+    ring_name: str = "sequence_parallel_size", fill: int = 0,
+) -> tuple[int, int]:  # fmt: skip
     """Set the batch of a step from the batch of one GPU; return the micro-batch and the accumulation. Where none is
     given, the accumulation is the one that fills a batch of `fill` samples."""
     if gpus % ring:
@@ -169,13 +163,9 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
 
 
 def schedule(
-    conv: Conversion,
-    steps: int | None,
-    *,
-    decay: str = "linear",
-    rounded: Callable[[float], int] = math.ceil,
+    conv: Conversion, steps: int | None, *, decay: str = "linear", rounded: Callable[[float], int] = math.ceil,
     short: bool = False,
-) -> None:
+) -> None:  # fmt: skip
     """Set the decay and the warm-up. `short`: without either argument there is axolotl's own warm-up."""
     name = conv.text("lr_scheduler_type", decay)
     if name in DECAYS or name in TO_A_LEAST:
@@ -360,14 +350,9 @@ def device(conv: Conversion) -> None:
 
 
 def shared(
-    conv: Conversion,
-    *,
-    bf16: bool = False,
-    decay: str = "linear",
-    name: str = "bf16",
-    betas: tuple[float, float] = (0.9, 0.999),
-    log: str = "none",
-) -> int | None:
+    conv: Conversion, *, bf16: bool = False, decay: str = "linear", name: str = "bf16",
+    betas: tuple[float, float] = (0.9, 0.999), log: str = "none",
+) -> int | None:  # fmt: skip
     """Convert what follows from these arguments alone, but for the sizes and the evaluation; return the steps of the
     run, if they are known."""
     steps = length(conv)

@@ -39,9 +39,7 @@ class Rule:
     key: str = ""  # ours, as the table of docs/coming_from.md shows it
     why: str = ""  # in one sentence, for the table and for the file that is written
     default: Any = UNSAID  # theirs, written where a file does not say it
-    convert: Callable[[Any], Any] | None = (
-        None  # from their value to ours; None: other code does it, with other arguments
-    )
+    convert: Callable[[Any], Any] | None = None  # from their value to ours; None: other code does it, with others
     harmless: tuple[Any, ...] = ()  # values with which an argument that is not here changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
     until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
