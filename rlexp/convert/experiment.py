@@ -73,14 +73,8 @@ def _quoted(text: str) -> str:
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        WIDTH,
-        initial_indent="# ",
-        subsequent_indent=f"# {indent}",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return textwrap.wrap(text, WIDTH, initial_indent="# ", subsequent_indent=f"# {indent}", break_long_words=False,
+                         break_on_hyphens=False)  # fmt: skip
 
 
 def _explained(line: Line) -> list[str]:

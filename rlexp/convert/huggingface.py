@@ -121,15 +121,9 @@ RULES: tuple[Rule, ...] = (
 
 
 def sizes(
-    conv: Conversion,
-    gpus: int,
-    *,
-    batch: int = 8,
-    name: str = "per_device_train_batch_size",
-    ring: int = 1,
-    ring_name: str = "sequence_parallel_size",
-    fill: int = 0,
-) -> tuple[int, int]:
+    conv: Conversion, gpus: int, *, batch: int = 8, name: str = "per_device_train_batch_size", ring: int = 1,
+    ring_name: str = "sequence_parallel_size", fill: int = 0,
+) -> tuple[int, int]:  # fmt: skip
     """Set the batch of a step from the batch of one GPU; return the micro-batch and the accumulation. Where none is
     given, the accumulation is the one that fills a batch of `fill` samples."""
     if gpus % ring:
@@ -338,14 +332,9 @@ def device(conv: Conversion) -> None:
 
 
 def shared(
-    conv: Conversion,
-    *,
-    bf16: bool = False,
-    decay: str = "linear",
-    name: str = "bf16",
-    betas: tuple[float, float] = (0.9, 0.999),
-    log: str = "none",
-) -> int | None:
+    conv: Conversion, *, bf16: bool = False, decay: str = "linear", name: str = "bf16",
+    betas: tuple[float, float] = (0.9, 0.999), log: str = "none",
+) -> int | None:  # fmt: skip
     """Convert what follows from these arguments alone, but for the sizes and the evaluation; return the steps of the
     run, if they are known."""
     steps = length(conv)

@@ -56,17 +56,16 @@ def ranks(conv: Conversion, *each: str, total: str = "num_processes", nodes: str
     else:
         return None
     conv.put("launch.nproc", max(1, gpus // several), *names)
-    _put_nodes(conv, several, nodes)
+    if several > 1:
+        conv.put("launch.nodes", several, nodes)
     return max(1, gpus)
 
 
 def _from_command_line(conv: Conversion, gpus: int, several: int | None, nodes: str) -> int:
     if several is None and gpus > OF_A_NODE and gpus % OF_A_NODE == 0:
         several = gpus // OF_A_NODE
-        conv.notes.append(
-            f"GPUs: --gpus={gpus} is taken for {several} nodes of {OF_A_NODE}. For others, set launch.nodes and "
-            f"launch.nproc."
-        )
+        conv.notes.append(f"GPUs: --gpus={gpus} is taken for {several} nodes of {OF_A_NODE}. For others, set "
+                          f"launch.nodes and launch.nproc.")  # fmt: skip
         conv.put("launch.nproc", OF_A_NODE, why=f"--gpus={gpus}")
         conv.put("launch.nodes", several, why=f"--gpus={gpus}")
         return gpus
@@ -74,13 +73,9 @@ def _from_command_line(conv: Conversion, gpus: int, several: int | None, nodes: 
         conv.notes.append(f"GPUs: --gpus={gpus} is taken for one node. For several, set launch.nodes and launch.nproc.")
     _divides("--gpus", gpus, several or 1)
     conv.put("launch.nproc", gpus // (several or 1), why="--gpus")
-    _put_nodes(conv, several or 1, nodes)
-    return gpus
-
-
-def _put_nodes(conv: Conversion, several: int, nodes: str) -> None:
-    if several > 1:
+    if several is not None and several > 1:
         conv.put("launch.nodes", several, nodes)
+    return gpus
 
 
 def _divides(name: str, gpus: int, nodes: int) -> None:

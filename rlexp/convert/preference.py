@@ -91,15 +91,9 @@ def of_cpo_rules(of: str, told: str = "") -> Sequence[Rule]:
 
 
 def choose(
-    conv: Conversion,
-    names: Names,
-    *,
-    types: Sequence[str] = (),
-    smoothed: frozenset[str] = SMOOTHED,
-    told: str = OF_MICRO_BATCHES,
-    by: str = "",
-    bco: str = "",
-) -> None:
+    conv: Conversion, names: Names, *, types: Sequence[str] = (), smoothed: frozenset[str] = SMOOTHED,
+    told: str = OF_MICRO_BATCHES, by: str = "", bco: str = "",
+) -> None:  # fmt: skip
     """Set the loss, and the keys that belong to it.
 
     `types` are given where another argument (`by`) says the loss. `smoothed` are our losses to which their label

@@ -44,7 +44,7 @@ def read(file: Path) -> Asked:
     given = mapping_of(text, file)
     if given is not None:
         return _of_mapping(file, given)
-    found = [asked for command in commands(text) if (asked := _asked(command)) is not None]
+    found = [asked for command in commands(text, file) if (asked := _asked(command)) is not None]
     if len(found) > 1:
         names = ", ".join(f"{each.framework}'s {each.trainer}" for each in found)
         raise ConvertError(f"{file}: has {len(found)} commands ({names}). Leave one in it, and convert them in turn.")

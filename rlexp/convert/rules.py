@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -39,9 +38,7 @@ class Rule:
     key: str = ""  # ours, as the table of docs/coming_from.md shows it
     why: str = ""  # in one sentence, for the table and for the file that is written
     default: Any = UNSAID  # theirs, written where a file does not say it
-    convert: Callable[[Any], Any] | None = (
-        None  # from their value to ours; None: other code does it, with other arguments
-    )
+    convert: Callable[[Any], Any] | None = None  # from their value to ours; None: other code does it, with others
     harmless: tuple[Any, ...] = ()  # values with which an argument that is not here changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
     until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
@@ -334,38 +331,3 @@ def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:
         return options[wanted] if wanted in options else Refused(f"{what} {value} is not here")
 
     return convert
-
-
-NEED_NOTHING = "These need nothing here, since no number depends on them or rlexp always does it:"
-
-
-def table_of(rules: Sequence[Rule]) -> str:
-    """Return the table of a page: their argument, ours, and what differs; then what needs nothing."""
-    rows = ["| theirs | here | |", "| --- | --- | --- |"]
-    for fate in (Fate.TAKEN, Fate.OTHER, Fate.INSTEAD, Fate.ABSENT):
-        for rule in (rule for rule in rules if rule.fate is fate):
-            ours = _listed(rule.key) if rule.key else Fate.ABSENT.value
-            rows.append(f"| {_quoted(rule.names)} | {ours} | {_differs(rule)} |")
-    elsewhere = {name for rule in rules if rule.fate is not Fate.NEEDLESS for name in rule.names}
-    needless = {
-        f"`{name}`" + (f" ({', '.join(rule.trainers)})" if name in elsewhere else "")
-        for rule in rules
-        if rule.fate is Fate.NEEDLESS
-        for name in rule.names
-    }
-    return "\n".join(rows) + f"\n\n{NEED_NOTHING} {', '.join(sorted(needless))}.\n"
-
-
-def _listed(key: str) -> str:
-    """Quote each key that a rule names: `data.path` or `data.sources`."""
-    parts = re.split(r"(, or |, | or )", key)
-    return "".join(f"`{part}`" if place % 2 == 0 else part for place, part in enumerate(parts))
-
-
-def _quoted(names: Sequence[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
-def _differs(rule: Rule) -> str:
-    of = ", ".join(rule.trainers)
-    return ": ".join(filter(None, [of, rule.why]))

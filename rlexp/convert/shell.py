@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import math
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -62,9 +63,10 @@ class _Operator:
     text: str
 
 
-def commands(text: str) -> Iterator[Command]:
+def commands(text: str, file: Path | None = None) -> Iterator[Command]:
     """Yield the commands of a script in their order, those inside quotes (`bash -c "…"`) in place of the word."""
-    yield from _Reader(text, {"HOME": [str(Path.home())]}, {}).commands()
+    own = {name: [str(file)] for name in ("0", "BASH_SOURCE") if file is not None}
+    yield from _Reader(text, {"HOME": [str(Path.home())], **own}, {}).commands()
 
 
 class _Reader:
@@ -253,7 +255,7 @@ class _Reader:
             self._computed(word, text[at : self.at])
             return [word]
         plain = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(text, at)
-        braced = re.compile(r"\$\{([A-Za-z_]\w*)(\[[@*]\])?(?::?[-=]([^{}]*))?\}").match(text, at)
+        braced = re.compile(r"\$\{([A-Za-z_]\w*)(\[[@*0]\])?(?::?[-=]([^{}]*))?\}").match(text, at)
         found = braced or plain
         if found is None:
             end = _end(text, "}", at) + 1 if text.startswith("${", at) else at + 1
@@ -272,10 +274,13 @@ class _Reader:
             self._unknown(word, found[0])
             return [word]
         self.used.add(name)
-        return _spread(word, self.known[name], quoted, whole=bool(braced and braced[2]))
+        return _spread(word, self.known[name], quoted, whole=bool(braced and braced[2] not in (None, "[0]")))
 
     def _computed(self, word: _Word, text: str) -> None:
         """Put in what `$((8 * 2))` or `$(expr 16 / $n)` is; any other command's output only bash knows."""
+        if (folder := self._folder(re.sub(r"^\$\(|^`|[)`]$", "", text))) is not None:
+            word.text += folder
+            return
         inner = re.fullmatch(r"\$\(\((.*)\)\)|(?:\$\(|`)\s*expr\s(.*?)[)`]", text, re.S)
         terms = (inner[1] or inner[2] or "") if inner else ""
         known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda each: " ".join(self.known.get(each[1], ["?"])), terms)
@@ -284,6 +289,21 @@ class _Reader:
             self._unknown(word, text)
         else:
             word.text += str(result)
+
+    def _folder(self, text: str) -> str | None:
+        """Return the folder that `pwd`, `dirname "$0"` or `cd "$X/.." && pwd` is; None for another command."""
+        words = [
+            token.made() if isinstance(token, _Word) else token.text
+            for token in _Reader(text, self.known, {})._tokens()
+        ]
+        match [word for word in words if word != "\n" and not isinstance(word, Unknown)]:
+            case ["pwd"]:
+                return str(Path.cwd())
+            case ["dirname", file]:
+                return str(Path(file).parent)
+            case ["cd", folder, "&&", "pwd"]:
+                return os.path.abspath(folder)
+        return None
 
     def _default(self, text: str) -> str:
         inner = _Reader(text.strip("\"'"), self.known, self.exported)

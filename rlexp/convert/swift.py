@@ -228,10 +228,11 @@ def _data(conv: Conversion) -> None:
     strategy = conv.text("truncation_strategy", "left" if conv.trainer == "grpo" else "delete")
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")
-    conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
     if conv.get("max_length") is None and conv.trainer != "grpo":
-        conv.put("data.too_long", "error", "max_length")
+        conv.put("data.too_long", "error", "max_length", "truncation_strategy")
         why = "their default is the model's own limit; here a longer row is an error: give data.max_length"
         conv.remark(Fate.OTHER, "max_length", None, why)
+    else:
+        conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
     if not conv.flag("use_chat_template", True):
         conv.put("data.template", "never", "use_chat_template")

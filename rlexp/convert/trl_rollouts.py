@@ -10,6 +10,7 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
+BY_ROLLOUT = "theirs counts rollouts"
 ELSEWHERE = "no number depends on it here"
 UNWEIGHED = "vLLM draws no samples, or no weight is asked for"
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
@@ -311,7 +312,7 @@ def _episodes(conv: Conversion, batch: int) -> None:
     passes = int(conv.whole("num_ppo_epochs", 4, least=1))
     saves = conv.values.get("checkpoint.save_every")
     if saves is not None and saves.value is not None and passes > 1:
-        conv.put("checkpoint.save_every", str(int(saves.value) * passes), "save_steps", why="theirs counts rollouts")
+        conv.put("checkpoint.save_every", str(int(saves.value) * passes), "save_steps", "save_strategy", why=BY_ROLLOUT)
     if (episodes := conv.whole("total_episodes", least=1)) is not None:
         conv.values.pop("train.epochs", None)
         count = -(-int(episodes) // batch) * passes

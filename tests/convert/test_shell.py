@@ -71,7 +71,7 @@ def test_no_script_is_a_traceback() -> None:
         (f"{OPENRLHF} --learning_rate $LR", "learning_rate=$LR: LR has no value in the script. Set it there, as LR="),
         (f"{OPENRLHF} --max_len $((8*X))", "max_len=$((8*X)): only bash knows what $((8*X)) is."),
         (f"{OPENRLHF} --max_len $((8/0))", "max_len=$((8/0)): only bash knows what $((8/0)) is."),
-        (f"D=$(pwd)\nS=$D/x\n{OPENRLHF} --save_path $S", "save_path=$(pwd)/x: only bash knows what $(pwd) is."),
+        (f"D=$(date)\nS=$D/x\n{OPENRLHF} --save_path $S", "save_path=$(date)/x: only bash knows what $(date) is."),
         (f"{OPENRLHF} --save_path out-$(date +%s)", "save_path=out-$(date +%s): only bash knows what $(date +%s) is."),
         (f"{OPENRLHF} --pretrain $1", "pretrain=$1: only bash knows what $1 is."),
         (f"{OPENRLHF}\n{OPENRLHF}", "has 2 commands (OpenRLHF's dpo, OpenRLHF's dpo). Leave one in it"),
@@ -173,3 +173,15 @@ def test_the_last_of_two_values_decides_and_the_first_is_told() -> None:
     conv = conversion(f"{OPENRLHF} --beta 0.1 --beta 0.5")
     assert values(conv)["loss.beta"] == 0.5
     assert "beta" in named(conv, Fate.NEEDLESS)
+
+
+def test_the_folder_of_a_script_is_known(tmp_path: Path) -> None:
+    script = tmp_path / "a" / "b" / "run.sh"
+    script.parent.mkdir(parents=True)
+    text = """S="$(dirname "${BASH_SOURCE[0]}")"\nW=$(cd "$S/../.." && pwd)\n"""
+    text += """c "$(dirname "$0")" "$W/x" $(pwd) $(cd a;pwd)"""
+    (words,) = [each.words for each in commands(text, script)]
+    assert words == ["c", str(script.parent), f"{tmp_path}/x", str(tmp_path), "$(cd a;pwd)"]
+    script.write_text(f"c() {{ printf '%s\\n' c \"$@\"; }}\n{text}\n")
+    told = subprocess.run(["bash", str(script)], check=True, timeout=30, capture_output=True, cwd=tmp_path, text=True)
+    assert told.stdout.splitlines()[:4] == words[:4]
