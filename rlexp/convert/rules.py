@@ -125,8 +125,10 @@ class Conversion:
 
     def name(self, name: str) -> str | None:
         """Return the name under which the file gives an argument; None if the trainer or the file does not have it."""
-        rule = self.by_name.get(name)
-        return next((each for each in rule.names if each in self.given), None) if rule else None
+        if (rule := self.by_name.get(name)) is None:
+            return None
+        own = (name, *(each for each in rule.names if each.endswith(f".{name}")))  # others share no more than a reason
+        return next((each for each in (rule.names if rule.fate is Fate.TAKEN else own) if each in self.given), None)
 
     def said(self, name: str) -> str:
         """Return the name of an argument for a message: the file's, if the file has it."""

@@ -125,7 +125,8 @@ def convert(conv: Conversion) -> None:
         conv.tell(Fate.ABSENT, "torch_dtype", "fp32, bf16 and fp64 are the precisions here; bf16 is taken")
     steps = huggingface.shared(conv, bf16=dtype != "float32", decay="cosine", name="torch_dtype", betas=(0.9, 0.95),
                                log="tensorboard")  # fmt: skip
-    huggingface.drop_last(conv)
+    if conv.trainer != "grpo":
+        huggingface.drop_last(conv)
     conv.put("optim.weight_decay", conv.number("weight_decay", 0.1), "weight_decay")
     if conv.name("gradient_checkpointing") is None and "memory.checkpointing" not in conv.values:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")

@@ -26,7 +26,7 @@ RULES: tuple[Rule, ...] = (
     taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
     taken("temperature", "rollout.temperature", default=0.7, of="ppo"),
     taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
-    taken("top_k", "rollout.top_k", default=0, to=lambda value: value or 0, of=DRAWING),
+    taken("top_k", "rollout.top_k", default=0, to=lambda value: 0 if value in (None, -1) else value, of=DRAWING),
     taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
     absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", of=DRAWING),
     absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
@@ -270,6 +270,9 @@ def _drawing(conv: Conversion) -> None:
     if vllm:
         conv.choose("rollout", "default")
         conv.put("rollout.engine", "vllm", "use_vllm")
+        for name, whole in {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}.items():
+            if conv.get(name, whole[0]) not in whole:
+                conv.tell(Fate.INSTEAD, name, "vLLM draws from all tokens here; rollout.engine=native has it")
     if vllm and conv.get("vllm_mode") == "server":
         conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
     _importance(conv, vllm)

@@ -97,7 +97,8 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
                             {"train.batch_size": 8}, {ABSENT: {"tensor_parallel_size"}}),
     "a model in four pieces": (FACTORY + "pipeline_model_parallel_size: 4\ntensor_model_parallel_size: 1\n", None,
                                {"train.batch_size": 16}, {ABSENT: {"pipeline_model_parallel_size"}}),
-    "an objective of a plugin": (AXOLOTL_SFT + "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]\n", None,
+    "an objective of a plugin": (AXOLOTL_SFT + "strict: false\nwandb_watch:\n"
+                                 "plugins: [axolotl.integrations.diffusion.DiffusionPlugin]\n", None,
                                  {"loss": "sft"}, {INSTEAD: {"plugins"}}),
     "rows before tuning": (AXOLOTL_SFT.partition("datasets")[0] + "pretraining_dataset: [{path: org/c, name: en, "
                            "text_column: body, type: pretrain}]\n", None,
@@ -118,8 +119,13 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
     "grpo of ms-swift otherwise": (
         SWIFT_GRPO + "--beta 0 --temperature 1.0 --loss_type dapo --advantage_estimator rloo --num_generations 4 "
         "--importance_sampling_level sequence --use_vllm true --vllm_mode colocate", None,
-        {"loss": "gspo", "loss.beta": 0, "loss.normalize": "token", "rollout.temperature": 1.0,
+        {"loss": "gspo", "loss.beta": 0, "loss.normalize": "token", "rollout.temperature": 1.0, "data.drop_last": None,
          "rollout.engine": "vllm", "rollout.importance_cap": None}, {INSTEAD: {"advantage_estimator"}}),
+    "a choice among few tokens": (SWIFT_GRPO + "--num_generations 4 --use_vllm true --top_k 50 --top_p 1.0", None,
+                                  {"rollout.engine": "vllm", "rollout.top_k": None, "rollout.top_p": 1.0},
+                                  {INSTEAD: {"top_k"}}),
+    "a choice among few tokens without vllm": (SWIFT_GRPO + "--num_generations 4 --top_k 50", None,
+                                               {"rollout.top_k": 50}, {INSTEAD: set()}),
     "an argument of another stage": (FACTORY + "kto_chosen_weight: 2.0\n", None, {"loss": "dpo"},
                                      {NEEDLESS: {"kto_chosen_weight"}}),
 }  # fmt: skip
