@@ -176,10 +176,10 @@ def convert(conv: Conversion) -> None:
     _data(conv)
     rows = huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
-    per_epoch = (("evals_per_epoch", "train.eval_every", rows), ("saves_per_epoch", "checkpoint.save_every", True))
-    for name, key, wanted in per_epoch:
-        if wanted and (times := conv.whole(name, 0, least=0)):
-            conv.put(key, "1 epoch" if times == 1 else f"1/{times} epoch", name)
+    for what, key, wanted in (("eval", "train.eval_every", rows), ("save", "checkpoint.save_every", True)):
+        if wanted and (times := conv.whole(f"{what}s_per_epoch", 0, least=0)):
+            every = "1 epoch" if times == 1 else f"1/{times} epoch"
+            conv.put(key, every, f"{what}s_per_epoch", f"{what}_strategy", f"{what}_steps")
     project = conv.text("wandb_project")
     huggingface.progress(conv)
     conv.choose("logger", "wandb" if project else "none", "wandb_project")

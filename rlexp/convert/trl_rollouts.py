@@ -314,7 +314,7 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
 def _episodes(conv: Conversion, batch: int) -> None:
     passes = int(conv.whole("num_ppo_epochs", 4, least=1))
     saves = conv.values.get("checkpoint.save_every")
-    if saves is not None and saves.value is not None and passes > 1:
+    if saves is not None and str(saves.value).isdecimal() and passes > 1:
         conv.put("checkpoint.save_every", str(int(saves.value) * passes), "save_steps", "save_strategy", why=BY_ROLLOUT)
     if (episodes := conv.whole("total_episodes", least=1)) is not None:
         conv.values.pop("train.epochs", None)

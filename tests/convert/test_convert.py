@@ -165,7 +165,7 @@ ABSENT: dict[str, set[str]] = {
     "swift_sft.sh": set(),
     "swift_kto.sh": set(),
     "llamafactory_dpo.yaml": set(),
-    "llamafactory_sft.yaml": {"max_samples"},
+    "llamafactory_sft.yaml": set(),
     "llamafactory_kto.yaml": set(),
 }
 
