@@ -53,7 +53,8 @@ RULES: tuple[Rule, ...] = (
     taken("chat_template_kwargs", "data.template_options"),
     absent("special_tokens", "the tokenizer's own special tokens are used"),
     taken("tokens", "model.add_tokens"),
-    worked_out("overrides_of_model_config model_config", "model.rope", "YaRN in its rope_scaling or rope_parameters"),
+    worked_out("overrides_of_model_config model_config", "model.rope", "YaRN in its rope_scaling or rope_parameters",
+               "each of its keys is told"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     worked_out("adapter", "adapter=lora", "lora; qlora too, without the quantization; others are not here",
                until="adapter=llama"),
@@ -161,8 +162,7 @@ def convert(conv: Conversion) -> None:
     conv.put("optim.lr", conv.number("learning_rate"), "learning_rate")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("base_model", "the model that is trained", "Qwen/Qwen3-0.6B"), "base_model")
-    if conv.text("chat_template") is not None:
-        model_keys.template(conv, "chat_template", model_keys.AXOLOTL, "tokenizer_default")
+    model_keys.template(conv, "chat_template", model_keys.AXOLOTL, "tokenizer_default")
     _model_config(conv)
     _adapter(conv)
     if conv.trainer in OF_TRL:
@@ -195,14 +195,13 @@ def _model_config(conv: Conversion) -> None:
         model_keys.rope(conv, "rope_scaling" if conv.get("rope_scaling") else "overrides_of_model_config", said)
     for name, value in options.items():
         conv.remark(Fate.OTHER, f"{conv.said('overrides_of_model_config')}: {name}", value, "write it into config.json")
-    conv.tell(Fate.NEEDLESS, "overrides_of_model_config", "each of its keys is told")
 
 
 def _schedule(conv: Conversion, steps: int | None) -> None:
     """Set decay and warm-up: by default of 3 % of the steps, at most 100, and 2 in place of 1."""
     huggingface.schedule(conv, steps, decay="cosine", rounded=math.floor)
-    least = conv.number("cosine_min_lr_ratio", 0, least=0)
-    if least and conv.values["optim.decay"].value == "cosine":
+    least, decay = conv.number("cosine_min_lr_ratio", 0, least=0), conv.values.get("optim.decay")
+    if least and decay is not None and decay.value == "cosine":
         conv.put("optim.min_lr_ratio", least, "cosine_min_lr_ratio")
     if conv.get("warmup_steps") is not None or conv.get("warmup_ratio") is not None:
         return

@@ -94,7 +94,7 @@ RULES: tuple[Rule, ...] = (
     needless("logging_strategy logging_first_step log_level logging_dir project log_level_replica log_on_each_node "
              "logging_nan_inf_filter include_num_input_tokens_seen debug skip_memory_metrics trackio_space_id "
              "trackio_bucket_id trackio_static_space_id", LOGGED),
-    worked_out("dataloader_drop_last", "data.drop_last", ""),
+    worked_out("dataloader_drop_last", "data.drop_last", "", "a rollout has whole train batches"),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
     needless("remove_unused_columns no_remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
@@ -161,7 +161,7 @@ def schedule(
 ) -> None:
     """Set the decay and the warm-up."""
     name = conv.text("lr_scheduler_type", decay)
-    falls(conv, name, conv.mapping("lr_scheduler_kwargs"))
+    falls(conv, name, conv.mapping("lr_scheduler_kwargs"), "lr_scheduler_type", "lr_scheduler_kwargs")
     ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
     if name == "constant":
         return  # it has no warm-up
@@ -171,29 +171,25 @@ def schedule(
         warm_up(conv, "warmup_steps" if warm else "warmup_ratio", warm or ratio, steps, rounded)
 
 
-def falls(conv: Conversion, name: str, options: Mapping[str, Any], argument: str = "lr_scheduler_type") -> None:
-    """Set how the rate falls."""
+def falls(conv: Conversion, name: str, options: Mapping[str, Any], by: str, to: str) -> None:
+    """Set how the rate falls by an argument, and to what by another one."""
     if name not in DECAYS:
-        conv.tell(Fate.INSTEAD, argument, NO_DECAY)
+        conv.tell(Fate.INSTEAD, by, NO_DECAY)
         return
-    conv.put("optim.decay", DECAYS[name], argument)
+    conv.put("optim.decay", DECAYS[name], by)
     least, lr = plain(options.get("min_lr_rate")), conv.number("learning_rate")
     if least is None and lr and isinstance(rate := plain(options.get("min_lr")), int | float):
         least = float(f"{rate / lr:.6g}")
     if "min_lr" in name and least is not None:
-        conv.put("optim.min_lr_ratio", least, "lr_scheduler_kwargs")
+        conv.put("optim.min_lr_ratio", least, to)
     elif {key for key, value in options.items() if (key, value) != ("num_cycles", 0.5)}:
-        conv.tell(Fate.ABSENT, "lr_scheduler_kwargs", NO_DECAY)
+        conv.tell(Fate.ABSENT, to, NO_DECAY)
 
 
 def warm_up(
-    conv: Conversion,
-    argument: str,
-    ratio: float = 0.0,
-    steps: int | None = None,
-    rounded: Callable[[float], int] = math.ceil,
-    count: int = 0,
-) -> None:
+    conv: Conversion, argument: str, ratio: float = 0.0, steps: int | None = None,
+    rounded: Callable[[float], int] = math.ceil, count: int = 0,
+) -> None:  # fmt: skip
     """Set a warm-up that begins at the rate 0, as transformers' do. A share is rounded up here."""
     if ratio and rounded is not math.ceil and steps is not None:
         count, ratio = rounded(ratio * steps), 0.0

@@ -119,8 +119,7 @@ def convert(conv: Conversion) -> None:
     conv.put("model.path", conv.needed("model_name_or_path", "the model that is trained", "Qwen/Qwen3-0.6B"),
              "model_name_or_path")  # fmt: skip
     model_keys.template(conv, "template", model_keys.FACTORY)
-    if conv.get("rope_scaling") is not None:
-        model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"), "cutoff_len")
+    model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"), "cutoff_len")
     if tokens := [*conv.texts("add_tokens", split=","), *conv.texts("add_special_tokens", split=",")]:
         conv.put("model.add_tokens", tokens, "add_tokens", "add_special_tokens")
     _adapter(conv)

@@ -29,7 +29,7 @@ def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: st
     name = conv.text(argument)
     if name in names:
         conv.put("model.chat_template", names[name], argument)
-    elif name in own:
+    elif name is None or name in own:
         conv.tell(Fate.NEEDLESS, argument, "it is the tokenizer's own")
     else:
         why = f"the tokenizer's own template is used; if it is not {name}, give a file or a name: model.chat_template"

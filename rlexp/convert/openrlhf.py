@@ -257,9 +257,8 @@ def _optimizer(conv: Conversion) -> None:
         conv.put("optim.lr", RATES[conv.trainer], "adam.lr")
     conv.put("optim.betas", conv.pair("adam.betas", (0.9, 0.95)), "adam.betas")
     name = conv.text("lr_scheduler", "cosine_with_min_lr")
-    huggingface.falls(conv, name, {"min_lr_rate": conv.number("min_lr_ratio", 0.1, least=0)}, "lr_scheduler")
-    if "optim.min_lr_ratio" in conv.values:
-        conv.put("optim.min_lr_ratio", conv.number("min_lr_ratio", 0.1), "min_lr_ratio")
+    least = {"min_lr_rate": conv.number("min_lr_ratio", 0.1, least=0)}
+    huggingface.falls(conv, name, least, "lr_scheduler", "min_lr_ratio")
     huggingface.warm_up(conv, "lr_warmup_ratio", conv.number("lr_warmup_ratio", 0.03, least=0))
 
 

@@ -110,9 +110,8 @@ RULES: tuple[Rule, ...] = (
 def convert(conv: Conversion) -> None:
     _task(conv)
     nodes = "NNODES" if conv.name("NNODES") else "num_machines"
-    gpus = launchers.asked_for(
-        "per_device_train_batch_size", launchers.ranks(conv, "NPROC_PER_NODE", "nproc_per_node", nodes=nodes)
-    )
+    ranks = launchers.ranks(conv, "NPROC_PER_NODE", "nproc_per_node", nodes=nodes)
+    gpus = launchers.asked_for("per_device_train_batch_size", ranks)
     if conv.values["launch.nproc"].origin == "CUDA_VISIBLE_DEVICES" and gpus > 1:
         why = "theirs is one process, whose model is spread over these GPUs; here each is a rank of its own"
         conv.remark(Fate.OTHER, "CUDA_VISIBLE_DEVICES", conv.get("CUDA_VISIBLE_DEVICES"), why)
@@ -132,10 +131,8 @@ def convert(conv: Conversion) -> None:
         conv.put("memory.checkpointing", True, "gradient_checkpointing")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("model", "the model that is trained", "Qwen/Qwen3-0.6B"), "model")
-    if conv.get("template") is not None:
-        model_keys.template(conv, "template", model_keys.SWIFT)
-    if conv.get("rope_scaling") is not None:
-        model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"))
+    model_keys.template(conv, "template", model_keys.SWIFT)
+    model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"))
     _adapter(conv)
     conv.put("optim.lr", conv.number("learning_rate", 1e-4 if adapters.has(conv) else 1e-5), "learning_rate")
     if conv.trainer == "grpo":
@@ -145,8 +142,7 @@ def convert(conv: Conversion) -> None:
     _reference(conv)
     _data(conv)
     rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
-    evaluated = "steps" if rows else "no"
-    huggingface.evaluation(conv, steps, rows, strategy=evaluated, every=conv.number("save_steps", 500))
+    huggingface.evaluation(conv, steps, rows, strategy="steps" if rows else "no", every=conv.number("save_steps", 500))
 
 
 def _task(conv: Conversion) -> None:

@@ -41,9 +41,7 @@ ALONE = "the assistant's turns alone are trained on"
 OF_HEAD = "the head is trained whole here; theirs is frozen unless this is SEQ_CLS, or lora_modules_to_save has it"
 
 RULES: tuple[Rule, ...] = (
-    *(rule for rule in huggingface.RULES if rule.names[0] not in ("dataloader_drop_last", "train_sampling_strategy")),
-    worked_out("dataloader_drop_last", "data.drop_last", "", of=OFFLINE),
-    needless("dataloader_drop_last", "a rollout has whole train batches", of=rollouts.TRAINERS),
+    *(rule for rule in huggingface.RULES if rule.names[0] != "train_sampling_strategy"),
     worked_out("train_sampling_strategy", "data.shuffle", "random is true, sequential is false; kto is sequential",
                of=OFFLINE),
     needless("train_sampling_strategy", "shuffle_dataset says it", of=rollouts.TRAINERS),
@@ -169,9 +167,7 @@ def trainer_of(given: dict[str, Any]) -> str | None:
 
 
 def convert(conv: Conversion) -> None:
-    gpus = launchers.asked_for(conv.name("per_device_train_batch_size") or "per_device_train_batch_size",
-        launchers.ranks(conv, "nproc_per_node"),
-    )  # fmt: skip
+    gpus = launchers.asked_for(conv.said("per_device_train_batch_size"), launchers.ranks(conv, "nproc_per_node"))
     ring, name = _ring(conv)
     sized = huggingface.sizes(conv, gpus, ring=ring, ring_name=name)
     steps = huggingface.shared(conv, bf16=True)
@@ -245,14 +241,11 @@ def _model(conv: Conversion) -> None:
             conv.tell(Fate.OTHER, "model_name_or_path", "PPO takes the tokenizer from it; policy and reference are "
                       "sft_model_path, whose own tokenizer is used here")  # fmt: skip
         return
-    name = (
-        "sft_model_path" if conv.trainer == "ppo" and conv.get("model_name_or_path") is None else "model_name_or_path"
-    )
+    bare = conv.trainer == "ppo" and conv.get("model_name_or_path") is None
+    name = "sft_model_path" if bare else "model_name_or_path"
     conv.put("model.path", conv.needed(name, "the model that is trained", "Qwen/Qwen3-0.6B"), name)
     if conv.trainer == "ppo":
-        why = (
-            "TRL's PPO takes policy and reference from sft_model_path, which the file does not give; this one is taken"
-        )
+        why = "TRL's PPO takes policy and reference from sft_model_path, which is not given; this one is taken"
         conv.remark(Fate.OTHER, "model_name_or_path", conv.get("model_name_or_path"), why)
 
 
