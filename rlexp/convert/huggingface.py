@@ -100,7 +100,7 @@ RULES: tuple[Rule, ...] = (
     needless("logging_strategy logging_first_step log_level logging_dir project log_level_replica log_on_each_node "
              "logging_nan_inf_filter include_num_input_tokens_seen debug skip_memory_metrics trackio_space_id "
              "trackio_bucket_id trackio_static_space_id", LOGGED),
-    worked_out("dataloader_drop_last", "data.drop_last", ""),
+    worked_out("dataloader_drop_last", "data.drop_last", "", "a rollout has whole train batches"),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
     needless("remove_unused_columns no_remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
