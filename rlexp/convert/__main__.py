@@ -1,7 +1,7 @@
 """Convert the settings of another trainer into an experiment of rlexp.
 
 python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, LLaMA-Factory
-python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL or ms-swift
+python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL, ms-swift, LLaMA-Factory
 
 It prints an experiment file that has every argument of theirs: taken over, or with the reason why it means something
 else, is not here, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
