@@ -10,7 +10,6 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
-BY_ROLLOUT = "theirs counts rollouts"
 ELSEWHERE = "no number depends on it here"
 UNWEIGHED = "vLLM draws no samples, or no weight is asked for"
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
@@ -313,9 +312,10 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
 
 def _episodes(conv: Conversion, batch: int) -> None:
     passes = int(conv.whole("num_ppo_epochs", 4, least=1))
-    saves = conv.values.get("checkpoint.save_every")
-    if saves is not None and str(saves.value).isdecimal() and passes > 1:
-        conv.put("checkpoint.save_every", str(int(saves.value) * passes), "save_steps", "save_strategy", why=BY_ROLLOUT)
+    for key, what in (("checkpoint.save_every", "save"), ("train.eval_every", "eval")):
+        if (said := conv.values.get(key)) is not None and str(said.value).isdecimal() and passes > 1:
+            steps = type(said.value)(int(said.value) * passes)
+            conv.put(key, steps, f"{what}_steps", f"{what}_strategy", why="theirs counts rollouts")
     if (episodes := conv.whole("total_episodes", least=1)) is not None:
         conv.values.pop("train.epochs", None)
         count = -(-int(episodes) // batch) * passes
