@@ -91,7 +91,8 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
                         {OTHER: {"chat_template"}}),
     "ppo by default": (TRL + "total_episodes: 1000\nsave_steps: 5\neval_strategy: steps\neval_steps: 7\n"
                        "num_ppo_epochs: 3\n", None,
-                       {"reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15", "train.eval_every": 21}, {}),
+                       {"reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15",
+                        "train.eval_every": 21}, {}),
     "a batch without accumulation": (AXOLOTL + "batch_size: 8\nmicro_batch_size: 2\n", None,
                                      {"train.batch_size": 64, "train.micro_batch_size": 2}, {NEEDLESS: {"batch_size"}}),
     "a model on two GPUs": (AXOLOTL + "tensor_parallel_size: 2\nmicro_batch_size: 2\n", None,
