@@ -26,12 +26,15 @@ KEPT = re.compile(
     r"(?P<end><!-- from (?P=place): end -->)",
     re.DOTALL,
 )
+OF_PAGE = {"convert.md": "coming_from.md"}  # measured pages whose page has another name
 Rows = list[str]  # lines of a table; the first two are its head
 
 
 def page_of(measured: Path) -> Path:
     """Return the page that keeps rows of a measured page; of any other page, itself."""
-    return measured.parent.parent / measured.name if measured.parent.name == MEASURED else measured
+    if measured.parent.name != MEASURED:
+        return measured
+    return measured.parent.parent / OF_PAGE.get(measured.name, measured.name)
 
 
 def refresh(measured: Path) -> list[str]:

@@ -73,7 +73,7 @@ def test_a_measured_page_belongs_to_inside_and_to_a_page(page: Path) -> None:
     title, empty, shown, _, *rest = page.read_text(encoding="utf-8").splitlines()
     groups = [f"[{group}](../../README.md#{group.lower()})" for group in GROUPS[:-1]]
     assert (title[:2], empty, shown) == ("# ", "", " · ".join([*groups, f"**{GROUPS[-1]}**"]))
-    assert f"](../{page.name}" in rest[0] + rest[1]
+    assert f"](../{page_of(page).name}" in rest[0] + rest[1]
     inside = PAGES[0].read_text(encoding="utf-8").partition("\n### Inside\n")[2]
     assert inside.count(f"](docs/measured/{page.name})") == 1
     assert f"](measured/{page.name}" in page_of(page).read_text(encoding="utf-8")
