@@ -137,9 +137,7 @@ def _folder(conv: Conversion, name: str, split: str | None) -> str | None:
 
 def _needed(conv: Conversion, name: str, value: float | None) -> float:
     if value is None:
-        raise ConvertError(
-            f"{name}: is missing, and {conv.framework} has no default. Add it to the file, as {name}=16."
-        )
+        raise ConvertError.missing(name, f"{conv.framework} has no default", f"{name}=16")
     return value
 
 
@@ -159,8 +157,7 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
     if not said and not every and alone:
         conv.refuse(alone, NO_PARAMETERS, f"Name layers: {name}=[q_proj, v_proj].")
     if not said and not every:
-        raise ConvertError(f"{name}: is missing, and nothing says which layers get an adapter. Add it to the file, as "
-                           f"{name}=[q_proj, v_proj].")  # fmt: skip
+        raise ConvertError.missing(name, "nothing says which layers get an adapter", f"{name}=[q_proj, v_proj]")
     layers = [each.rstrip(",") for each in said]
     if layers != said:
         conv.remark(Fate.OTHER, conv.said(name), said, "theirs takes the comma for a part of the name; here it is none")

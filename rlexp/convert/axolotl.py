@@ -39,7 +39,8 @@ OF_LORA = adapters.Names(
 )  # fmt: skip
 OF_PAIRS = preference.Names("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", tau="", lengths="",
                             weighting="dpo_use_weighting")  # fmt: skip
-TEMPLATES = ("chat_template", "bradley_terry.chat_template", "completion", "pretrain")  # types that write rows as we do
+SCORED = "bradley_terry.chat_template"
+TEMPLATES = ("chat_template", SCORED, "completion", "pretrain")  # types that write rows as we do
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in huggingface.RULES if not {"per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type",
@@ -118,6 +119,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("optimizer", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     worked_out("sequence_len", "data.max_length", "tokens of prompt and answer together"),
     worked_out("excess_length_strategy", "data.too_long", ""),
+    taken("curriculum_sampling", "data.shuffle", "rows in their order", to=lambda value: not value),
+    needless("sample_packing_sequentially", "samples are packed in their order"),
     worked_out("sample_packing", "data.packing",
                "for sft, a sample of the batch is a block of several rows there, and one row here"),
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
@@ -157,8 +160,7 @@ def convert(conv: Conversion) -> None:
     huggingface.drop_last(conv)
     huggingface.engine(conv, "fsdp", "fsdp_config", "fsdp_version")
     if conv.number("learning_rate") is None:
-        raise ConvertError("learning_rate: is missing, and axolotl has no default. Add it to the file, as "
-                           "learning_rate=5e-7.")  # fmt: skip
+        raise ConvertError.missing("learning_rate", "axolotl has no default", "learning_rate=5e-7")
     conv.put("optim.lr", conv.number("learning_rate"), "learning_rate")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("base_model", "the model that is trained", "Qwen/Qwen3-0.6B"), "base_model")
@@ -298,15 +300,16 @@ def _data(conv: Conversion) -> None:
     texts = isinstance(conv.get(by), str) and by == "pretraining_dataset"
     sources = [{"path": conv.text(by), "type": "pretrain"}] if texts else conv.entries(by)
     if not sources:
-        raise ConvertError("datasets: is missing, and it names the rows to train on. Add it to the file, as "
-                           "datasets=[{path: org/pairs}].")  # fmt: skip
+        raise ConvertError.missing("datasets", "it names the rows to train on", "datasets=[{path: org/pairs}]")
     for number, source in enumerate(sources, start=1):
         _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source, by)
     conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")
     strategy = conv.text("excess_length_strategy", "drop")
     if strategy not in TOO_LONG:
         conv.refuse("excess_length_strategy", f"must be one of {', '.join(TOO_LONG)}", "Give one of them.")
-    conv.put("data.too_long", TOO_LONG[strategy], "excess_length_strategy")
+    cut = any(source.get("type") == SCORED for source in sources)
+    why = "theirs cuts the end of an answer of this type" if cut else ""
+    conv.put("data.too_long", "truncate" if cut else TOO_LONG[strategy], "excess_length_strategy", why=why)
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:
@@ -324,6 +327,8 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
         value = source.get(theirs)
         if value is not None and value != ours.rpartition(".")[2]:
             conv.put(f"{key}.{ours}", value, by)
+    if source.get("type") == SCORED:
+        conv.put(f"{key}.columns.prompt", "input", by)
     for name in source.keys() - TOLD:
         conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
     kind, roles = source.get("type", "chat_template"), source.get("roles_to_train")

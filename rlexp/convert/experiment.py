@@ -26,12 +26,8 @@ ORDER = ("seed", "launch", "parallel", "engine", "model", "adapter", "data", "ro
 
 def text_of(conv: Conversion, name: str, file: str) -> str:
     """Return the experiment as yaml, with a comment for every argument."""
-    lines = [
-        "# @package _global_",
-        *wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert."),
-        f"# Command:  {command(conv, name)}",
-    ]
-    lines += _listed(conv, Fate.INSTEAD)
+    said = wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert.")
+    lines = ["# @package _global_", *said, f"# Command:  {command(conv, name)}", *_listed(conv, Fate.INSTEAD)]
     for note in conv.notes:
         lines += wrapped(note)
     for fate in (Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS):

@@ -84,11 +84,8 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
     rules = [rule for rule in framework.rules if not rule.trainers or trainer in rule.trainers]
     known = {name: rule for rule in rules for name in rule.names}
     arguments = _spelled(asked.given, known)
-    launcher = {
-        name: value
-        for name, value in _spelled(asked.launcher, known).items()
-        if name not in arguments and name not in OF_PYTHON
-    }
+    around = _spelled(asked.launcher, known)
+    launcher = {name: around[name] for name in around if name not in arguments and name not in OF_PYTHON}
     variables = {name: value for name, value in asked.environment.items() if name not in arguments}
     raw = {**launcher, **variables, **arguments}
     for name, value in raw.items():

@@ -203,9 +203,7 @@ def _data(conv: Conversion) -> None:
     conv.choose("data", "hf")
     names = conv.texts("dataset", split=",")
     if not names:
-        raise ConvertError(
-            "dataset: is missing, and it names the rows to train on. Add it to the file, as dataset=dpo_en_demo."
-        )
+        raise ConvertError.missing("dataset", "it names the rows to train on", "dataset=dpo_en_demo")
     folder = Path(conv.text("dataset_dir", "data"))
     known = _described(folder)
     for number, name in enumerate(names, start=1):
@@ -217,6 +215,9 @@ def _data(conv: Conversion) -> None:
             )
         _source(conv, "data" if len(names) == 1 else f"data.sources.source{number}", described, folder)
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
+    if conv.trainer == "pt" and conv.flag("packing", True):
+        why = "their default; a long text goes on in the next block there, here its end is cut: split it first"
+        conv.remark(Fate.OTHER, "packing", True, why)
 
 
 def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path) -> None:

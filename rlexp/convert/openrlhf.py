@@ -19,7 +19,6 @@ LENGTHS = {"dpo": 512, "ppo": 2048, "sft": 2048, "rm": 512, "kto": 2048}
 EPOCHS = {"dpo": 1, "sft": 2, "rm": 1, "kto": 1}
 HELD_OUT = {"dpo": "test", "ppo": "train", "sft": "test", "rm": "train", "kto": "test"}
 PROMPTS = {"ppo": "input", "sft": "input", "kto": "input"}
-MOST_SAMPLES = 1_000_000  # their default: no limit
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 
 EVERY = "every answer of a conversation is trained on"
@@ -61,8 +60,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("eval.dataset eval_dataset", "data.eval_path", ""),
     worked_out("eval.split eval_split", "data.eval_split", "used only if an evaluation set is given",
                f"nothing is evaluated, or {NO_SPLITS}"),
-    worked_out("data.max_samples max_samples", "data.split", "the first rows, as data.split=train[:1000]",
-               "all rows are taken"),
+    worked_out("data.max_samples max_samples", "data.max_samples", ""),
     worked_out("data.prompt_key data.input_key prompt_key input_key", "data.columns.prompt", "", FOUND),
     worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", FOUND, of=OF_PAIRS),
     worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", FOUND, of=OF_PAIRS),
@@ -266,12 +264,10 @@ def _data(conv: Conversion) -> None:
     paths = conv.texts("dataset", split=",")
     if not paths:
         said = "prompt_data" if conv.trainer == "ppo" else "dataset"
-        raise ConvertError(
-            f"{said}: is missing, and it names the rows to train on. Add it to the command, as --{said} org/rows."
-        )
+        raise ConvertError.missing(said, "it names the rows to train on", f"--{said} org/rows", "command")
     conv.choose("data", "hf")
     weights = _probabilities(conv, len(paths))
-    split, most = conv.text("dataset_split"), int(conv.whole("max_samples", MOST_SAMPLES, least=1))
+    split, most = conv.text("dataset_split"), conv.whole("max_samples", least=1)
     columns = _columns(conv)
     for number, path in enumerate(paths, start=1):
         key = "data" if len(paths) == 1 else f"data.sources.source{number}"
@@ -280,15 +276,13 @@ def _data(conv: Conversion) -> None:
             conv.remark(Fate.ABSENT, "dataset", path, "a folder within a set of the hub is not read (@)")
         if weights:
             conv.put(f"{key}.weight", weights[number - 1], "dataset_probs")
-        if PurePosixPath(path).suffix not in FILES:
-            chosen = f"{split or 'train'}[:{most}]" if most < MOST_SAMPLES else split
-            if chosen:
-                conv.put(f"{key}.split", chosen, "dataset_split", "max_samples")
+        if split and PurePosixPath(path).suffix not in FILES:
+            conv.put(f"{key}.split", split, "dataset_split")
         for ours, (name, theirs) in columns.items():
             if theirs and theirs != ours:
                 conv.put(f"{key}.columns.{ours}", theirs, name)
-    if most < MOST_SAMPLES:
-        conv.tell(Fate.OTHER, "max_samples", f"a file has no splits: cut it to {most} rows first")
+    if most is not None:
+        conv.put("data.max_samples", most, "max_samples", why="of all sets together there" if paths[1:] else "")
     conv.put("data.template", "auto" if conv.flag("apply_chat_template") else "never", "apply_chat_template")
     _template(conv)
     _lengths(conv)
@@ -300,8 +294,12 @@ def _columns(conv: Conversion) -> dict[str, tuple[str, str | None]]:
     asked, answer = conv.text("prompt_key", PROMPTS.get(conv.trainer)), None
     if conv.trainer in OF_ANSWERS.split():
         answer = conv.text("output_key")
-    if conv.trainer == "sft" and answer is None:
-        return {"messages" if conv.flag("apply_chat_template") else "text": ("prompt_key", asked)}
+    bare, templated = conv.trainer == "sft" and answer is None, conv.flag("apply_chat_template")
+    if bare and not templated and not conv.flag("pretrain_mode"):
+        why = "OpenRLHF leaves out every row without an answer"
+        raise ConvertError.missing("output_key", why, "--output_key output", "command")
+    if bare:
+        return {"messages" if templated else "text": ("prompt_key", asked)}
     columns = {"prompt": ("prompt_key", asked)}
     for ours, name in (("chosen", "chosen_key"), ("rejected", "rejected_key")):
         if name in conv.by_name:

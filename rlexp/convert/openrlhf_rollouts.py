@@ -214,10 +214,8 @@ def _reward(conv: Conversion) -> None:
         conv.refuse("agent_func_path", "an agent scores the answers, in several turns, which is not here",
                     "Give a reward model, or a function of Python.")  # fmt: skip
     elif not models:
-        raise ConvertError(
-            "reward_pretrain: is missing, and so is remote_rm_url; without them nothing scores an answer. Add one to "
-            "the command, as --reward_pretrain org/reward."
-        )
+        why = "so is remote_rm_url; without them nothing scores an answer"
+        raise ConvertError.missing("reward_pretrain", why, "--reward_pretrain org/reward", "command")
     elif len(models) == 1:
         conv.choose("reward", "model", "reward_pretrain")
         conv.put("reward.path", models[0], "reward_pretrain")

@@ -23,6 +23,10 @@ class Fate(Enum):
 class ConvertError(UserError):
     """A file that cannot be converted."""
 
+    @classmethod
+    def missing(cls, name: str, why: str, given: str, where: str = "file") -> ConvertError:
+        return cls(f"{name}: is missing, and {why}. Add it to the {where}, as {given}.")
+
 
 UNSAID = object()  # an argument without a default that has to be written
 NOTHING = "it sets nothing here"  # of an argument that no code read: a test refuses it
@@ -211,7 +215,7 @@ class Conversion:
         """Return a text without which there is no run."""
         value = self.text(name)
         if value is None:
-            raise ConvertError(f"{name}: is missing, and it names {what}. Add it to the file, as {name}={example}.")
+            raise ConvertError.missing(name, f"it names {what}", f"{name}={example}")
         return str(value)
 
     # ---- saying what becomes of arguments ----

@@ -101,6 +101,8 @@ class _Reader:
     def _command(self, words: list[_Word]) -> Iterator[Command]:
         while words and words[0].text in KEYWORDS:
             words = words[1:]
+        if words and words[0].text in ("echo", "printf"):
+            return
         given: dict[str, str] = {}
         declares = bool(words) and words[0].text in DECLARES
         exports = declares and words[0].text == "export"

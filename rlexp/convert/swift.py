@@ -85,6 +85,7 @@ RULES: tuple[Rule, ...] = (
     taken("packing padding_free", "data.packing",
           "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
     taken("system", "data.system"),
+    taken("streaming", "data.streaming"),
     worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
     worked_out("template", "model.chat_template", "a name whose text is the same; else the tokenizer's own is used"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
@@ -97,7 +98,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("NPROC_PER_NODE", "launch.nproc", "", launchers.COUNTED),
     worked_out("NNODES", "launch.nodes", "", launchers.ONE_NODE),
     absent("cached_dataset", "rows that `swift export` tokenized are not read: name the rows themselves by dataset"),
-    needless("model_name model_author", "they are written into rows of swift/self-cognition alone"),
+    needless("model_name model_author", "they are written into rows of self-cognition alone"),
     worked_out("task_type", "loss", "causal_lm", "it is the only one here"),
     absent("enable_dft_loss", "every token's likelihood weighs alike", fate=Fate.INSTEAD, until="loss=dft"),
     worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
@@ -119,6 +120,8 @@ def convert(conv: Conversion) -> None:
     ring = int(conv.whole("sequence_parallel_size", 1, least=1))
     conv.put("parallel.ring_size", ring, "sequence_parallel_size")
     sized = huggingface.sizes(conv, gpus, batch=1, ring=ring, fill=LEAST_BATCH)
+    if conv.trainer == "grpo" and ring > 1:  # whose accumulation is as many times as long
+        conv.put("train.batch_size", sized[0] * sized[1] * gpus, "gradient_accumulation_steps", why=f"× ring of {ring}")
     dtype = conv.text("torch_dtype", "bfloat16")
     if dtype not in ("bfloat16", "float32"):
         conv.tell(Fate.ABSENT, "torch_dtype", "fp32, bf16 and fp64 are the precisions here; bf16 is taken")
@@ -136,7 +139,10 @@ def convert(conv: Conversion) -> None:
     _adapter(conv)
     conv.put("optim.lr", conv.number("learning_rate", 1e-4 if adapters.has(conv) else 1e-5), "learning_rate")
     if conv.trainer == "grpo":
-        rollouts.convert(conv, gpus // ring, *sized, beta=0.04, divisor="grpo", prompt="max_length")
+        for name in ("use_gym_env", "multi_turn_scheduler", "teacher_model"):
+            if conv.given.get(name) and not (conv.get("reward_funcs") or conv.get("reward_model_name_or_path")):
+                conv.refuse(name, "scores the answers, and is not here", "Give reward_funcs.")
+        rollouts.convert(conv, gpus, *sized, beta=0.04, divisor="grpo", prompt="max_length")
     else:
         _loss(conv)
     _reference(conv)
@@ -202,10 +208,11 @@ def _loss(conv: Conversion) -> None:
 def _data(conv: Conversion) -> None:
     conv.choose("data", "hf")
     names = conv.texts("dataset")
+    if any("self-cognition" in name for name in names):
+        why = "{{NAME}} and {{AUTHOR}} in rows of self-cognition are not replaced here: write the names into them"
+        conv.remark(Fate.OTHER, "dataset", conv.get("dataset"), why)
     if not names:
-        raise ConvertError(
-            "dataset: is missing, and it names the rows to train on. Add it to the command, as --dataset org/pairs."
-        )
+        raise ConvertError.missing("dataset", "it names the rows to train on", "--dataset org/pairs", "command")
     for number, name in enumerate(names, start=1):
         key = "data" if len(names) == 1 else f"data.sources.source{number}"
         found = re.fullmatch(r"(?:hf::|ms::)?((?:\w+://)?[^:#]+)(?::([^#]+))?(?:#(\d+))?", name)
@@ -215,10 +222,8 @@ def _data(conv: Conversion) -> None:
         conv.put(f"{key}.path", path, "dataset")
         if subset:
             conv.put(f"{key}.subset", subset, "dataset")
-        if most and re.search(r"\.(jsonl?|parquet|csv)$", path):
-            conv.remark(Fate.OTHER, "dataset", f"#{most}", f"a file has no splits: cut it to {most} rows first")
-        elif most:
-            conv.put(f"{key}.split", f"train[:{most}]", "dataset", why="the first rows; theirs are drawn")
+        if most:
+            conv.put(f"{key}.max_samples", int(most), "dataset", why="the first rows; theirs are drawn")
     conv.remark(
         Fate.OTHER, "dataset", conv.get("dataset"), f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's"
     )

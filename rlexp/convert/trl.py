@@ -270,8 +270,8 @@ def _data(conv: Conversion) -> bool:
     for key, source in zip(keys, sources, strict=False):
         _source(conv, key, source, mixtures.said(conv))
     if not sources and conv.get("dataset_name") is None:
-        raise ConvertError("dataset_name: is missing, and so is datasets; without them nothing says what to train on. "
-                           "Add it to the file, as dataset_name=trl-lib/ultrafeedback_binarized.")  # fmt: skip
+        why = "so is datasets; without them nothing says what to train on"
+        raise ConvertError.missing("dataset_name", why, "dataset_name=trl-lib/ultrafeedback_binarized")
     if not sources:
         conv.put("data.path", conv.text("dataset_name"), "dataset_name")
         for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):

@@ -180,22 +180,16 @@ def _rewards(conv: Conversion) -> None:
     for name in functions:
         module, _, function = name.rpartition(".")
         terms[_unused(terms, name)] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
-    models = [name for name in ("reward_model_name_or_path",) if conv.get(name) is not None]
-    for name in models:
-        terms[_unused(terms, "model")] = {"kind": "model", "path": conv.text(name)}
-    if not terms and conv.trainer == "ppo":
-        models = ["reward_model_name_or_path"]
-        terms["model"] = {"kind": "model", "path": "EleutherAI/pythia-160m"}
+    model = conv.text("reward_model_name_or_path", None if terms or conv.trainer != "ppo" else "EleutherAI/pythia-160m")
+    if model is not None:
+        terms[_unused(terms, "model")] = {"kind": "model", "path": model}
     if not terms:
-        raise ConvertError(
-            "reward_funcs: is missing, and so is a reward model; without them nothing scores an answer. Add one to the "
-            "file, as reward_funcs=my_rewards.score."
-        )
-    names = [name for name in ("reward_funcs", "reward_model_name_or_path") if conv.name(name) or name in models]
+        why = "so is a reward model; without them nothing scores an answer"
+        raise ConvertError.missing("reward_funcs", why, "reward_funcs=my_rewards.score")
+    names = ["reward_funcs"] * bool(functions) + ["reward_model_name_or_path"] * (model is not None)
     if functions:
-        files = sorted(
-            {f"{t['function'].partition(':')[0].replace('.', '/')}.py" for t in terms.values() if "path" not in t}
-        )
+        named = {term["function"].partition(":")[0] for term in terms.values() if "path" not in term}
+        files = sorted(f"{module.replace('.', '/')}.py" for module in named)
         conv.notes.append(
             f"Rewards: {conv.framework} calls f(completions, …, **columns), rlexp f(prompts, answers, rows). "
             f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
@@ -257,6 +251,8 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int, limit: str
     prompt = conv.whole(limit, least=1)
     conv.put("data.max_length", new + (prompt or LONG), limit,
              why="" if prompt else f"theirs has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
+    if prompt and limit == "max_prompt_length":
+        conv.put("data.too_long", "truncate", limit, why="the start of a longer prompt is cut, as there")
     if not ppo:
         _drawing(conv)
 

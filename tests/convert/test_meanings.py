@@ -369,7 +369,8 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
                         {"rollout.importance_cap": None}, {ABSENT: {"vllm_is_correction_type"}}),
     "template as a text": (OPENRLHF + "--tokenizer_chat_template '{% for m in messages %}{{ m }}'", None,
                            {"model.chat_template": None}, {OTHER: {"tokenizer_chat_template"}}),
-    "rows of a file": (SWIFT + "--dataset /d/x.jsonl#500", None, {"data.path": "/d/x.jsonl", "data.split": None}, {}),
+    "rows of a file": (SWIFT + "--dataset /d/x.jsonl#500", None,
+                       {"data.path": "/d/x.jsonl", "data.max_samples": 500}, {}),
     "weights in bfloat16": (FACTORY + "pure_bf16: true\n", None, {"train.precision": "bf16"}, {ABSENT: {"pure_bf16"}}),
     "null columns": (FACTORY.replace("d1", "d3"), None, {"data.path": "org/d"}, {}),
 }  # fmt: skip
@@ -436,7 +437,11 @@ def test_a_loss_over_rows_composes(case: str) -> None:
         (OPENRLHF + "--nll_loss_coef 0.1", None, "a mean over each answer's tokens"),
         (TRL + "loss_type: sft\n", "dpo", "Supervised training: theirs is a mean over the tokens of each micro-batch"),
         (FACTORY.replace("stage: dpo", "stage: rm"), None, "Reward model: theirs is a value head beside"),
-        (OPENRLHF.replace("_dpo", "_sft"), None, "theirs is a mean over the tokens of each micro-batch"),
+        (
+            OPENRLHF.replace("_dpo", "_sft") + "--pretrain_mode",
+            None,
+            "theirs is a mean over the tokens of each micro-batch",
+        ),
         (TRL, "sft", "theirs trains every token unless assistant_only_loss is true"),
         (TRL, "kto", "KTO: theirs estimates the divergence from each micro-batch's prompts"),
         (TRL, "kto", "rlexp does so with data.unpair=true"),

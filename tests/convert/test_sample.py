@@ -15,6 +15,7 @@ from tests.convert.texts import (
     COMMAND,
     FACTORY,
     GRPO,
+    OPENRLHF,
     RAY,
     SWIFT,
     TRL,
@@ -46,6 +47,20 @@ CASES: dict[str, tuple[str, str | None, Mapping[str, Any], Mapping[Fate, set[str
     "a best model without held-out rows": (TRL + "metric_for_best_model: loss\n", "dpo",
                                            {"checkpoint.keep_best": None, "checkpoint.best_metric": None},
                                            {NEEDLESS: {"metric_for_best_model"}}),
+    "a GRPO over rings": (SWIFT_GRPO + "--sequence_parallel_size 2 --per_device_train_batch_size 8 --num_generations 8 "
+                          "--gradient_accumulation_steps 2", None,
+                          {"train.batch_size": 64, "rollout.batch_size": 8, "parallel.ring_size": 2}, {}),
+    "prompts that are too long": (GRPO + "max_prompt_length: 256\n", "grpo", {"data.too_long": "truncate"}, {}),
+    "rows in their order": (AXOLOTL + "curriculum_sampling: true\n", None, {"data.shuffle": False}, {}),
+    "rows of a scorer": (AXOLOTL_SFT.replace("type: chat_template", "type: bradley_terry.chat_template") +
+                         "reward_model: true\n", None,
+                         {"data.columns.prompt": "input", "data.too_long": "truncate"}, {}),
+    "a streamed set": (SWIFT + "--streaming true", None, {"data.streaming": True}, {}),
+    "names in rows": (SWIFT.replace("org/d", "swift/self-cognition#100"), None, {"data.max_samples": 100},
+                      {OTHER: {"dataset"}}),
+    "texts in blocks": (FACTORY.replace("dpo", "pt"), None, {"data.too_long": "truncate"}, {OTHER: {"packing"}}),
+    "the first rows": (OPENRLHF + "--max_samples 300", None, {"data.max_samples": 300, "data.split": None}, {}),
+    "a command that is shown": (OPENRLHF + "\necho " + OPENRLHF + "\n", None, {"loss": "dpo"}, {}),
     "no warm-up": (AXOLOTL + "max_steps: 1000\nwarmup_steps: 0\n", None, {"optim.warmup_steps": None}, {}),
     "a warm-up by default": (AXOLOTL + "max_steps: 1000\n", None, {"optim.warmup_steps": 30}, {}),
     "nothing asked for": (AXOLOTL + "wandb_name:\nload_in_8bit: false\nwarmup_steps: 0\nnew_thing:\n", None, {},
@@ -145,6 +160,10 @@ def folder(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 # Files that are refused, and the cause.
 REFUSED: Mapping[str, tuple[str, str]] = {
+    "rows without answers": (OPENRLHF.replace("_dpo", "_sft") + "--input_key input",
+                             "output_key: is missing, and OpenRLHF leaves out every row without an answer."),
+    "an environment": (SWIFT.replace("dpo", "grpo") + "--use_gym_env true",
+                       "use_gym_env=True: scores the answers, and is not here. Give reward_funcs."),
     "a classifier": (SWIFT + "--task_type seq_cls", "task_type=seq_cls: trains seq_cls, which is not here."),
     "rows that are tokenized": ("NPROC_PER_NODE=4 swift sft --model org/m --cached_dataset a/train",
                                 "cached_dataset=a/train: has rows that `swift export` tokenized"),
