@@ -85,7 +85,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     "openrlhf_sft.sh": {
         "loss.name": "sft", "parallel.ring_size": 2, "train.batch_size": 256, "train.micro_batch_size": 2,
         "train.epochs": 1, "data.columns": {"prompt": "question", "completion": "response"},
-        "data.split": "train[:500000]", "data.template": "never", "data.packing": True, "optim.lr": 5e-6,
+        "data.max_samples": 500000, "data.template": "never", "data.packing": True, "optim.lr": 5e-6,
     },
     "openrlhf_rm.sh": {
         "loss.name": "reward", "loss.margin_weight": 1.0, "loss.center": 0.0, "launch.nproc": 8,
@@ -95,7 +95,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
         "loss.name": "grpo", "loss.kl_in": "loss", "loss.kl": "k3", "loss.beta": 1e-3, "loss.clip_high": 0.27,
         "loss.filter": True, "loss.normalize": "token", "rollout.batch_size": 128, "rollout.n_samples": 8,
         "rollout.minibatches": 8, "checkpoint.save_every": "160", "data.columns": {"prompt": "context_messages"},
-        "reward.function": "reward_func:rewards", "data.split": "train[:20000]",
+        "reward.function": "reward_func:rewards", "data.max_samples": 20000,
     },
     "openrlhf_ppo_slurm.sh": {
         "loss.name": "ppo", "loss.whiten": True, "loss.lam": 1.0, "loss.value_clip": 0.5, "loss.value_lr": 9e-6,
@@ -115,7 +115,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "axolotl_reward.yaml": {
         "loss.name": "reward", "loss.center": 0.01, "loss.margin_weight": 0.0, "train.batch_size": 32,
-        "data.path": "argilla/distilabel-intel-orca-dpo-pairs", "data.packing": False, "data.too_long": "drop",
+        "data.path": "argilla/distilabel-intel-orca-dpo-pairs", "data.packing": False, "data.too_long": "truncate",
     },
     "swift_dpo.sh": {
         "loss.name": "dpo", "parallel.ring_size": 2, "launch.nproc": 4, "train.batch_size": 8, "engine.name": "zero3",
@@ -123,7 +123,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
     },
     "swift_sft.sh": {
         "loss.name": "sft", "launch.nproc": 2, "train.batch_size": 16, "data.max_length": 4096, "optim.lr": 1e-5,
-        "data.split": "train[:2000]", "data.packing": True, "eval.before_training": False,
+        "data.max_samples": 2000, "data.packing": True, "eval.before_training": False,
     },
     "swift_kto.sh": {
         "loss.name": "kto", "loss.beta": 0.1, "loss.desirable_weight": 1.0, "loss.undesirable_weight": 1.2,
