@@ -41,7 +41,7 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
 @pytest.mark.parametrize(
     ("one", "other", "stop"),
     [
-        (Where("torch", 2, 1, "fp64"), Where("fsdp2", 1, 2, "fp64"), 1),
+        pytest.param(Where("torch", 2, 1, "fp64"), Where("fsdp2", 1, 2, "fp64"), 1, marks=pytest.mark.slow),
         (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 3),
         pytest.param(Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 4, marks=pytest.mark.slow),
     ],

@@ -12,7 +12,7 @@ import torch
 from transformers import TrainingArguments, optimization
 
 from rlexp.config.load import compose_config
-from rlexp.config.rates import ALL_WEIGHTS, LIKE_DPO, rates_in_words
+from rlexp.config.rates import ALL_WEIGHTS, LIKE_DPO, default_rate, rates_in_words
 from rlexp.config.schema import KINDS, Config
 from rlexp.training.train.build import build_schedule
 from rlexp.verify.reference.rules import learning_rate
@@ -80,7 +80,7 @@ def default(*words: str) -> Config:
 @pytest.mark.parametrize("loss", sorted(KINDS["loss"]))
 def test_no_loss_is_trained_at_the_rate_of_dpo_unless_it_is_of_its_kind(loss: str, adapter: str) -> None:
     """Its kind: what TRL's DPOTrainer trains."""
-    rate, dpo = (default(f"loss={name}", f"adapter={adapter}").optim.lr for name in (loss, "dpo"))
+    rate, dpo = default(f"loss={loss}", f"adapter={adapter}").optim.lr, default_rate("dpo", adapter, "hf")
     assert rate == pytest.approx(ALL_WEIGHTS[loss] * (10 if adapter == "lora" else 1))
     assert (rate == dpo) is (loss in LIKE_DPO)
     assert rate > 0
