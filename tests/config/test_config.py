@@ -253,7 +253,10 @@ BAD = {
     "not appended": (["experiment=bug_report"], "say +experiment=NAME"),
     "another option's key": (["data.path=x.jsonl"], "Say data=jsonl data.path=VALUE"),
     "renamed option": (["loss.name=ipo"], "is set by choosing loss=OPTION"),
-    "derived accumulation": (["train.grad_acc=3"], "train.grad_acc=3: is derived, and comes to 8"),
+    "derived accumulation": (
+        ["train.micro_batch_size=1", "train.grad_acc=3"],
+        "train.grad_acc=3: is derived, and comes to 8",
+    ),
     "derived replicas": (["parallel.dp_size=2"], "parallel.dp_size=2: is derived, and comes to 1"),
     "derived world": (["parallel.world_size=4"], "parallel.world_size=4: is derived, and comes to 1"),
     "negative seed": (["seed=-1"], "seed=-1: must be at least 0"),
@@ -318,7 +321,11 @@ BAD = {
         "engine.overrides.zero_optimization.overlap_comm=OptimConfig(…): must be a number, a text, true, false, null, "
         "or a list or mapping of these. Give it a plain value.",
     ),
-    "indivisible batch": (["train.batch_size=12", "launch.nproc=8"], "need a multiple of 8"),
+    "indivisible batch": (
+        ["train.batch_size=12", "train.micro_batch_size=1", "launch.nproc=8"],
+        "need a multiple of 8",
+    ),
+    "a key that is gone": (["model.suggested_lr=1e-5"], "is gone: optim.lr follows from the loss"),
     "not resized to 64": (
         ["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
         "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64",
@@ -424,7 +431,7 @@ REFUSALS = [
     ("engine.overrides.mesh_param=[2,2]", "each rank would see other data"),
     ("engine.overrides.gradient_accumulation_steps=2", "the boundary of a step is set by the training loop"),
     ("engine.overrides.zero_optimization.overlap_com=true", "Did you mean zero_optimization.overlap_comm?"),
-    ("checkpoint.save_every=10x", "checkpoint.save_every=10x: must be a number of steps (50), or a time"),
+    ("checkpoint.save_every=10x", "checkpoint.save_every=10x: must be a number of steps (50), a share"),
     ("checkpoint.save_every=0", "greater than 0"),
     ("checkpoint.save_every=1.5", "must be a number of steps"),
     ("train.eval_every=10m", "train.eval_every=10m: must be a number of steps (50), or a share or number of epochs"),
@@ -435,7 +442,6 @@ REFUSALS = [
     ("optim.warmup_ratio=0.1 optim.warmup_steps=10", "optim.warmup_steps=10 says how long the warm-up is, too."),
     ("optim.warmup_start=0", "there is no warm-up that it could begin"),
     ("optim.min_lr_ratio=0.1 optim.decay=constant", "optim.decay=constant ends nowhere"),
-    ("model.suggested_lr=1e-5", "Say optim.lr=RATE."),
     ("checkpoint.keep_last=0", "checkpoint.keep_last=0: must be at least 1."),
     ("checkpoint.keep_best=1", "which is never measured. Give train.eval_every=N"),
     ("train.stop_after=2 checkpoint.on_exit=false", "Leave checkpoint.on_exit=true."),
