@@ -6,9 +6,6 @@ from typing import Any
 
 from rlexp.convert.rules import Conversion, Fate
 
-NAMES = ("datasets", "dataset_mixture", "dataset_mixer")
-SHARED = "the first rows of a set; theirs are drawn"
-
 
 def sets(conv: Conversion) -> list[dict[str, Any]]:
     """Return the sets as TRL's `datasets` has them: each a path, a name, a split."""
@@ -23,7 +20,7 @@ def sets(conv: Conversion) -> list[dict[str, Any]]:
 
 def said(conv: Conversion) -> str:
     """Return the argument that names the sets."""
-    return next((name for name in NAMES if conv.get(name)), NAMES[0])
+    return next((each for each in ("datasets", "dataset_mixture", "dataset_mixer") if conv.get(each)), "datasets")
 
 
 def held_out(conv: Conversion) -> tuple[float, str | None]:
@@ -37,6 +34,6 @@ def _as_trl(conv: Conversion, one: dict[str, Any]) -> dict[str, Any]:
     """Write the share of a set's rows as a slice of its split."""
     share, split = one.get("weight"), str(one.get("split") or "train")
     if isinstance(share, int | float) and 0 < share < 1:
-        split = f"{split}[:{round(100 * share)}%]"
-        conv.remark(Fate.OTHER, f"{said(conv)}: weight", share, SHARED)
+        split = f"{split}[:{max(1, round(100 * share))}%]"
+        conv.remark(Fate.OTHER, f"{said(conv)}: weight", share, "the first rows of a set; theirs are drawn")
     return {"path": one.get("id"), "split": split} | ({"name": one["config"]} if one.get("config") else {})

@@ -38,7 +38,10 @@ def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: st
 
 def rope(conv: Conversion, argument: str, said: Any, reach: str | None = None) -> None:
     """Take over YaRN: a mapping with its factor, or its bare name, whose factor follows from data.max_length."""
-    options = yaml.safe_load(said) if isinstance(said, str) and said.startswith("{") else said
+    try:
+        options = yaml.safe_load(said) if isinstance(said, str) and said.startswith("{") else said
+    except yaml.YAMLError:
+        conv.refuse(argument, "must be a mapping", 'For example: {"type": "yarn", "factor": 4.0}.')
     options = options if isinstance(options, Mapping) else {"type": said}
     kind = options.get("rope_type", options.get("type"))
     factor, native = options.get("factor"), options.get("original_max_position_embeddings")

@@ -8,7 +8,7 @@ import pytest
 
 from rlexp.config.chat_templates import NAMED
 from rlexp.convert import model_keys
-from rlexp.convert.rules import Fate
+from rlexp.convert.rules import ConvertError, Fate
 from tests.conftest import ROOT
 from tests.convert.texts import AXOLOTL, SWIFT, conversion, named, values
 
@@ -19,7 +19,7 @@ WITHOUT_SYSTEM = {("axolotl", "gemma")}  # theirs refuses a system prompt
 
 @pytest.mark.parametrize(("framework", "theirs"), [(each, name) for each, names in TABLES.items() for name in names])
 def test_a_template_is_taken_over_only_where_the_text_is_the_same(framework: str, theirs: str) -> None:
-    """By what their own code wrote (`tests/files/chat_templates.json`), with a system prompt and without."""
+    """Their own code wrote the texts (`tests/files/chat_templates.json`), with a system prompt and without."""
     ours = TABLES[framework][theirs]
     assert ours in NAMED
     conversations = ["asked", "told"]
@@ -50,3 +50,5 @@ def test_yarn_and_a_template_of_ms_swift() -> None:
     bare = conversion(SWIFT + "--rope_scaling yarn --template llama")
     assert {"rope_scaling", "template"} <= named(bare, Fate.OTHER)
     assert "model.rope" not in values(bare)
+    with pytest.raises(ConvertError, match=r"rope_scaling=\{type: \[: must be a mapping\. For example"):
+        conversion(SWIFT + "--rope_scaling '{type: ['")

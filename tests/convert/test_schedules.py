@@ -6,19 +6,19 @@ import math
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import TrainingArguments, get_scheduler
 
 from rlexp.convert.experiment import composed, overrides
 from rlexp.training.train.build import build_schedule
 from tests.convert.texts import AXOLOTL, FACTORY, OPENRLHF, SWIFT, TRL, conversion, written
+from tests.helpers.schedules import rates_of
 
 STEPS, LR = 40, 2e-5
 KWARGS = {"cosine_with_min_lr": {"min_lr_rate": 0.1}}
 
 
 def ceiled(share: float) -> int:
-    """What transformers makes of a share."""
+    """Return what transformers makes of a share."""
     arguments = TrainingArguments(output_dir="nowhere", warmup_steps=share, use_cpu=True)
     return arguments.get_warmup_steps(STEPS)
 
@@ -43,14 +43,8 @@ CASES: dict[str, tuple[str, str | None, str, int]] = {  # a file, its trainer, t
 
 
 def theirs(name: str, warm_up: int) -> list[float]:
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
-    scheduler = get_scheduler(name, optimizer, warm_up, STEPS, scheduler_specific_kwargs=KWARGS.get(name))
-    rates = []
-    for _ in range(STEPS):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    return rates
+    options = KWARGS.get(name)
+    return rates_of(lambda it: get_scheduler(name, it, warm_up, STEPS, scheduler_specific_kwargs=options), LR, STEPS)
 
 
 @pytest.mark.parametrize("case", CASES)

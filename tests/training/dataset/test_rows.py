@@ -292,7 +292,7 @@ def numbered(count: int) -> Rows:
 
 @pytest.mark.parametrize("write", [*FILES, *FOLDERS], ids=lambda write: write.__name__)
 def test_the_first_rows_alone_are_read(write: Callable[[Path, Rows], str], tmp_path: Path) -> None:
-    """Of every format, where a part of the file ends too: Parquet's have 7 rows here."""
+    """It holds for every format, also where a part of the file ends: Parquet's have 7 rows here."""
     path = write(tmp_path, numbered(20))
     whole = ids(read(path).train)
     for count in (1, 7, 14, 19, 20, 1000):

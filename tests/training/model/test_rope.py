@@ -227,12 +227,13 @@ def test_each_family_gets_the_angles_of_transformers(
     by_hand.rope_parameters = wanted
     other: Any = type(made)(by_hand)
     referred = verified.load(cfg, torch.device("cpu"))
-    found = dict(made.named_modules())
+    found: dict[str, Any] = dict(made.named_modules())
     tables = [name for name, module in found.items() if getattr(module, "rope_type", None) == "yarn"]
     assert tables
     for name in tables:
+        theirs: Any
         for theirs in (other.get_submodule(name), referred.get_submodule(name)):
-            assert torch.equal(found[name].inv_freq, theirs.inv_freq)  # type: ignore[arg-type]
+            assert torch.equal(found[name].inv_freq, theirs.inv_freq)
             assert found[name].attention_scaling == theirs.attention_scaling == 0.1 * math.log(4) + 1
 
 

@@ -17,22 +17,11 @@ from rlexp.config.schema import KINDS, Config
 from rlexp.training.train.build import build_schedule
 from rlexp.verify.reference.rules import learning_rate
 from tests.conftest import ROOT
+from tests.helpers.schedules import rates_of
 
 STEPS, LR = 23, 3e-4
 FROM_ZERO = ("optim.warmup_start=0", f"optim.lr={LR}", f"train.max_steps={STEPS}")
 Scheduler = Callable[[torch.optim.Optimizer, int], Any]
-
-
-def rates_of(scheduler: Scheduler, warm_up: int) -> list[float]:
-    """Return the rate of each step, as a trainer takes them."""
-    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
-    schedule = scheduler(optimizer, warm_up)
-    rates = []
-    for _ in range(STEPS):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    return rates
 
 
 def ours(cfg: Config) -> list[float]:
@@ -57,7 +46,7 @@ def test_every_step_has_the_rate_of_transformers(words: tuple[str, ...], schedul
         asked.remove("optim.warmup_start=0")
     cfg = compose_config(asked)
     warm_up = TrainingArguments(output_dir="nowhere", warmup_steps=ratio, use_cpu=True).get_warmup_steps(STEPS)
-    assert ours(cfg) == pytest.approx(rates_of(scheduler, warm_up), rel=1e-12, abs=1e-18)
+    assert ours(cfg) == pytest.approx(rates_of(lambda it: scheduler(it, warm_up), LR, STEPS), rel=1e-12, abs=1e-18)
     by_reference = [learning_rate(cfg.optim, STEPS, step) for step in range(1, STEPS + 1)]
     assert ours(cfg) == pytest.approx(by_reference, rel=1e-12)
 

@@ -1,0 +1,60 @@
+"""Shares of the data, of an epoch and of a run come to the same on every layout, and a run that goes on keeps them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bench.curves import excesses
+from bench.resume import Where, curve_of, run
+from rlexp.run_files import checkpoint_folder as checkpoint
+from rlexp.run_files.metrics_jsonl import read_rows
+from tests.helpers.runs import run_json
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
+         "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
+
+
+def test_shares_of_the_data_and_of_the_run_are_the_same_on_every_layout(tmp_path: Path) -> None:
+    """The first 25 of 30 rows are read, and a fifth of them is held out: five steps an epoch, so that shares of it fall
+    between two steps, and one between two epochs. Rings of 1, 2 and 4, in other micro-batches, stopped in the warm-up
+    and behind a save."""
+    rows = [{"prompt": f"say {n}", "chosen": f"yes {n} " * (n % 5 + 1), "rejected": f"no {n}"} for n in range(30)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join([*map(json.dumps, rows[:9]), "", *map(json.dumps, rows[9:])]) + "\n")
+    base = ("launch.device=cpu", "logger=none", "logger.progress=false", "checkpoint.keep_last=99",
+            "checkpoint.export=false", "data=jsonl", f"data.path={file}", "data.max_samples=25", "data.eval_size=0.2",
+            "train.batch_size=4", "optim.warmup_ratio=0.3", "optim.warmup_start=0", "optim.decay=cosine",
+            "optim.min_lr_ratio=0.1", "train.eval_every=0.3 epoch", "checkpoint.save_every=0.7 epoch",
+            "train.max_steps=9")  # fmt: skip
+    straight = curve_of(run(Where("torch", 1, 1, "fp64"), tmp_path / "straight", base=base))
+    assert run_json(tmp_path / "straight")["data"]["pairs"] == 20
+    assert run_json(tmp_path / "straight")["data"]["eval_pairs"] == 5
+    assert [row["step"] for row in straight.rows if "eval/loss" in row] == [2, 3, 5, 6, 8, 9]
+    saved = [checkpoint.step_of(path) for path in checkpoint.latest_first(tmp_path / "straight")]
+    assert sorted(saved) == [4, 7, 9]
+    rates = [row["train/learning_rate"] for row in straight.rows]
+    assert rates[:4] == pytest.approx([0.0, 5e-4 / 3, 1e-3 / 3, 5e-4])
+    for ring, stop in ((2, 2), (4, 5)):
+        run(Where("torch", ring, 1, "fp64"), tmp_path / "run", f"train.stop_after={stop}", base=base)
+    curve = curve_of(run(Where("torch", 2, 2, "fp64"), tmp_path / "run", base=base))
+    assert excesses(straight, curve) == []
+    assert [row["step"] for row in curve.rows if "eval/loss" in row] == [2, 3, 5, 6, 8, 9]
+
+
+def test_a_longer_run_keeps_its_warm_up(rlexp: Shell, tmp_path: Path) -> None:
+    asked = (*QUICK, "optim.warmup_ratio=0.5", "optim.decay=constant")
+    first = rlexp(*asked, "train.max_steps=4", "train.stop_after=1")
+    assert "learning rate 0.0005 (default for random weights), warm-up 2 steps, then constant" in first.stderr
+    longer = rlexp(*asked, "train.max_steps=6")
+    assert longer.returncode == 0, longer.stderr
+    assert "the warm-up keeps its 2 steps; of a run of 6 steps from the start it would be 3" in longer.stderr
+    rows = read_rows(tmp_path / "run" / "metrics.jsonl")
+    assert [row["train/learning_rate"] for row in rows[:3]] == pytest.approx([5e-4 / 3, 1e-3 / 3, 5e-4])
+    other = rlexp(*QUICK, "optim.warmup_ratio=0.4", "optim.decay=constant", "train.max_steps=8")
+    assert "optim.warmup_ratio=0.4: the run in" in other.stderr
