@@ -25,7 +25,7 @@ ON_CPU = LaunchConfig(device=Device.cpu)
 
 def launch_on(device: str, timeout_seconds: float, **more: Any) -> LaunchConfig:
     """Return how ranks start that no configuration describes."""
-    return LaunchConfig(device=Device(device), timeout_seconds=timeout_seconds, **more)
+    return LaunchConfig(device=Device(device), nproc=1, timeout_seconds=timeout_seconds, **more)
 
 
 @dataclass(frozen=True)

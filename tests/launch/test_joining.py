@@ -175,7 +175,7 @@ def test_a_rank_beside_a_gpu_has_its_share_of_the_cores_and_segments_that_grow(m
 def test_deepspeed_reads_the_gpu_that_the_rank_has(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: int, local_rank: int, each: int, own: int
 ) -> None:
-    """A site may show each rank its own GPU only, and ranks may share one. DeepSpeed takes LOCAL_RANK for its number."""
+    """A site may show each rank its own GPU alone, and ranks may share one. DeepSpeed takes LOCAL_RANK for the GPU."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "as srun left it")
     taken: list[int] = []
