@@ -36,14 +36,23 @@ def resolve_device(device: str) -> str:
 
 
 def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
-    """Return the number of ranks on this machine: one per GPU, or on CPU one replica and its sampling ranks."""
+    """Return the number of ranks on this machine: those that a launcher started, else one per GPU, or on CPU one
+    replica and its sampling ranks."""
     sizes.require("parallel.ring_size", ring_size)
+    ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
+    if ranks is not None and nodes is not None:
+        return ranks // nodes
     if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
         raise ConfigError(
             "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, "
             "give the GPUs of a node: launch.nproc=8."
         )
     return visible_gpus() if resolve_device(device) == "cuda" else ring_size + sampling_ranks
+
+
+def default_nodes() -> int:
+    """Return the nodes on which torchrun or srun has started the ranks; 1 where none did, or says so."""
+    return sizes.joined_nodes() or 1
 
 
 def default_precision(device: str) -> str:
@@ -149,6 +158,7 @@ def register() -> None:
         "rlexp_own_conf": lambda: str(own_conf_dir()),
         "rlexp_smollm2": smollm2_folder,
         "rlexp_nproc": default_nproc,
+        "rlexp_nodes": default_nodes,
         "rlexp_lr": default_rate,
         "rlexp_critic_lr": default_critic_rate,
         "rlexp_precision": default_precision,
