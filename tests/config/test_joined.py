@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rlexp.base.errors import ConfigError
+from rlexp.config import resolvers
 from rlexp.config.checks.layout import choose, heads_of, near
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, TransportName
@@ -74,6 +75,19 @@ def test_what_agrees_with_the_launcher_is_taken(monkeypatch) -> None:
     for name, value in dealt_in_turn.items():
         monkeypatch.setenv(name, value)
     assert compose_config([*ARGS[:2], "parallel.ring_size=1"]).parallel.dp_size == 8, "a ring of one has no neighbours"
+
+
+def test_ranks_on_a_node_are_counted_where_each_sees_its_own_gpu_only(monkeypatch) -> None:
+    """Each rank then has its share of the cores (`rlexp.launch.joining.threads_of`)."""
+    monkeypatch.setattr(resolvers, "visible_gpus", lambda: 1)
+    for name, value in by_srun(2).items():
+        monkeypatch.setenv(name, value)
+    assert (
+        compose_config(
+            ["launch.device=cuda", *ARGS[1:]],
+        ).launch.nproc
+        == 4
+    )
 
 
 def test_a_launcher_that_says_nothing_of_nodes_leaves_them_to_the_user(monkeypatch) -> None:
