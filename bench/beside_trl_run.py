@@ -166,12 +166,12 @@ class Watch:
 
 
 def _ours(spec: RankSpec, variant: Variant, work: Work, watch: Watch) -> Result:
-    from rlexp.launch.joining import join, leave_world
+    from rlexp.launch.joining import join, launch_on, leave_world
     from rlexp.training.train.build import Sources, build, unprobed
     from rlexp.training.train.step import train_step
 
     cfg = composed(variant, work)
-    join(spec, work.device, 600.0)
+    join(spec, launch_on(work.device, 600.0))
     task = build(cfg, probing=unprobed, task_of=functools.partial(_given, work),
                  sources=Sources(tokenizer=lambda _: None))  # fmt: skip
     first: dict[str, float] = {}

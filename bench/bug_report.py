@@ -68,7 +68,7 @@ def draw_rank(spec: RankSpec, configs: list[Config]) -> tuple[list[np.ndarray], 
     from rlexp.training.train.offline_task import OfflineTask
     from rlexp.training.train.step import train_step
 
-    join(spec, "cpu", configs[0].launch.timeout_seconds)
+    join(spec, configs[0].launch)
     logged, elsewhere = [], []
     for cfg in configs:
         task = build(cfg, probing=unprobed)

@@ -105,7 +105,7 @@ def on_ranks(target: Callable[..., Any], ranks: int, *args: Any) -> Any:
 
 
 def join_world(spec: RankSpec, cfg: Config) -> None:
-    join(spec, cfg.launch.device.value, TIMEOUT, cfg.launch.torch_threads)
+    join(spec, dataclasses.replace(cfg.launch, timeout_seconds=TIMEOUT))
 
 
 def slowest(values: Iterable[float]) -> list[float]:

@@ -117,7 +117,7 @@ def steps_rank(spec: RankSpec, words: Sequence[str], lengths: Lengths) -> Steps:
     import torch
 
     from rlexp.config.load import compose_config
-    from rlexp.launch.joining import join, leave_world
+    from rlexp.launch.joining import join, launch_on, leave_world
     from rlexp.training.train.build import Sources, build, unprobed
     from rlexp.training.train.step import train_step
 
@@ -126,7 +126,7 @@ def steps_rank(spec: RankSpec, words: Sequence[str], lengths: Lengths) -> Steps:
         "launch.device=cpu", "logger=none", "engine=torch", "model=hf", "train.batch_size=64", "train.max_steps=99",
         "data.shuffle=false", "data.max_length=2048", *words,
     ])  # fmt: skip
-    join(spec, "cpu", 600.0)
+    join(spec, launch_on("cpu", 600.0))
     task = build(cfg, probing=unprobed, task_of=task_of(lengths), sources=Sources(tokenizer=lambda _: None))
     tokens, seconds, processor, skew = 0, 0.0, 0.0, 1.0
     for number in range(1, STEPS + 2):

@@ -134,11 +134,11 @@ def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
 
 
 def gradients_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Gradients] | None:
-    from rlexp.launch.joining import join
+    from rlexp.launch.joining import join, launch_on
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
-    join(spec, "cpu", 300.0)
+    join(spec, launch_on("cpu", 300.0))
     gradients: list[Gradients] = []
     for config in configs:
         task = build(config, probing=unprobed)

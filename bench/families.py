@@ -187,9 +187,9 @@ def layouts_of(ring_size: int) -> Iterator[tuple[str, Layout]]:
 
 
 def families_rank(spec: RankSpec, names: Sequence[str]) -> dict[str, Found]:
-    from rlexp.launch.joining import join
+    from rlexp.launch.joining import join, launch_on
 
-    join(spec, "cpu", 1800.0)
+    join(spec, launch_on("cpu", 1800.0))
     world = build_world(spec.world_size)
     rings = {name: build_world(spec.world_size, None, 2).ring if name == "hybrid" else world.ring
              for name, _ in layouts_of(spec.world_size)}  # fmt: skip

@@ -322,11 +322,11 @@ def link_rank(spec: RankSpec, device: str) -> float:
     import torch
     import torch.distributed as dist
 
-    from rlexp.launch.joining import join, leave_world
+    from rlexp.launch.joining import join, launch_on, leave_world
     from rlexp.training.ring.collectives import between
     from rlexp.training.world.groups import build_world
 
-    join(spec, device, 300.0)
+    join(spec, launch_on(device, 300.0))
     ring = build_world(spec.world_size).ring
     size = LARGE.link if device == "cuda" else TINY.link
     buffer = torch.zeros(size // 2, dtype=torch.bfloat16, device=device)

@@ -243,7 +243,7 @@ def measure_rank(spec: RankSpec, configs: Sequence[Config], steps: int, file: st
     from rlexp.launch.joining import join, leave_world
 
     launch = configs[0].launch
-    join(spec, launch.device.value, launch.timeout_seconds, launch.torch_threads)
+    join(spec, launch)
     for cfg in configs:
         result = measured(cfg)(cfg, spec.rank, steps)
         if spec.rank == 0:

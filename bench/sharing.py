@@ -119,7 +119,7 @@ def group_rank(spec: RankSpec, name: str, folder: str) -> tuple[float, float]:
     import torch
 
     from rlexp.config.load import compose_config
-    from rlexp.launch.joining import join, leave_world
+    from rlexp.launch.joining import join, launch_on, leave_world
     from rlexp.training.train.build import Sources, build, unprobed
     from rlexp.training.train.step import train_step
 
@@ -130,7 +130,7 @@ def group_rank(spec: RankSpec, name: str, folder: str) -> tuple[float, float]:
         "data.shuffle=false", f"data.max_length={PROMPT + ANSWER}",
         f"data.share_prefix={str(name == 'shared').lower()}",
     ])  # fmt: skip
-    join(spec, "cpu", 600.0)
+    join(spec, launch_on("cpu", 600.0))
     task = build(cfg, probing=unprobed, task_of=_group, sources=Sources(tokenizer=lambda _: None))
     trained, scored = [], []
     for number in range(1, 4):

@@ -72,10 +72,12 @@ def _check(cfg: Config, gpus: int) -> None:
         raise ConfigError(f"launch.device={cfg.launch.device.value}: preflight predicts runs on GPUs. Leave it out.")
     if why := unrehearsable(cfg):
         raise ConfigError(why)
-    if cfg.launch.nproc > gpus:
+    each = cfg.launch.ranks_per_gpu
+    if cfg.launch.nproc > gpus * each:
+        of_each = "one for each rank" if each == 1 else f"and launch.ranks_per_gpu={each} ranks on each"
         raise ConfigError(
-            f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} GPUs, one for each "
-            f"rank. Use launch.nproc={gpus}, more launch.nodes, or hardware.gpus={cfg.launch.nproc}."
+            f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} GPUs, {of_each}. Use "
+            f"launch.nproc={gpus * each}, more launch.nodes, or hardware.gpus={-(-cfg.launch.nproc // each)}."
         )
     for key in ("memory_gib", "bf16_tflops", "fp32_tflops", "memory_tb_s", "link_gb_s", "network_gb_s"):
         if not getattr(cfg.hardware, key):

@@ -35,10 +35,11 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
-    """Return the number of ranks on this machine: those that a launcher started, else one per GPU, or on CPU one
+def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gpu: int = 1) -> int:
+    """Return the number of ranks on this machine: those that a launcher started, else those of each GPU, or on CPU one
     replica and its sampling ranks."""
     sizes.require("parallel.ring_size", ring_size)
+    sizes.require("launch.ranks_per_gpu", ranks_per_gpu)
     ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
     if ranks is not None and nodes is not None:
         return ranks // nodes
@@ -47,7 +48,8 @@ def default_nproc(device: str, ring_size: int, sampling_ranks: int) -> int:
             "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, "
             "give the GPUs of a node: launch.nproc=8."
         )
-    return visible_gpus() if resolve_device(device) == "cuda" else ring_size + sampling_ranks
+    on_gpus = resolve_device(device) == "cuda"
+    return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
 
 
 def default_nodes() -> int:
@@ -69,9 +71,9 @@ def default_reference(adapter: str, path: str | None) -> str:
     return "adapter" if adapter == "lora" and path is None else "model"
 
 
-def slurm_gpus(device: str, nproc: int) -> int | None:
+def slurm_gpus(device: str, nproc: int, ranks_per_gpu: int) -> int | None:
     """Return the GPUs per node to request from Slurm. This machine may have none, so only `cpu` means none."""
-    return None if getattr(device, "value", device) == "cpu" else nproc
+    return None if getattr(device, "value", device) == "cpu" else -(-nproc // ranks_per_gpu)
 
 
 def slurm_minutes(time_limit: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rlexp.eval.job import EvalJob, Evaluation
-from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.training.checkpoint.restore import restore
 from rlexp.training.sinks.console import say
 from rlexp.training.train.build import build
@@ -14,8 +14,7 @@ from rlexp.training.train.task import Task
 
 
 def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
-    launch = job.cfg.launch
-    join(spec, launch.device.value, launch.timeout_seconds, threads_of(launch))
+    join(spec, job.cfg.launch)
     task = build(job.cfg, trains=False)
     try:
         checkpoint, step = (None, 0) if job.folder is None else take_up(task, job.folder, Path(folder))

@@ -7,12 +7,12 @@ import os
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA
-from rlexp.config.schema import Device, LaunchConfig
+from rlexp.config.schema import Collectives, Device, LaunchConfig
 from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
@@ -20,6 +20,11 @@ if TYPE_CHECKING:  # at run time it would import torch, which the launcher does 
 
 STEP = "slurm://"
 ON_CPU = LaunchConfig(device=Device.cpu)
+
+
+def launch_on(device: str, timeout_seconds: float, **more: Any) -> LaunchConfig:
+    """Return how ranks start that no configuration describes."""
+    return LaunchConfig(device=Device(device), nproc=1, timeout_seconds=timeout_seconds, **more)
 
 
 @dataclass(frozen=True)
@@ -68,14 +73,7 @@ def threads_of(launch: LaunchConfig) -> int:
     return max(launch.torch_threads, cores if bound else cores // launch.nproc)
 
 
-def join(
-    spec: RankSpec,
-    device: str,
-    timeout_seconds: float,
-    threads: int = 1,
-    sampling: int = 0,
-    interface: str | None = None,
-) -> dist.Store:
+def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
     """Make this process a rank: set threads and device, and open the process group. Return the store of all ranks.
 
     The last `sampling` ranks only sample, and have no process group: the ranks that train have a world of their own.
@@ -83,29 +81,40 @@ def join(
     import torch
     import torch.distributed as dist
 
-    timeout = timedelta(seconds=timeout_seconds)
-    torch.set_num_threads(threads)
-    if device == "cuda":
-        own = spec.local_rank % gpus_of_torch()  # a site may show a rank only its own GPU
+    timeout = timedelta(seconds=launch.timeout_seconds)
+    torch.set_num_threads(threads_of(launch))
+    if launch.device is Device.cuda:
+        own = spec.local_rank // launch.ranks_per_gpu % gpus_of_torch()  # a site may show a rank only its own GPU
         torch.cuda.set_device(own)
         spec = dataclasses.replace(spec, local_rank=own)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
-        backend = "cpu:gloo,cuda:nccl"
-    else:
-        backend = "gloo"
-        if spec.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
-            # On one machine the ranks connect over loopback, even if the host name does not resolve.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif spec.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
+        # On one machine the ranks connect over loopback, even if the host name does not resolve.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if spec.init_method == STEP:
-        store = meet(spec.rank, spec.world_size, timeout_seconds, interface)
+        store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
     training = spec.world_size - sampling
     if spec.rank < training:
         dataclasses.replace(spec, world_size=training).export()
         dist.init_process_group(
-            backend, store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training, timeout=timeout
-        )
+            backend_of(launch), store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training,
+            timeout=timeout,
+        )  # fmt: skip
     return store
+
+
+def backend_of(launch: LaunchConfig) -> str:
+    """Return what carries tensors between ranks, as torch names it."""
+    match launch.carrier:
+        case Collectives.staged:
+            from rlexp.training.world import staged
+
+            return staged.register()
+        case Collectives.gloo:
+            return "gloo"
+        case _:
+            return "cpu:gloo,cuda:nccl"
 
 
 def gpus_of_torch() -> int:

@@ -197,7 +197,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
 def fingerprint(cfg: Config, *, fitting: bool) -> str:
     """Return a hash of all that a decision depends on."""
     plain = {group: value for group, value in to_plain(cfg).items() if group not in UNPREDICTED}
-    launch = ("nproc", "nodes", "deterministic")
+    launch = ("nproc", "nodes", "ranks_per_gpu", "deterministic")
     plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
     told = json.dumps([__version__, plain, fitting], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:16]

@@ -101,8 +101,8 @@ class Longest:
 
 
 def room(cfg: Config) -> int:
-    """Return the bytes of a device that tensors may take."""
-    return int((cfg.hardware.memory_gib - cfg.hardware.reserve_gib) * GIB)
+    """Return the bytes of a device that a rank's tensors may take. Each rank keeps its own reserve."""
+    return int((cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu - cfg.hardware.reserve_gib) * GIB)
 
 
 def with_length(cfg: Config, length: int) -> Config:

@@ -19,7 +19,7 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
 from rlexp.launch import preflight_check, rank_reports, run_folder
 from rlexp.launch.failure import report_of
-from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Outcome, Terminated, cause_of, end_with_parent, hear_stops, ignore_stops
@@ -103,11 +103,8 @@ def join_for(spec: RankSpec, cfg: Config) -> Bridge | None:
     """Make this process a rank. If some ranks only sample, return what connects them with those that train."""
     from rlexp.training.rollout import bridge
 
-    launch, sampling = cfg.launch, cfg.rollout.sampling_ranks
-    store = join(
-        spec, launch.device.value, launch.timeout_seconds, threads_of(launch),
-        sampling=sampling, interface=launch.interface,
-    )  # fmt: skip
+    sampling = cfg.rollout.sampling_ranks
+    store = join(spec, cfg.launch, sampling)
     return bridge.build(store, spec.rank, spec.world_size - sampling, sampling) if sampling else None
 
 

@@ -24,7 +24,7 @@ from rlexp.base.errors import UserError
 from rlexp.config.schema import Checkpointing, Config, EngineName
 from rlexp.config.schema.losses import Normalize
 from rlexp.config.schema.models import Precision
-from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import whiten
 from rlexp.training.dealer.deal import unit_of
@@ -88,8 +88,7 @@ class Case:
 
 
 def alone_rank(spec: RankSpec, case: Case) -> Alone:
-    first = case.cfg.launch
-    join(spec, first.device.value, first.timeout_seconds, threads_of(first))
+    join(spec, case.cfg.launch)
     task = task_on(case.cfg, case.drawing, steps=case.steps)
     run = task.run
     # In the same order on every rank: each has collectives.
@@ -438,8 +437,7 @@ class Parts:
 
 
 def parts_rank(spec: RankSpec, parts: Parts) -> None:
-    first = parts.cfg.launch
-    join(spec, first.device.value, first.timeout_seconds, threads_of(first))
+    join(spec, parts.cfg.launch)
     task = task_on(parts.cfg, parts.drawing, steps=parts.steps)
     weights, files = TensorFiles(parts.weights), TensorFiles(parts.folder)
     for step, gradients in enumerate(without_engine(task, parts.steps, weights), start=1):

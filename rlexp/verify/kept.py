@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rlexp.config.checks.micro_batches import at_once, tokens_of_ring
 from rlexp.config.schema import Config, EngineName
-from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.holdings import mark_modules
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
 from rlexp.preflight.rehearsal.log import Log
@@ -116,7 +116,7 @@ class WatchedEngine:
 
 def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> tuple[KeptOnRank | None, float]:
     """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
-    join(spec, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch))
+    join(spec, cfg.launch)
     one = alone(cfg)
     watch = Watch(one)
     task = task_on(one, drawing, watch.sources, steps=1)

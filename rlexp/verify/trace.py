@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from rlexp.config.schema import Config
-from rlexp.launch.joining import RankSpec, join, leave_world, threads_of
+from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.training.rollout import bridge as bridges
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import build
@@ -41,7 +41,7 @@ def trace_rank(spec: RankSpec, jobs: Sequence[TraceJob]) -> list[Trace]:
     """Record every job in one world of ranks. A rank that only samples records nothing."""
     cfg = jobs[0].cfg
     sampling = cfg.rollout.sampling_ranks
-    store = join(spec, cfg.launch.device.value, cfg.launch.timeout_seconds, threads_of(cfg.launch), sampling)
+    store = join(spec, cfg.launch, sampling)
     bridge = bridges.build(store, spec.rank, spec.world_size - sampling, sampling) if sampling else None
     if bridge is not None and bridge.samples:
         for job in jobs:

@@ -28,7 +28,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.launch.joining import RankSpec, join
+from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.ring.kernels import Plain, available
@@ -72,7 +72,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any, device: 
 
 
 def _joined(spec: RankSpec, device: str, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    join(spec, device, 120.0)
+    join(spec, launch_on(device, 120.0))
     return function(spec, *args)
 
 

@@ -17,15 +17,17 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
+from omegaconf.errors import InterpolationResolutionError
 
 from rlexp.base.errors import ConfigError, DataError
 from rlexp.config import hardware, load
 from rlexp.config.checks import across_fields, deepspeed
 from rlexp.config.elsewhere import composed_for
 from rlexp.config.explain import explain
+from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
-from rlexp.config.schema import KINDS
+from rlexp.config.schema import KINDS, Collectives
 from rlexp.config.schema.cadence import Cadence, eval_cadence, save_cadence
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -377,6 +379,31 @@ def test_an_experiment_without_its_first_line_is_named(
     assert explain(error.value) == f'{file}: {said} "# @package _global_".'
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("launch.device=cpu launch.ranks_per_gpu=2", "launch.ranks_per_gpu=2: is for GPUs, and launch.device=cpu"),
+        ("launch.device=cpu launch.collectives=nccl", "launch.collectives=nccl: NCCL carries tensors of GPUs"),
+        ("launch.ranks_per_gpu=2 launch.collectives=nccl", "launch.collectives=nccl: NCCL refuses two ranks on one"),
+        ("launch.collectives=gloo", "On GPUs use launch.collectives=staged"),
+        ("launch.ranks_per_gpu=2 launch.nproc=3", "2 ranks on each GPU, and 1 is visible. Use launch.nproc=2"),
+        ("launch.ranks_per_gpu=0", "launch.ranks_per_gpu=0: must be"),
+    ],
+)
+def test_ranks_that_cannot_share_a_gpu(words: str, said: str) -> None:
+    with assumed_gpus(1), pytest.raises((ConfigError, InterpolationResolutionError)) as error:
+        compose_config(words.split())
+    assert said in str(explain(error.value) or error.value)
+
+
+def test_ranks_share_a_gpu() -> None:
+    with assumed_gpus(1):
+        cfg = compose_config(["parallel=ring4", "launch.ranks_per_gpu=4"])
+        assert (cfg.launch.nproc, cfg.launch.carrier) == (4, Collectives.staged)
+        assert compose_config([]).launch.carrier is Collectives.nccl
+    assert compose_config([]).launch.carrier is Collectives.gloo
+
+
 def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
     """A machine with two GPUs, played by an nvidia-smi of the test's own: there is none here."""
     fake = tmp_path / "bin" / "nvidia-smi"
@@ -388,6 +415,9 @@ def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
     assert answer.returncode == 1
     assert "parallel.ring_size=8: the world has 2 ranks" in answer.stderr
     assert "launch.nproc=4: one GPU per rank, and 2 are visible" in rlexp("launch.nproc=4", PATH=path).stderr
+    assert "launch.ranks_per_gpu=2 lets ranks share a GPU" in rlexp("launch.nproc=4", PATH=path).stderr
+    shared = rlexp("parallel=ring8", "launch.ranks_per_gpu=4", "--cfg", "job", "--resolve", PATH=path)
+    assert "nproc: 8" in shared.stdout
     shown = rlexp("parallel=ring2", "--cfg", "job", "--resolve", PATH=path).stdout
     assert "precision: bf16" in shown
     assert "nproc: 2" in shown

@@ -282,7 +282,9 @@ OURS_ALONE = {
     "data": "bad_rows cache digits fill name revision seed share_prefix size unpair",
     "engine": "chosen name overrides",
     "eval": "buckets",
-    "launch": "grace_seconds interface preflight rank_cpus rank_memory_gb time_limit torch_threads",
+    "launch": (
+        "collectives grace_seconds interface preflight rank_cpus rank_memory_gb ranks_per_gpu time_limit torch_threads"
+    ),
     "logger": "artifacts axes baseline mode name tags",
     "loss": "kl_horizon name whiten",
     "memory": "count_tensors",

@@ -32,7 +32,7 @@ from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, ExportDtype
 from rlexp.export.checkpoint import export_checkpoint
-from rlexp.launch.joining import RankSpec, join, leave_world
+from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import run_ranks
 from rlexp.run_files.checkpoint_folder import check_sizes, latest_first
 from rlexp.training.checkpoint.tensors import Reader
@@ -321,7 +321,7 @@ def exporting(
     spec: RankSpec, cfg: Config, run_dir: Path, fault: str, every: float
 ) -> tuple[str, dict[str, torch.Tensor]]:
     """Export without having trained, to a disk that has a fault. Return what this rank was told, and its weights."""
-    join(spec, "cpu", TIMEOUT if fault == "slow" else 60)
+    join(spec, launch_on("cpu", TIMEOUT if fault == "slow" else 60.0))
     export.SHARD = PIECE
     exported.EVERY = every
     save, late = export.save_file, []

@@ -8,11 +8,11 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from rlexp.launch.joining import RankSpec, join
+from rlexp.launch.joining import RankSpec, join, launch_on
 
 
 def fail(spec: RankSpec) -> None:
-    join(spec, "cpu", 60)
+    join(spec, launch_on("cpu", 60.0))
     dist.all_reduce(torch.zeros(1))
     if spec.rank == 2:
         raise ZeroDivisionError("on purpose")

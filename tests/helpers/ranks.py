@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bench.engines import SpyEngine
 from rlexp.config.schema import Config
-from rlexp.launch.joining import RankSpec, join
+from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 
 TIMEOUT = 240.0
@@ -25,7 +25,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
 
 
 def _joined(spec: RankSpec, function: Callable[..., Any], args: Sequence[Any]) -> Any:
-    join(spec, "cpu", COLLECTIVE_TIMEOUT)
+    join(spec, launch_on("cpu", COLLECTIVE_TIMEOUT))
     return function(spec, *args)
 
 

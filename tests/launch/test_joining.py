@@ -16,7 +16,7 @@ import torch.distributed as dist
 from rlexp.base.errors import ConfigError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Device, LaunchConfig
-from rlexp.launch.joining import RankSpec, join, prepare_environment
+from rlexp.launch.joining import RankSpec, join, launch_on, prepare_environment
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Terminated
 from rlexp.run import job
@@ -55,9 +55,9 @@ def test_a_slurm_step_has_a_meeting_of_its_own(monkeypatch: pytest.MonkeyPatch) 
 
 JOIN = """
 import os, sys, torch, torch.distributed as dist
-from rlexp.launch.joining import RankSpec, join
+from rlexp.launch.joining import RankSpec, join, launch_on
 try:
-    join(RankSpec.joined(), "cpu", float(sys.argv[1]), interface=sys.argv[2] or None)
+    join(RankSpec.joined(), launch_on("cpu", float(sys.argv[1]), interface=sys.argv[2] or None))
 except Exception as error:
     sys.exit(f"{type(error).__name__}: {error}")
 total = torch.tensor([float(os.environ["SLURM_JOB_ID"])])
@@ -162,18 +162,20 @@ def test_a_rank_beside_a_gpu_has_its_share_of_the_cores_and_segments_that_grow(m
     assert prepared(monkeypatch, LaunchConfig(device=Device.cpu)) == {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
-@pytest.mark.parametrize(("visible", "local_rank", "own"), [(1, 5, 0), (8, 5, 5)])
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "each", "own"), [(1, 5, 1, 0), (8, 5, 1, 5), (1, 3, 4, 0), (2, 3, 2, 1)]
+)
 def test_deepspeed_reads_the_gpu_that_the_rank_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: int, local_rank: int, own: int
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, visible: int, local_rank: int, each: int, own: int
 ) -> None:
-    """A site may show each rank its own GPU only. DeepSpeed takes LOCAL_RANK for the number of the GPU."""
+    """A site may show each rank its own GPU alone, and ranks may share one. DeepSpeed takes LOCAL_RANK for the GPU."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "as srun left it")
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
-    join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), "cuda", 10.0)
+    join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), launch_on("cuda", 10.0, ranks_per_gpu=each))
     assert taken == [own]
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
 
@@ -186,7 +188,7 @@ def test_gpus_that_torch_does_not_see_are_one_message(
     monkeypatch.setattr(torch.version, "cuda", built_for)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ConfigError, match=rf"^launch\.device=cuda: .*{said}.* use launch\.device=cpu\.$"):
-        join(RankSpec(0, 1, 0, f"file://{tmp_path}/store"), "cuda", 10.0)
+        join(RankSpec(0, 1, 0, f"file://{tmp_path}/store"), launch_on("cuda", 10.0))
 
 
 @pytest.mark.parametrize("gpu", [True, False])

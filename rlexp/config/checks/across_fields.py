@@ -27,10 +27,12 @@ from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import (
     Checkpointing,
+    Collectives,
     Config,
     Decay,
     Device,
     HFModelConfig,
+    LaunchConfig,
     LoggerName,
     OptimConfig,
     TinyModelConfig,
@@ -51,6 +53,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
         _check_launch(cfg)
     else:
         _check_cluster(cfg)
+    _check_collectives(cfg.launch)
     check_micro_batches(cfg)
     _check_derived(cfg)
     _check_memory(cfg)
@@ -114,10 +117,42 @@ def _check_launch(cfg: Config) -> None:
             f"launch.nodes={cfg.launch.nodes}: this command starts ranks on this machine only. Start it on every "
             f"node with torchrun or srun, or use hydra/launcher=slurm, or launch.nodes=1."
         )
-    if cfg.launch.device is Device.cuda and not joined and cfg.launch.nproc > visible_gpus():
+    _check_gpus(cfg.launch, joined=joined)
+
+
+def _check_gpus(launch: LaunchConfig, *, joined: bool) -> None:
+    gpus, each = visible_gpus(), launch.ranks_per_gpu
+    if launch.device is not Device.cuda or joined or launch.nproc <= gpus * each:
+        return
+    shared = -(-launch.nproc // gpus)
+    held = "one GPU per rank" if each == 1 else f"launch.ranks_per_gpu={each} ranks on each GPU"
+    raise ConfigError(
+        f"launch.nproc={launch.nproc}: {held}, and {gpus} {'is' if gpus == 1 else 'are'} visible. Use launch.nproc="
+        f"{gpus * each}, or launch.device=cpu; launch.ranks_per_gpu={shared} lets ranks share a GPU, which is slow."
+    )
+
+
+def _check_collectives(launch: LaunchConfig) -> None:
+    asked, each = launch.collectives, launch.ranks_per_gpu
+    if launch.device is Device.cpu:
+        if each > 1:
+            raise ConfigError(
+                f"launch.ranks_per_gpu={each}: is for GPUs, and launch.device=cpu. Leave it out: on CPU "
+                f"launch.nproc={launch.nproc} alone starts so many ranks."
+            )
+        if asked is Collectives.nccl:
+            raise ConfigError(
+                "launch.collectives=nccl: NCCL carries tensors of GPUs, and launch.device=cpu. Leave it out."
+            )
+    elif asked is Collectives.nccl and each > 1:
         raise ConfigError(
-            f"launch.nproc={cfg.launch.nproc}: one GPU per rank, and {visible_gpus()} are visible. "
-            f"Use launch.nproc={visible_gpus()}, or launch.device=cpu."
+            f"launch.collectives=nccl: NCCL refuses two ranks on one GPU, and launch.ranks_per_gpu={each}. Leave "
+            f"launch.collectives out, which takes staged, or use launch.ranks_per_gpu=1."
+        )
+    elif asked is Collectives.gloo:
+        raise ConfigError(
+            "launch.collectives=gloo: gloo carries tensors of CPUs. On GPUs use launch.collectives=staged, which "
+            "copies them to the host for gloo, or leave it out."
         )
 
 

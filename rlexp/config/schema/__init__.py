@@ -85,6 +85,15 @@ class Device(Enum):
     cuda = "cuda"  # each rank on a GPU of its own
 
 
+class Collectives(Enum):
+    """What carries tensors between ranks."""
+
+    auto = "auto"  # staged where ranks share a GPU; else nccl on GPUs, and gloo on CPUs
+    nccl = "nccl"  # from GPU to GPU; each rank has its own
+    gloo = "gloo"  # from CPU to CPU
+    staged = "staged"  # from any device through the host's memory, by gloo
+
+
 class Preflight(Enum):
     """Whether a run is rehearsed before it starts, so that one that cannot fit does not."""
 
@@ -203,6 +212,9 @@ class LaunchConfig:
     device: Device = Device.auto  # where the ranks compute
     nproc: int = number(MISSING, least=1, most=MANY)  # ranks (processes) on each node
     nodes: int = number(1, least=1, most=MANY)  # nodes (machines) that train together
+    # ranks that share each GPU, its time and its memory. It is slow, and shows on one GPU that a ring computes the same
+    ranks_per_gpu: int = number(1, least=1, most=64)
+    collectives: Collectives = Collectives.auto  # what carries tensors between ranks
     # seconds that ranks wait for a missing rank, before the run ends with an error
     timeout_seconds: float = number(600.0, above=0, most=WEEK)
     # CPU threads of each rank; a rank with a GPU uses its share of the cores, if that is more
@@ -220,6 +232,15 @@ class LaunchConfig:
     # network interface to the other nodes, for gloo and NCCL; null: `hydra.launcher.interface`, or the one that
     # reaches them
     interface: str | None = None
+
+    @property
+    def carrier(self) -> Collectives:
+        """What carries tensors between ranks, where `auto` is decided."""
+        if self.collectives is not Collectives.auto:
+            return self.collectives
+        if self.device is Device.cpu:
+            return Collectives.gloo
+        return Collectives.staged if self.ranks_per_gpu > 1 else Collectives.nccl
 
 
 @dataclass

@@ -50,7 +50,7 @@ class SlurmLauncher(Submitting):
         gpus = max((each.gpus for each in kinds(partitions(), self.params.get("partition"))), default=0)
         added = [f"launch.device={'cuda' if gpus else 'cpu'}"] if device == "auto" else []
         if gpus and "launch.nproc" not in said and OmegaConf.is_interpolation(launch, "nproc"):
-            added.append(f"launch.nproc={gpus}")
+            added.append(f"launch.nproc={gpus * launch.ranks_per_gpu}")
         return [[*job, *added] for job in job_overrides]
 
     def prepare(self, jobs: Sequence[Planned]) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 from rlexp.base.kernel_rates import speed
 from rlexp.config.checks.layout import near
 from rlexp.config.gpu_descriptions import described, peak_flops
-from rlexp.config.schema import Config, Device, HardwareConfig
+from rlexp.config.schema import Collectives, Config, Device, HardwareConfig
 from rlexp.config.schema.models import Precision
 
 # Shares of the peak that long kernels reach, on a GPU that has not been measured. Round numbers.
@@ -55,11 +55,13 @@ class Rates:
         peak, measured = peak_flops(vars(hardware), cfg.train.precision), measured_rates(hardware)
         products = measured.get("products_tflops") if cfg.train.precision is Precision.bf16 else None
         link = hardware.link_gb_s if near(cfg, ring) else hardware.network_gb_s
+        sharing, staged = cfg.launch.ranks_per_gpu, cfg.launch.carrier is Collectives.staged
+        peak /= sharing
         return Rates(
-            products=products * 1e12 if products else peak * PRODUCTS,
+            products=products * 1e12 / sharing if products else peak * PRODUCTS,
             attention=peak * ATTENTION,
-            memory=1e12 * measured.get("memory_tb_s", hardware.memory_tb_s * MEMORY),
-            link=link * 1e9 * LINKS,
+            memory=1e12 * measured.get("memory_tb_s", hardware.memory_tb_s * MEMORY) / sharing,
+            link=THROUGH_THE_HOST if staged else link * 1e9 * LINKS,
             launch=1e-6 * measured.get("launch_us", hardware.launch_us),
             peak=peak,
             generation=hardware.generation,
@@ -80,6 +82,7 @@ class Rates:
 # A core of a common machine, and what two ranks exchange through memory or a network. Round numbers.
 OF_A_CORE = Rates(products=5e10, attention=5e10, memory=1e10, link=0.0, launch=0.0, shortest=1e-5)
 BETWEEN_PROCESSES, BETWEEN_MACHINES = 2e9, 1e9
+THROUGH_THE_HOST = 1e9  # of each rank, where gloo carries what GPUs exchange. A round number
 
 
 MEASURED = Path(__file__).with_name("measured.json")  # by `python -m bench.gpu --only rates --keep-rates`

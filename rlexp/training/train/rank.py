@@ -17,7 +17,7 @@ from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.model_names import called
 from rlexp.config.rates import rates_in_words
-from rlexp.config.schema import BackendName, Config, CountTensors, LoggerName
+from rlexp.config.schema import BackendName, Collectives, Config, CountTensors, LoggerName
 from rlexp.config.schema.cadence import eval_cadence, save_cadence
 from rlexp.launch import run_folder
 from rlexp.launch.joining import leave_world
@@ -172,7 +172,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
-        f"{chosen(run)}{installable(run)}{fused(run)}"
+        f"{carried(run)}{chosen(run)}{installable(run)}{fused(run)}"
         f"  {batch_in_words(cfg)}\n"
         f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
         f"{sharing(task)}{positions(run)}"
@@ -210,6 +210,15 @@ def positions(run: Run) -> str:
     """Warn of a data.max_length beyond the model's positions, where that was not known before the ranks started."""
     said = note_on_loaded(run.cfg, run.engine.policy.model.config.to_dict())
     return "" if said is None else f"  {said}\n"
+
+
+def carried(run: Run) -> str:
+    """Say that ranks talk through the host, which is slow."""
+    launch = run.cfg.launch
+    if launch.carrier is not Collectives.staged or run.device.type != "cuda":
+        return ""
+    sharing = f"{launch.ranks_per_gpu} ranks share each GPU, and " if launch.ranks_per_gpu > 1 else ""
+    return f"  slow: {sharing}what ranks tell each other goes through the host's memory (launch.collectives=staged)\n"
 
 
 def chosen(run: Run) -> str:

@@ -149,9 +149,9 @@ def patient_rank(spec: RankSpec, cfg: Config, seconds: float) -> float:
 
 
 def impatient(spec: RankSpec, cfg: Config, seconds: float) -> float:
-    from rlexp.launch.joining import join
+    from rlexp.launch.joining import join, launch_on
 
-    join(spec, "cpu", 15.0)
+    join(spec, launch_on("cpu", 15.0))
     return patient_rank(spec, cfg, seconds)
 
 

@@ -17,7 +17,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Best, Device, LaunchConfig, LoggerConfig, WandbMode
 from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder
-from rlexp.launch.joining import RankSpec, join, prepare_environment
+from rlexp.launch.joining import RankSpec, join, launch_on, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.base import Ending
@@ -345,7 +345,7 @@ def dying_rank(spec: RankSpec, run_dir: str) -> None:
 
     loop.train_step = step
     cfg = load.from_file(Path(run_dir) / "config.yaml")
-    join(spec, "cpu", 60)
+    join(spec, launch_on("cpu", 60.0))
     train_run(cfg, Path(run_dir))
 
 
