@@ -3,7 +3,7 @@
 # cluster needs goes to sbatch, or into the lines below:
 #
 #   sbatch launchers/srun.sh parallel=ring8 launch.device=cpu
-#   sbatch --partition=gpu --gpus-per-node=8 --ntasks-per-node=8 launchers/srun.sh parallel=ring16 model=hf model.path=DIR
+#   sbatch --partition=gpu --gpus-per-node=8 --ntasks-per-node=8 launchers/srun.sh parallel.ring_size=16 model=llama3_1_8b
 #
 # The run is in runs/slurm-JOB. To continue another run, set RLEXP_RUN_DIR=FOLDER before sbatch. When the run's time is
 # nearly up, or it is pre-empted or requeued, it saves, and later continues in the same folder.

@@ -2,7 +2,7 @@
 # One run on two nodes, started by a torchrun on each, for sites that want torchrun. srun.sh is simpler.
 #
 #   sbatch launchers/torchrun.sh parallel=ring8 launch.device=cpu
-#   RANKS=8 sbatch --partition=gpu --gpus-per-node=8 launchers/torchrun.sh parallel=ring16 model=hf model.path=DIR
+#   RANKS=8 sbatch --partition=gpu --gpus-per-node=8 launchers/torchrun.sh parallel.ring_size=16 model=llama3_1_8b
 #
 # The run is in runs/slurm-JOB. To continue another run, set RLEXP_RUN_DIR=FOLDER before sbatch. When the run's time is
 # nearly up, or it is pre-empted or requeued, it saves, and later continues in the same folder.

@@ -22,6 +22,7 @@ class Needs:
     install: str = ""
     pip: str = ""  # what to give to `pip install`, if that is all; no build from source
     varies: tuple[int, ...] = ()  # generations on which its gradients cannot be bit-identical in every run
+    parts: str | None = None  # a distribution of which a part can be built; its version says which (`built`)
 
 
 SINCE_AMPERE, HOPPER = range(8, 100), 9
@@ -33,6 +34,7 @@ NEEDS = {
         modules=("flash_attn_2_cuda",),  # flash-attn 4 has a folder flash_attn too
         install="Install it with `pip install -e '.[flash]'` in a checkout, which builds flash-attn where there is no "
         "wheel for your torch",
+        parts="flash-attn",
     ),
     "flash_attn_3": Needs(
         {HOPPER: 256},
@@ -81,6 +83,26 @@ def installed(name: str) -> bool:
         except importlib.metadata.PackageNotFoundError:
             return False
     return not needs.modules or any(importlib.util.find_spec(module) is not None for module in needs.modules)
+
+
+def built(name: str) -> tuple[str, frozenset[int]] | None:
+    """Return the installed version and its only head sizes, where a part of the package was built; None elsewhere.
+
+    `bench.flash_attn_2` builds such a part. Its version is 2.8.3.post2+bf16.d64.d128.sm90.
+    """
+    distribution = NEEDS[name].parts if name in NEEDS else None
+    try:
+        version = importlib.metadata.version(distribution) if distribution else ""
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    sizes = re.findall(r"(?<=[.+]d)\d+(?=\.|$)", version.partition("+")[1] + version.partition("+")[2])
+    return (version, frozenset(map(int, sizes))) if sizes else None
+
+
+def takes(name: str, head_size: int, generation: int | None = None) -> bool:
+    """Say whether the kernel takes such heads, as `fits` does, and as it was built here."""
+    part = built(name)
+    return fits(name, head_size, generation) and (part is None or head_size in part[1])
 
 
 def _ordered(version: str) -> tuple[float, ...]:

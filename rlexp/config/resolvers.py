@@ -36,9 +36,13 @@ def resolve_device(device: str) -> str:
 
 
 def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gpu: int = 1) -> int:
-    """Return the number of ranks on this machine: those of each GPU, or on CPU one replica and its sampling ranks."""
+    """Return the number of ranks on this machine: those that a launcher started, else those of each GPU, or on CPU one
+    replica and its sampling ranks."""
     sizes.require("parallel.ring_size", ring_size)
     sizes.require("launch.ranks_per_gpu", ranks_per_gpu)
+    ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
+    if ranks is not None and nodes is not None:
+        return ranks // nodes
     if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
         raise ConfigError(
             "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, "
@@ -46,6 +50,11 @@ def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gp
         )
     on_gpus = resolve_device(device) == "cuda"
     return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
+
+
+def default_nodes() -> int:
+    """Return the nodes on which torchrun or srun has started the ranks; 1 where none did, or says so."""
+    return sizes.joined_nodes() or 1
 
 
 def default_precision(device: str) -> str:
@@ -151,6 +160,7 @@ def register() -> None:
         "rlexp_own_conf": lambda: str(own_conf_dir()),
         "rlexp_smollm2": smollm2_folder,
         "rlexp_nproc": default_nproc,
+        "rlexp_nodes": default_nodes,
         "rlexp_lr": default_rate,
         "rlexp_critic_lr": default_critic_rate,
         "rlexp_precision": default_precision,

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -13,6 +14,12 @@ from typing import Any
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
 from rlexp.config.schema.bounds import check_number
+
+# What torchrun puts into the environment of a rank.
+OF_A_WORLD = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+    "MASTER_PORT",
+)  # fmt: skip
 
 
 def joined_world(env: Mapping[str, str] | None = None) -> int | None:
@@ -47,6 +54,52 @@ def joined_rank(env: Mapping[str, str] | None = None) -> int | None:
     if joined_world(env) is None:
         return None
     return int(env["RANK"]) if "RANK" in env else int(env["SLURM_PROCID"])
+
+
+def joined_nodes(env: Mapping[str, str] | None = None) -> int | None:
+    """Return the nodes on which the launcher of this process has started ranks, or None where none did or says so.
+
+    Each node has equally many: others are refused.
+    """
+    env = os.environ if env is None else env
+    world_size = joined_world(env)
+    if world_size is None:
+        return None
+    if "RANK" not in env:
+        return _nodes_of_step(world_size, env)
+    if "LOCAL_WORLD_SIZE" not in env:  # a script that starts ranks by srun may give each its RANK
+        same = env.get("SLURM_STEP_NUM_TASKS") == str(world_size)
+        return _nodes_of_step(world_size, env) if same else None
+    on_this = _whole("LOCAL_WORLD_SIZE", env)
+    nodes = _whole("GROUP_WORLD_SIZE", env) if "GROUP_WORLD_SIZE" in env else world_size // max(on_this, 1)
+    if nodes * on_this != world_size:
+        raise ConfigError(
+            f"LOCAL_WORLD_SIZE={on_this}: this node has so many of the {world_size} ranks that torchrun has started on "
+            f"{nodes} nodes, and every node must have equally many. Use one --nproc-per-node on all nodes."
+        )
+    return nodes
+
+
+def _nodes_of_step(world_size: int, env: Mapping[str, str]) -> int | None:
+    """Return the nodes of a Slurm step. Slurm writes 8(x2),4 where two have 8 tasks, and one has 4."""
+    said = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in said.split(",")]
+    counts = [(int(run[1]), int(run[2] or 1)) for run in runs if run]
+    if len(counts) < len(runs) or sum(tasks * nodes for tasks, nodes in counts) != world_size:
+        return None
+    if len({tasks for tasks, _ in counts}) > 1:
+        raise ConfigError(
+            f"SLURM_STEP_TASKS_PER_NODE={said}: srun has started more ranks on one node than on another, and every "
+            f"node must have equally many. Use srun --ntasks-per-node=N."
+        )
+    return sum(nodes for _, nodes in counts)
+
+
+def joined_node(env: Mapping[str, str] | None = None) -> int | None:
+    """Return the number of the node on which the launcher has started this process; None where it does not say."""
+    env = os.environ if env is None else env
+    name = "GROUP_RANK" if "RANK" in env else "SLURM_NODEID"
+    return _whole(name, env) if joined_world(env) is not None and name in env else None
 
 
 def divisors(number: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 import socket
 from dataclasses import dataclass
 from datetime import timedelta
@@ -71,14 +70,7 @@ def threads_of(launch: LaunchConfig) -> int:
         return launch.torch_threads
     cores = len(os.sched_getaffinity(0))
     bound = os.environ.get("SLURM_CPUS_PER_TASK") == str(cores)  # Slurm has bound this rank to its own
-    return max(launch.torch_threads, cores if bound else cores // _ranks_here(launch))
-
-
-def _ranks_here(launch: LaunchConfig) -> int:
-    """Return the ranks of this node, as torchrun or srun says: where each sees its own GPU only, launch.nproc is 1."""
-    said = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("SLURM_STEP_TASKS_PER_NODE", "")
-    number = re.match(r"\d+", said)  # Slurm writes 8(x2),4 for three nodes
-    return max(launch.nproc, int(number[0]) if number and sizes.joined_world() is not None else 1)
+    return max(launch.torch_threads, cores if bound else cores // launch.nproc)
 
 
 def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:

@@ -22,6 +22,7 @@ from pathlib import Path
 from rlexp import __version__
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
+from rlexp.config import sizes
 from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable
 from rlexp.config.gpu_descriptions import gpu_of
@@ -42,7 +43,6 @@ ELSEWHERE = (
     "this machine does not know the GPUs of the jobs, so each job is rehearsed when it starts. With hardware=OPTION "
     "jobs that do not fit are not submitted."
 )
-OF_A_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _known: dict[str, Decision] = {}
 _told: set[str] = set()
 
@@ -170,7 +170,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
     device = Device.cpu if cfg.launch.device is Device.cpu else Device.cuda  # auto: of jobs that run elsewhere
     cfg = dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
     asked = {"cfg": to_plain(cfg), "fitting": fitting, "seconds": patience, "helping": help_for}
-    around = {name: value for name, value in os.environ.items() if name not in OF_A_WORLD}
+    around = {name: value for name, value in os.environ.items() if name not in sizes.OF_A_WORLD}
     process = subprocess.Popen(
         [sys.executable, "-m", "rlexp.preflight.whether_it_fits"], env=around | {"CUDA_VISIBLE_DEVICES": ""},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,

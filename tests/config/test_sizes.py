@@ -82,3 +82,58 @@ def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:
     assert sizes.joined_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None
     assert sizes.joined_world({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 8
     assert sizes.joined_rank({"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "8"}) == 2
+
+
+TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "node1"}
+SRUN = {"SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "8"}
+
+
+@pytest.mark.parametrize(
+    ("env", "nodes"),
+    [
+        ({}, None),
+        ({"SLURM_NNODES": "2", "SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, None),  # a batch script's step of one task
+        (TORCHRUN, None),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "8", "GROUP_WORLD_SIZE": "1"}, 1),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "4"}, 4),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4"}, 2),
+        # srun starts one torchrun on each of two nodes
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "4", "GROUP_WORLD_SIZE": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0",
+                     "SLURM_STEP_TASKS_PER_NODE": "1(x2)"}, 2),
+        # a script that srun starts exports RANK and WORLD_SIZE
+        (TORCHRUN | SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 2),
+        (SRUN, None),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "8"}, 1),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "4(x2)"}, 2),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "2,2(x3)"}, 4),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "16"}, None),  # of another step
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "what"}, None),
+    ],
+)  # fmt: skip
+def test_nodes_are_read_from_the_launchers_environment(env: dict[str, str], nodes: int | None) -> None:
+    assert sizes.joined_nodes(env) == nodes
+
+
+@pytest.mark.parametrize(
+    ("env", "said"),
+    [
+        (
+            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2"},
+            r"=3\(x2\),2: .*--ntasks-per-node=N",
+        ),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "5", "GROUP_WORLD_SIZE": "2"}, r"LOCAL_WORLD_SIZE=5: .* 8 ranks .* 2 nodes"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: .* --nproc-per-node"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0: .* --nproc-per-node"),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "four"}, "LOCAL_WORLD_SIZE=four: .* not a whole number"),
+    ],
+)
+def test_nodes_with_different_numbers_of_ranks_are_refused(env: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        sizes.joined_nodes(env)
+
+
+def test_the_node_of_a_rank_is_read_from_the_launchers_environment() -> None:
+    assert sizes.joined_node(TORCHRUN | {"GROUP_RANK": "1", "SLURM_NODEID": "0"}) == 1
+    assert sizes.joined_node(SRUN | {"SLURM_NODEID": "2"}) == 2
+    assert sizes.joined_node(SRUN) is None
+    assert sizes.joined_node({"SLURM_NODEID": "2"}) is None

@@ -15,13 +15,14 @@ from pathlib import Path
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rlexp.config.load import from_file
 from rlexp.launch.local import run_ranks
 from rlexp.run_files.curve_distance import compared
 from tests.helpers import warm
 from tests.helpers.launched import whereabouts
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import descendants, gone, jobs_of, rows_of, run_json, wait_for_steps
-from tests.helpers.slurm.machine import wait_until
+from tests.helpers.slurm.machine import free_ports, wait_until
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
@@ -171,6 +172,36 @@ def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
     assert len(rows_of(folder)) == 2
     assert run_json(folder)["sizes"]["dp_size"] == 2
     assert run_json(folder)["status"] == "finished"
+
+
+def on_two_nodes(folder: Path, *args: str) -> list[tuple[int, str]]:
+    """Start rlexp by a torchrun for each of two nodes, both of which are this machine, with two ranks each. Return how
+    each ended, and what it printed."""
+    meeting = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_ports(1)}"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *meeting, f"--node-rank={node}", "-m", "rlexp", *args],
+            cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    return [(torchrun.wait(), told) for torchrun in started for _, told in [torchrun.communicate(timeout=180)]]
+
+
+@pytest.mark.slow
+def test_torchruns_on_two_nodes_make_a_run_on_two_nodes(tmp_path: Path) -> None:
+    quick = (*QUICK, "engine=torch", "train.max_steps=2", "parallel=ring4")
+    (code, told), (other, _) = on_two_nodes(tmp_path, *quick)
+    assert (code, other) == (0, 0), told
+    assert "ring of 4 (zigzag neighbour, cpu_flash) × 1 replica = 4 ranks on cpu" in told
+    launch = from_file(tmp_path / "run" / "config.yaml").launch
+    assert (launch.nodes, launch.nproc) == (2, 2)
+    said = "rlexp: launch.nodes=1: torchrun has started 4 ranks, 2 on each of 2 nodes. Use launch.nodes=2, or "
+    for code, told in on_two_nodes(tmp_path, *quick, "launch.nodes=1", "hydra.run.dir=refused"):
+        assert code == 1
+        assert told.count(said) == 2, "each of its ranks"
+        assert "Traceback" not in told.split(said)[0]
+    assert not (tmp_path / "refused").exists()
 
 
 @pytest.mark.slow

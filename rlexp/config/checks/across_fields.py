@@ -13,6 +13,7 @@ from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.deepspeed import check_overrides
 from rlexp.config.checks.evaluation import check_evaluation
 from rlexp.config.checks.files import check_baseline
+from rlexp.config.checks.joined import check_joined
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
@@ -107,6 +108,8 @@ def _check_schedule(optim: OptimConfig) -> None:
 
 def _check_launch(cfg: Config) -> None:
     joined = sizes.joined_world() is not None
+    if joined:
+        check_joined(cfg)
     if not joined and cfg.launch.nproc > MOST_RANKS:
         raise ConfigError(f"launch.nproc={cfg.launch.nproc}: one machine runs at most {MOST_RANKS} ranks. Use fewer.")
     if cfg.launch.nodes > 1 and not joined:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.checks.kernel import not_built
 from rlexp.config.checks.layout import Heads
 from rlexp.config.schema import BackendName, Checkpointing, Config, Device, KernelName, LayoutName, TransportName
 from rlexp.config.schema.models import Precision
@@ -65,3 +66,5 @@ def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> Non
             f"{NAMED}: {' and '.join(missing)} {are} not installed. Run `pip install -e '.[ring]'` in a checkout, "
             f"{INSTEAD}"
         )
+    if here and heads is not None and (lacking := not_built("flash_attn", heads)):
+        raise ConfigError(f"{NAMED}: {lacking}. Use parallel.backend=native.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from rlexp.base.errors import ConfigError
-from rlexp.base.kernel_needs import NEEDS, able, fits, installed
+from rlexp.base.kernel_needs import NEEDS, able, built, fits, installed, takes
 from rlexp.config.checks.layout import Heads
 from rlexp.config.hardware import gpu_generations
 from rlexp.config.schema import Config, Device, KernelName
@@ -43,6 +45,20 @@ def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True, generat
         lacking = f"is not installed in version {needs.least} or later" if needs.least else "is not installed"
         others = _instead(cfg, heads, there, here=here)
         raise ConfigError(f"{what}: its package {lacking}. {needs.install}, or use {others}.")
+    if here and heads is not None and (why := not_built(kernel.value, heads)):
+        raise ConfigError(f"{what}: {why}. Use {_instead(cfg, heads, there, here=here)}.")
+
+
+def not_built(name: str, heads: Heads) -> str | None:
+    """Say that the installed package was built without such heads; None if it has them."""
+    if takes(name, heads.size) or (part := built(name)) is None:
+        return None
+    version, sizes = part
+    return f"the installed version {version} has heads of {_listed(sizes)} only, and the model's are {heads.size}"
+
+
+def _listed(sizes: Collection[int]) -> str:
+    return " and ".join(map(str, sorted(sizes)))
 
 
 def _unable(cfg: Config, heads: Heads | None, there: set[int]) -> str | None:
@@ -75,6 +91,6 @@ def _instead(cfg: Config, heads: Heads | None, there: set[int], *, here: bool) -
     generations: list[int | None] = [*sorted(there)] or [None]
     found = [name for each in generations for name in able(each, size, deterministic=cfg.launch.deterministic)]
     others = [name for name in dict.fromkeys(found) if name != cfg.parallel.kernel.value]
-    runnable = [name for name in others if not here or installed(name)]
+    runnable = [name for name in others if not here or (installed(name) and (size is None or takes(name, size)))]
     named = [f"parallel.kernel={name}" for name in (*runnable, KernelName.plain.value)]
     return f"{', '.join(named)}, or parallel.kernel=auto, which takes the fastest that runs"

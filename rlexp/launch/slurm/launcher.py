@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import replacing
+from rlexp.config import sizes
 from rlexp.config.schema.launcher_keys import SlurmJobs
 from rlexp.launch import run_folder
 from rlexp.launch.planning import Planned, Refusal, done, refuse
@@ -172,7 +173,7 @@ class SlurmLauncher(Submitting):
 @contextlib.contextmanager
 def own_environment() -> Iterator[None]:
     """Hide the variables of a Slurm job or torchrun around this command, which sbatch would pass on to the new jobs."""
-    others = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", RUN_DIR)
+    others = (*sizes.OF_A_WORLD, RUN_DIR)
     kept = ("SLURM_CONF", "SLURM_CLUSTERS")
     theirs = [name for name in os.environ if name in others or (name.startswith("SLURM_") and name not in kept)]
     taken = {name: os.environ.pop(name) for name in theirs}

@@ -13,7 +13,7 @@ import torch
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ModelError
-from rlexp.base.kernel_needs import able, fits, installed
+from rlexp.base.kernel_needs import able, installed, takes
 from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel, tokens_of_rank
@@ -370,15 +370,17 @@ def kernel_for(
 
     def takes_all(kernel: BlockKernel) -> bool:
         sizes = [size, *(heads.size for heads in filter(None, others))]
-        return all(each is None or fits(kernel.name, each, kernel.generation) for each in sizes)
+        return all(each is None or takes(kernel.name, each, kernel.generation) for each in sizes)
 
     # `auto` takes the fastest for the policy's heads; or that for the reference model's, if it alone takes both.
     candidates = [chosen(size), *(chosen(heads.size) for heads in filter(None, others))]
     kernel = next(filter(takes_all, candidates), candidates[0])
     for heads in filter(None, others):
-        if not fits(kernel.name, heads.size, kernel.generation):
-            for_it = [each for each in able(kernel.generation, heads.size) if installed(each)]
-            for_both = [each for each in for_it if size is None or fits(each, size, kernel.generation)]
+        if not takes(kernel.name, heads.size, kernel.generation):
+            for_it = [
+                each for each in able(kernel.generation, heads.size) if installed(each) and takes(each, heads.size)
+            ]
+            for_both = [each for each in for_it if size is None or takes(each, size, kernel.generation)]
             instead = [f"parallel.kernel={each}" for each in (*for_both, "plain")]
             raise ModelError(
                 f"reference.path={cfg.reference.path}: has heads of size {heads.size}, which the policy's kernel, "

@@ -23,12 +23,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import LlamaConfig
 
+from bench.flash_attn_2 import PART
 from rlexp.base import kernel_needs as needs
 from rlexp.base import kernel_rates as rates
 from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config import hardware
 from rlexp.config.checks import kernel as checks
-from rlexp.config.checks.layout import heads_of
+from rlexp.config.checks.layout import Heads, heads_of
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device, HFModelConfig, KernelName, TinyModelConfig
 from rlexp.config.schema.models import Precision
@@ -304,6 +305,43 @@ def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setitem(needs.NEEDS, "a package", needs.Needs({}, distribution="no-such-package"))
     assert not needs.installed("a module")
     assert not needs.installed("a package")
+
+
+def install_a_part(folder: Path, monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """Install flash-attn 2 as a wheel of `bench.flash_attn_2` does, without its code."""
+    about = folder / f"flash_attn-{version}.dist-info" / "METADATA"
+    about.parent.mkdir(parents=True)
+    about.write_text(f"Name: flash-attn\nVersion: {version}\n", encoding="utf-8")
+    (folder / "flash_attn_2_cuda.py").touch()
+    monkeypatch.syspath_prepend(folder)
+
+
+def test_a_part_of_flash_attn_takes_the_heads_that_it_was_built_for(monkeypatch, tmp_path: Path) -> None:
+    install_a_part(tmp_path, monkeypatch, f"2.8.3.post2+{PART}.sm90")
+    assert needs.built("flash_attn") == ("2.8.3.post2+bf16.d64.d128.sm90", {64, 128})
+    assert [size for size in (32, 64, 96, 128, 256) if needs.takes("flash_attn", size, 9)] == [64, 128]
+    assert needs.fits("flash_attn", 96, 9), "what another build takes, as of a GPU that is not here"
+    taken = {size: [kernel.name for kernel in kernels.available("cuda", torch.bfloat16, size, generation=9)]
+             for size in (64, 96)}  # fmt: skip
+    assert "flash_attn" in taken[64]
+    assert "flash_attn" not in taken[96]
+    cfg = compose_config(["launch.device=cpu"])
+    cfg.launch.device, cfg.train.precision = Device.cuda, Precision.bf16
+    cfg.parallel.kernel = KernelName.flash_attn
+    checks.check_kernel(cfg, Heads(8, 8, 64))
+    cannot = r"parallel.kernel=flash_attn: the installed version 2.8.3.post2\+bf16.d64.d128.sm90 has heads of 64 " \
+             r"and 128 only, and the model's are 96. Use .*parallel.kernel=torch_flash"  # fmt: skip
+    with pytest.raises(ConfigError, match=cannot):
+        checks.check_kernel(cfg, Heads(8, 8, 96))
+    checks.check_kernel(cfg, Heads(8, 8, 96), here=False)
+
+
+@pytest.mark.parametrize("version", ["2.8.3", "2.8.3.post2", "2.8.3+cu13torch2.11cxx11abiTRUE"])
+def test_a_whole_flash_attn_takes_all_heads(monkeypatch, tmp_path: Path, version: str) -> None:
+    install_a_part(tmp_path, monkeypatch, version)
+    assert needs.built("flash_attn") is None
+    assert needs.takes("flash_attn", 96, 9)
+    assert not needs.takes("flash_attn", 264, 9)
 
 
 @pytest.mark.parametrize(

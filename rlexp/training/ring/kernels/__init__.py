@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from rlexp.base.errors import ConfigError
-from rlexp.base.kernel_needs import able, fits, installed
+from rlexp.base.kernel_needs import able, installed, takes
 from rlexp.base.kernel_rates import ranked
 from rlexp.training.ring.kernels.base import Ask, BlockKernel
 from rlexp.training.ring.kernels.cpu_flash import CpuFlash
@@ -68,7 +68,11 @@ def available(
         return [CpuFlash(), Plain()]
     generation = generation or _generation_of(device_type)
     names = able(generation, head_size, deterministic=torch.are_deterministic_algorithms_enabled())
-    there = [name for name in names if installed(name) and dtype in KERNELS[name]().dtypes]
+    there = [
+        name
+        for name in names
+        if installed(name) and (head_size is None or takes(name, head_size)) and dtype in KERNELS[name]().dtypes
+    ]
     found = [_made(name, generation) for name in ranked(there, generation, head_size, tokens)]
     return [*(kernel for kernel in found if not kernel.refuses(ask)), Plain()]
 
@@ -97,5 +101,5 @@ def computing_in(
     So a model and a layout are probed in float64 while the run is in bfloat16, and a reward model may have other heads
     and windows than the policy.
     """
-    computes = dtype in kernel.dtypes and (head_size is None or fits(kernel.name, head_size, kernel.generation))
+    computes = dtype in kernel.dtypes and (head_size is None or takes(kernel.name, head_size, kernel.generation))
     return kernel if computes and not kernel.refuses(ask) else Plain()
