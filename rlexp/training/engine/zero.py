@@ -214,6 +214,10 @@ class Stage12(_Partitioned):
     DeepSpeed's ZeRO optimizer attaches to each parameter a description of this rank's fragment.
     """
 
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        super().__init__(cfg, policy, optim, world, dtype)
+        self._kept = _KeptGradient(self.engine.optimizer)
+
     def _initialized(self, **arguments: Any) -> Any:
         """Shim: for stage 1 in bfloat16 with float32 gradients DeepSpeed takes its BF16_Optimizer, unless the optimizer
         is offloaded. That one holds the whole float32 gradient from its start, and reduces it after the backward pass.
@@ -230,6 +234,10 @@ class Stage12(_Partitioned):
             return super()._initialized(**arguments)
         finally:
             runtime.DeepSpeedEngine._do_optimizer_sanity_check = before
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss, last=last)
+        self._kept.let_go()
 
     def _restore_bits(self) -> None:
         mine = {fragment.name: fragment for fragment in self._weight_fragments()}
@@ -279,6 +287,35 @@ class Stage12(_Partitioned):
         skip such a step in silence, and marks such a norm with −1."""
         norm = float(self.engine.optimizer.scaled_global_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
+
+
+class _KeptGradient:
+    """Shim: keep a gradient until the stream that reduces it has done so.
+
+    DeepSpeed reduces a gradient larger than a bucket where it lies, on a stream of its own, and writes the mean back.
+    At stage 2, a rank that owns no part of it drops it at once: `reduce_ipg_grads` clears `param.grad`, and only owners
+    call `record_stream`. The backward pass would then get memory that the other stream still reads and writes. With
+    offload, DeepSpeed records all gradients (`_record_gradient_stream`).
+    Remove this when DeepSpeed does that without offload too.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._average = optimizer, optimizer.average_tensor
+        self._gradient: Tensor | None = None
+        optimizer.average_tensor = self._average_and_keep
+
+    def _average_and_keep(self, gradient: Tensor, *args: Any) -> None:
+        self.let_go()
+        self._average(gradient, *args)
+        if gradient.numel() > self._optimizer.reduce_bucket_size:  # smaller ones were copied into a bucket
+            self._gradient = gradient
+
+    def let_go(self) -> None:
+        """Let what is computed next wait for the reduction, and drop the gradient. The host does not wait."""
+        stream = self._optimizer.reduction_stream
+        if self._gradient is not None and stream is not None:  # None on CPU
+            import_deepspeed().accelerator.get_accelerator().current_stream().wait_stream(stream)
+        self._gradient = None
 
 
 def _begin_gradients_at_the_embeddings(policy: Policy) -> None:
