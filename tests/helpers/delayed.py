@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -31,11 +31,12 @@ Start = Callable[[list[Tensor], list[Tensor]], Any]  # inputs and outputs of its
 
 
 class Played:
-    """The other ranks, played: they hold what this rank holds. Remembers what it read of sums."""
+    """The other ranks, played: they hold what this rank holds. All groups of a process note what they read of sums."""
+
+    summed: ClassVar[list[Tensor]] = []
 
     def __init__(self, rank: int, size: int) -> None:
         self.place, self.ranks = rank, size
-        self.summed: list[Tensor] = []
 
     def allreduce(self, tensors: list[Tensor], opts: Any) -> None:
         (tensor,) = tensors
@@ -153,6 +154,10 @@ class Delayed(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
 
+    @property
+    def group_name(self) -> str:
+        return dist.distributed_c10d._world.pg_names[self]
+
     def _post(self, reads: Sequence[Tensor], writes: Sequence[Tensor], start: Start) -> Later:
         work = Later(reads, writes, start)
         if isinstance(self.carrier, Played) and work.stream is not None:
@@ -243,7 +248,9 @@ class Several(Later):
         self.works, self.writes = works, [each for work in works for each in work.writes]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        return all([work.wait(timeout) for work in self.works])
+        for work in self.works:
+            work.wait(timeout)
+        return True
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self.works)

@@ -6,6 +6,7 @@ from typing import Any
 
 from tests.helpers.faults.base import ENGINE, MODEL, RING, TRAIN, by_test
 from tests.helpers.faults.plant import Altered, Given, Seeing
+from tests.helpers.reduced_apart import dropped_at_once
 
 
 def as_it_comes(_wide: Any) -> Any:
@@ -76,6 +77,9 @@ TESTED = (
             "training/model/test_head.py::test_scores_are_sums_in_float32"),
     by_test("DeepSpeed reduces in bfloat16", "engine.zero:ds_config", sent_in_bfloat16, ENGINE,
             "training/engine/test_sums.py::test_every_engine_sums_gradients_in_float32"),
+    by_test("a gradient is dropped while it is reduced", "engine.zero:_KeptGradient._average_and_keep",
+            dropped_at_once, ENGINE,
+            "training/engine/test_streams.py::test_no_gradient_is_given_away_while_it_is_reduced"),
     by_test("FSDP2 reduces in bfloat16", "engine.fsdp2:shard",
             Seeing({"MixedPrecisionPolicy": reduced_narrowly}), ENGINE,
             "training/engine/test_sums.py::test_every_engine_sums_gradients_in_float32"),
