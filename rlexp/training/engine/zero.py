@@ -34,6 +34,7 @@ from rlexp.training.engine.base import (
     set_lr,
     set_steps,
     shape_of,
+    sum_of_squares,
     trained,
 )
 from rlexp.training.engine.frozen import Frozen
@@ -357,6 +358,13 @@ class Stage3(_Partitioned):
         view: Tensor = piece.detach()[:real]
         return view
 
+    def _gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Shim: return this rank's piece of the gradient, on the host if the optimizer is offloaded. DeepSpeed's public
+        function copies it to the device. Remove this when it does not."""
+        piece: Tensor
+        piece, _ = self.engine.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+        return piece
+
     def _weight_fragments(self) -> Iterator[Fragment]:
         for name, parameter in trained(self.policy).items():
             weight = self._partition_of(parameter)
@@ -386,9 +394,8 @@ class Stage3(_Partitioned):
 
     def grad_norm(self) -> float:
         """Compute the norm from the pieces' gradients: DeepSpeed has no norm before its step."""
-        local = [self._utils.safe_get_local_grad(parameter) for parameter in trained(self.policy).values()]
-        square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
-        total = torch.as_tensor(square, dtype=torch.float64, device=local[0].device)
+        device = import_deepspeed().accelerator.get_accelerator().current_device_name()
+        total = sum_of_squares(map(self._gradient_of, trained(self.policy).values()), device)
         dist.all_reduce(total)
         return math.sqrt(total) if bool(total.isfinite()) else math.inf
 

@@ -37,6 +37,10 @@ def reduced_narrowly(policy: Any) -> Any:
     return lambda computing=None, _reduced=None, **how: policy(computing, computing, **how)
 
 
+def on_the_device(_original: Any, self: Any, parameter: Any) -> Any:
+    return self._utils.safe_get_local_grad(parameter)
+
+
 def spread_narrowly(original: Any, self: Any, *args: Any) -> None:
     """Sum what other ranks computed in the dtype of the keys."""
     wide, self.wide = self.wide, self.like[0].dtype
@@ -80,6 +84,8 @@ TESTED = (
     by_test("a gradient is dropped while it is reduced", "engine.zero:_KeptGradient._average_and_keep",
             dropped_at_once, ENGINE,
             "training/engine/test_streams.py::test_no_gradient_is_given_away_while_it_is_reduced"),
+    by_test("ZeRO-3's norm copies what is offloaded", "engine.zero:Stage3._gradient_of", on_the_device, ENGINE,
+            "training/engine/test_norm.py::test_zero3_leaves_an_offloaded_gradient_on_the_host"),
     by_test("FSDP2 reduces in bfloat16", "engine.fsdp2:shard",
             Seeing({"MixedPrecisionPolicy": reduced_narrowly}), ENGINE,
             "training/engine/test_sums.py::test_every_engine_sums_gradients_in_float32"),
