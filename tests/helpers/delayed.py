@@ -2,8 +2,8 @@
 
 NCCL returns before it has read anything, and torch's ranks on CPU mostly read at once. So on CPU two defects stay
 unseen: a message whose buffer is written again too early, and a result that is read before it is there. This group
-shows both, on either device. It reads an input when some rank's code waits for the first time after the call. An
-output changes only when its own call is waited for.
+shows both, on either device, and keeps a journal of all calls. It reads an input when its rank waits for the first time
+after the call, for whatever it be. An output changes only when its own call is waited for.
 
 On a GPU the group has a stream of its own, and reads after a sleep on it. To wait is then an order to the current
 stream, as with NCCL.
@@ -14,7 +14,10 @@ stream, as with NCCL.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -61,6 +64,41 @@ class Played:
 
     def alltoall_base(self, output: Tensor, given: Tensor, *_how: Any) -> None:
         output.view(self.ranks, -1).copy_(given.view(self.ranks, -1)[self.place])
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a group, in the journal of a rank. Messages that are posted together have the same batch."""
+
+    kind: str
+    group: str
+    ranks: tuple[int, ...]  # of the group
+    size: int  # bytes that this rank reads, or of a message that it receives
+    peer: int | None  # of a message
+    batch: int | None
+
+
+JOURNAL: list[Call] = []  # all calls of this process, over all groups, in their order
+BATCHES: list[int | None] = [None]  # the batch of the messages that are posted now, last
+
+
+@contextlib.contextmanager
+def batches() -> Iterator[None]:
+    """Note which messages torch is given together: NCCL begins them as one."""
+    post, numbers = dist.batch_isend_irecv, itertools.count()
+
+    def posted(operations: list[Any]) -> list[Any]:
+        BATCHES.append(next(numbers))
+        try:
+            return post(operations)
+        finally:
+            BATCHES.pop()
+
+    dist.batch_isend_irecv = posted  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        dist.batch_isend_irecv = post
 
 
 class Later(dist.Work):
@@ -158,7 +196,13 @@ class Delayed(dist.ProcessGroup):
     def group_name(self) -> str:
         return dist.distributed_c10d._world.pg_names[self]
 
-    def _post(self, reads: Sequence[Tensor], writes: Sequence[Tensor], start: Start) -> Later:
+    def _post(
+        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], start: Start, peer: int | None = None
+    ) -> Later:
+        other = None if peer is None else dist.get_global_rank(self, peer)
+        size = sum(each.nbytes for each in reads or writes)
+        ranks = tuple(dist.get_process_group_ranks(self))
+        JOURNAL.append(Call(kind, self.group_name, ranks, size, other, BATCHES[-1]))
         work = Later(reads, writes, start)
         if isinstance(self.carrier, Played) and work.stream is not None:
             work.begin()  # nothing that the host must wait for
@@ -176,18 +220,20 @@ class Delayed(dist.ProcessGroup):
                 output.copy_(given)
             return self.carrier.allreduce(outputs, how)
 
-        return self._post(tensors, tensors, start)
+        return self._post("all-reduce", tensors, tensors, start)
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Later:
         def start(inputs: list[Tensor], outputs: list[Tensor]) -> Any:
             outputs[0].copy_(inputs[0])
             return self.carrier.reduce(outputs, opts or dist.ReduceOptions())
 
-        return self._post(tensors, tensors, start)
+        return self._post("reduce", tensors, tensors, start)
 
     def _reduce_scatter_base(self, output: Tensor, given: Tensor, opts: Any = None) -> Later:
         how = opts or dist.ReduceScatterOptions()
-        return self._post([given], [output], lambda i, o: self.carrier._reduce_scatter_base(o[0], i[0], how))
+        return self._post(
+            "reduce-scatter", [given], [output], lambda i, o: self.carrier._reduce_scatter_base(o[0], i[0], how)
+        )
 
     reduce_scatter_single = _reduce_scatter_base
 
@@ -204,15 +250,15 @@ class Delayed(dist.ProcessGroup):
             outputs[0].copy_(inputs[0])
             return self.carrier.broadcast(outputs, opts or dist.BroadcastOptions())
 
-        return self._post(tensors, tensors, start)
+        return self._post("broadcast", tensors, tensors, start)
 
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> Later:
         how = opts or dist.AllgatherOptions()
-        return self._post(inputs, outputs[0], lambda i, o: self.carrier.allgather([o], i, how))
+        return self._post("all-gather", inputs, outputs[0], lambda i, o: self.carrier.allgather([o], i, how))
 
     def _allgather_base(self, output: Tensor, mine: Tensor, opts: Any = None) -> Later:
         how = opts or dist.AllgatherOptions()
-        return self._post([mine], [output], lambda i, o: self.carrier._allgather_base(o[0], i[0], how))
+        return self._post("all-gather", [mine], [output], lambda i, o: self.carrier._allgather_base(o[0], i[0], how))
 
     all_gather_single = _allgather_base
 
@@ -224,20 +270,22 @@ class Delayed(dist.ProcessGroup):
 
     def alltoall_base(self, output: Tensor, given: Tensor, to: Any, of: Any, opts: Any = None) -> Later:
         how = opts or dist.AllToAllOptions()
-        return self._post([given], [output], lambda i, o: self.carrier.alltoall_base(o[0], i[0], to, of, how))
+        return self._post(
+            "all-to-all", [given], [output], lambda i, o: self.carrier.alltoall_base(o[0], i[0], to, of, how)
+        )
 
     all_to_all_single = alltoall_base
 
     # ---- messages ----
 
     def send(self, tensors: list[Tensor], to: int, tag: int = 0) -> Later:
-        return self._post(tensors, [], lambda i, _: self.carrier.send(i, to, tag))
+        return self._post("send", tensors, [], lambda i, _: self.carrier.send(i, to, tag), to)
 
     def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> Later:
-        return self._post([], tensors, lambda _, o: self.carrier.recv(o, source, tag))
+        return self._post("recv", [], tensors, lambda _, o: self.carrier.recv(o, source, tag), source)
 
     def barrier(self, opts: Any = None) -> Later:
-        return self._post([], [], lambda *_: self.carrier.barrier(opts or dist.BarrierOptions()))
+        return self._post("barrier", [], [], lambda *_: self.carrier.barrier(opts or dist.BarrierOptions()))
 
 
 class Several(Later):
@@ -299,6 +347,7 @@ def delayed_rank(spec: RankSpec, function: Callable[..., Any], *args: Any) -> An
     dist.init_process_group, dist.new_group = begin_delayed, new_delayed  # type: ignore[assignment]
     try:
         join(spec, "cpu", PATIENCE.total_seconds())
-        return function(spec, *args)
+        with batches():
+            return function(spec, *args)
     finally:
         dist.init_process_group, dist.new_group = begin, new_group
