@@ -37,6 +37,8 @@ from tests.helpers.fused_pieces import TOLERANCES as PIECES
 from tests.helpers.fused_pieces import compare as compare_pieces
 from tests.helpers.models import Held
 from tests.helpers.ranks import seeded
+from tests.helpers.reduced_apart import USUAL, Found, as_rank, hold
+from tests.helpers.rehearsals import parted
 
 pytestmark = pytest.mark.gpu
 
@@ -52,6 +54,7 @@ TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.float32: 1e-5}
 # How far the loss and the gradients may lie from those of float64 on the CPU. Rotary tables are float32 in float64 too,
 # and a GPU's cosine differs from a CPU's in the last bit: measured 3.5e-8 on an H100.
 WITHIN = {"fp64": (1e-7, 2e-7), "fp32": (2e-5, 1e-4), "bf16": (3e-2, 1.0)}
+WIDTH = 32 if HERE == "cpu" else 1024  # of matrices that torch's allocator gives blocks of their own
 SHORT = ("logger=none", "data=synthetic", "data.size=16", "data.eval_size=4", "train.batch_size=8", "optim.lr=1e-3",
          "train.max_steps=4")  # fmt: skip
 
@@ -418,6 +421,26 @@ def _planted(spec: RankSpec, cfg: Config) -> list[str]:
 def _asked(original: Any, *args: Any) -> Tensor:
     hidden: Tensor = original(*args)
     return hidden if bool(hidden.isfinite().all()) else hidden * 0
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_gradient_is_given_away_while_it_is_reduced(rank: int) -> None:
+    """DeepSpeed reduces on a stream of its own, here after a sleep: as the owner of some matrices and not of others."""
+    needs_of("zero2")
+    (found,) = on_ranks(1, parted, as_rank, (HERE, WIDTH, USUAL, rank))
+    for words, case in zip(USUAL, found, strict=True):
+        hold(words, case)
+
+
+def test_zero2_gives_a_gradient_away_while_it_is_reduced_if_nobody_keeps_it() -> None:
+    """If this fails, DeepSpeed keeps it by itself, and `_KeptGradient` can go."""
+    needs_of("zero2")
+    ((found,),) = on_ranks(1, parted, given_away, (HERE, WIDTH))
+    assert found.lost or found.written
+
+
+def given_away(device: str, width: int) -> list[Found]:
+    return as_rank(device, width, USUAL[:1], 0, keeping=False)
 
 
 # ---- predictions ----
