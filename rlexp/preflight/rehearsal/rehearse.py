@@ -114,6 +114,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
         generation=lambda _: generation,
         memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
         kernel=functools.partial(rehearsed_kernel, log),
+        neighbours=lambda _: None,
         here=False,
         decoding_probe=unprobed,
         precomputed=Unknown,
