@@ -360,6 +360,9 @@ class CheckpointConfig:
     best_metric: str = "eval/loss"
     best: Best = Best.min  # which value of checkpoint.best_metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop
+    # GiB of a machine's memory that the copies of the state take at most while they are written; null: as many as the
+    # state has. With less, training waits for the disk
+    host_memory_gib: float | None = number(None, above=0, most=MANY)
     # write the trained model to `<run>/model` when the run ends; of an adapter alone, or the model that it is merged
     # into: `merged`
     export: bool | str = True
