@@ -349,7 +349,7 @@ class SaveBench:
 
 def describe(place: Path) -> list[Path]:
     """Write empty stand-ins for the files beside the state, which take only a few kilobytes."""
-    (place / checkpoint_folder.MODEL).mkdir()
+    (place / checkpoint_folder.MODEL).mkdir(exist_ok=True)
     (place / checkpoint_folder.POSITION).write_text("{}", encoding="utf-8")
     (place / checkpoint_folder.METRICS).write_text("", encoding="utf-8")
     return [place / checkpoint_folder.POSITION, place / checkpoint_folder.METRICS]

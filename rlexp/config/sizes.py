@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import typing
 from collections.abc import Mapping
 from typing import Any
@@ -47,6 +48,17 @@ def joined_rank(env: Mapping[str, str] | None = None) -> int | None:
     if joined_world(env) is None:
         return None
     return int(env["RANK"]) if "RANK" in env else int(env["SLURM_PROCID"])
+
+
+def ranks_of_machine(cfg: Config, env: Mapping[str, str] | None = None) -> int:
+    """Return how many of the ranks share a machine, at most: as torchrun or srun says, or as the configuration does."""
+    env = os.environ if env is None else env
+    said = env.get("LOCAL_WORLD_SIZE") or env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    number = re.match(r"\d+", said)  # Slurm writes 8(x2),4 for three nodes
+    every = cfg.parallel.world_size + cfg.rollout.sampling_ranks
+    if number and joined_world(env) is not None:
+        return min(int(number[0]), every)
+    return -(-every // cfg.launch.nodes)
 
 
 def divisors(number: int) -> list[int]:

@@ -186,6 +186,8 @@ class HardwareConfig:
     memory_gib: float = number(0.0, least=0, most=MANY)
     # GiB of that memory that a run keeps free: CUDA context, buffers of NCCL and cuBLAS, fragmentation
     reserve_gib: float = number(0.0, least=0, most=MANY)
+    # memory of one machine in GiB, for all its ranks; 0: unknown, or this machine's where the run starts here
+    host_memory_gib: float = number(0.0, least=0, most=MANY)
     gpus: int = number(8, least=1, most=MANY)  # GPUs of a node
     # major compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
     generation: int = number(0, least=0, most=1000)

@@ -18,6 +18,7 @@ from rlexp.config.identity import ENDING, identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
+from rlexp.config.sizes import ranks_of_machine
 from rlexp.launch import run_folder, stops
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines
@@ -188,8 +189,8 @@ def build_keeper(
 
 def rank_share(cfg: Config) -> int | None:
     """Return the bytes of the host's memory that a rank's copy may take; None: as many as it needs."""
-    most, ranks = cfg.checkpoint.host_memory_gib, -(-cfg.parallel.world_size // cfg.launch.nodes)
-    return None if most is None else int(most * (1 << 30) / ranks)
+    most = cfg.checkpoint.host_memory_gib
+    return None if most is None else int(most * (1 << 30) / ranks_of_machine(cfg))
 
 
 def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[str, Any]:
