@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.files import sync
+from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.host_copy import HostCopy, Laid
 from rlexp.training.checkpoint.tensors import laid_out, share
@@ -112,7 +113,8 @@ class Saver:
         """Wait until all ranks have written, and commit. Return the error, equal on every rank. A collective call."""
         if self._thread is None:
             return None
-        self._thread.join()
+        with watch.elsewhere():  # a slow disk is no rank that hangs
+            self._thread.join()
         self._thread = None
         told = gather_objects((self._error, self._files), self._world.size)
         failed = next((error for error, _ in told if error), None)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ def build(
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
     model_config = sources.model_config(cfg.model, cfg.data.max_length)
     choice = layout_of(cfg, model_config, sources)
-    world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
+    world = build_world(cfg.parallel.ring_size, choice.ulysses_size)
     device = sources.device(cfg)
     connect(world.ring, device)
     own_layout = get_layout(*choice.how)

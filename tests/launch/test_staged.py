@@ -10,9 +10,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
 from rlexp.config.schema import Collectives
+from rlexp.launch import staged
 from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.training.world import staged
 from tests.helpers.ranks import COLLECTIVE_TIMEOUT, TIMEOUT
 
 RANKS = 4
