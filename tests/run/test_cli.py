@@ -30,6 +30,7 @@ TRAIN = {
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "grad_norm", "learning_rate"),
     *("tokens", "total_tokens", "tokens_per_second", "step_seconds", "tflops", "epoch", "global_step"),
     *("ring_tokens", "ring_bytes", "ring_balance", "grad_acc", "micro_batches", "shared_tokens", "replica_skew"),
+    "replica_wait_seconds",
 }
 MEMORY, TENSORS = (
     {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import Enum
 
 import torch
@@ -40,6 +40,7 @@ class Meter:
         self._sums: dict[str, Value] = {}
         self._counts: dict[str, Value] = {}
         self._maxima: dict[str, Value] = {}
+        self._spreads: dict[str, float] = {}
         self._differences: dict[str, tuple[str, str]] = {}
 
     def add_mean(self, name: str, total: Value, count: Value, spread: Spread) -> None:
@@ -61,6 +62,10 @@ class Meter:
             one, other = other, one
         self._maxima[name] = one.detach().double().clamp(min=other) if isinstance(one, Tensor) else max(one, other)
 
+    def add_spread(self, name: str, value: float) -> None:
+        """Log how far the largest value of a rank is above the smallest."""
+        self._spreads[name] = value
+
     def _add(self, where: dict[str, Value], name: str, value: Value, spread: Spread) -> None:
         if isinstance(value, Tensor):
             value = value.detach().double()
@@ -70,17 +75,18 @@ class Meter:
 
     def reduce(self) -> dict[str, float]:
         """Gather all ranks' values in one collective, and add them up in the order of the ranks."""
-        names = (*self._sums, *self._counts, *self._maxima, *self._differences)
+        names = (*self._sums, *self._counts, *self._maxima, *self._spreads, *self._differences)
         signature = float(zlib.crc32("\n".join(names).encode()))
-        mine = _on_host([signature, *self._sums.values(), *self._counts.values(), *self._maxima.values()])
+        values: tuple[Mapping[str, Value], ...] = (self._sums, self._counts, self._maxima, self._spreads)
+        mine = _on_host([signature, *(value for each in values for value in each.values())])
         gathered = _gather(mine.to(self.device), self.world)
         assert (gathered[:, 0] == signature).all(), "ranks have metered different names"
-        sums = gathered[:, 1 : 1 + len(self._sums)].sum(0).tolist()
-        counts = gathered[:, 1 + len(self._sums) : 1 + len(self._sums) + len(self._counts)].sum(0).tolist()
-        means = self._means(sums, counts)
+        _, sums, counts, maxima, spreads = gathered.split([1, *(len(each) for each in values)], dim=1)
+        means = self._means(sums.sum(0).tolist(), counts.sum(0).tolist())
+        apart_by = (spreads.amax(0) - spreads.amin(0)).tolist()
         apart = {name: means[one] - means[other]
                  for name, (one, other) in self._differences.items() if one in means and other in means}  # fmt: skip
-        return means | apart | self._largest(gathered[:, gathered.shape[1] - len(self._maxima) :])
+        return means | apart | dict(zip(self._spreads, apart_by, strict=True)) | self._largest(maxima)
 
     def _means(self, sums: list[float], counts: list[float]) -> dict[str, float]:
         count_of = dict(zip(self._counts, counts, strict=True))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from rlexp.base.errors import NonFiniteError
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.metrics.stopwatch import Stopwatch
 from rlexp.training.train.operations import note_operations, speed
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Held, Step, Task
@@ -33,6 +34,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     tokens = 0
     coming = holding(run, step)
     held: Held | None = next(coming)
+    ready = Stopwatch(run.device)  # for the last backward pass, in which engines reduce
     for place in range(len(step.micro_batches)):
         with run.phases.micro_batch(place):
             assert held is not None
@@ -43,6 +45,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
             note_operations(meter, held.shard, run.operations)
             tokens += len(held.shard.tokens_t)
             following = next(coming, None)  # packed and copied while the device computes this one
+            ready.stop()
             with run.phases("backward"):
                 run.engine.backward(loss, last=following is None)
             finite &= loss.detach().isfinite()
@@ -50,6 +53,7 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     step.measure(meter)
     meter.add_max("replica_skew", step.dealt.skew)
     optimizer = optimize(run, step, finite=bool(finite))
+    meter.add_spread("replica_wait_seconds", ready.seconds())
     meter.add_max("ring_tokens", tokens)
     meter.add_max("ring_bytes", run.world.ring.traffic.sent - sent)
     meter.add_max("step_seconds", time.monotonic() - began)

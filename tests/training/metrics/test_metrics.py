@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, last_seen, read, seconds_in_step, within_step
 from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
@@ -34,13 +37,39 @@ def meter_rank(spec: RankSpec) -> dict[str, float]:
         meter.add_difference("apart", "sequence", "token")
         meter.add_difference("one alone", "sequence", "nothing")
     meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[spec.rank])
+    meter.add_spread("wait", (2.0, 0.5, 4.0, 1.0)[spec.rank])
     return meter.reduce()
 
 
 def test_one_reduction_tells_sharded_from_replicated() -> None:
     """And a difference of two means is that of the train batch's; without one of them there is none."""
     expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "sequences": 8.0, "peak": 9.0, "peak@rank": 1}
-    assert on_ranks(4, meter_rank) == [expected | {"apart": 4.0 - 0.6}] * 4
+    assert on_ranks(4, meter_rank) == [expected | {"apart": 4.0 - 0.6, "wait": 3.5}] * 4
+
+
+def slow_rank(spec: RankSpec, cfg: Config) -> float:
+    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.step import train_step
+
+    task = build(cfg, probing=unprobed)
+    forward = task.run.engine.forward
+
+    def slowly(shard: Any) -> Any:
+        time.sleep(0.2)
+        return forward(shard)
+
+    if spec.rank == 1:
+        task.run.engine.forward = slowly  # type: ignore[method-assign]
+    return train_step(task, 1)["train/replica_wait_seconds"]
+
+
+def test_how_long_a_replica_waits_for_a_slow_one_is_told() -> None:
+    """Two micro-batches of a replica take 0.4 s longer, before anything is reduced."""
+    cfg = compose_config(["launch.device=cpu", "launch.nproc=2", "logger=none", "data=synthetic", "data.size=16",
+                          "train.batch_size=8", "train.micro_batch_size=2", "engine=torch"])  # fmt: skip
+    one, other = on_ranks(2, slow_rank, cfg)
+    assert one == other
+    assert 0.3 < one < 5
 
 
 def test_the_memory_peak_is_of_the_step_alone() -> None:
