@@ -24,9 +24,10 @@ from rlexp.config.checks import backend
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.layout import Heads
 from rlexp.config.load import compose_config
-from rlexp.config.schema import BackendName, Config, LayoutName
+from rlexp.config.schema import BackendName, Collectives, Config, LayoutName
 from rlexp.config.schema.models import Precision
-from rlexp.launch.joining import RankSpec
+from rlexp.launch.joining import RankSpec, join, launch_on
+from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.kernels.base import Ask
@@ -237,6 +238,21 @@ def test_it_computes_what_our_own_layouts_do(rings: tuple[int, ...]) -> None:
             assert max(max(gap.apart) for gap in fine) < 1e-6
             assert [gap.wrong for gap in coarse] == [[]] * 4
             assert min(min(*gap.theirs, *gap.ours) for gap in coarse) > 2**-12, "what is not rounded shows nothing"
+
+
+def beside_staged_rank(spec: RankSpec) -> list[str]:
+    join(spec, launch_on("cpu", 100.0, collectives=Collectives.staged))
+    mock_flash.install()
+    return [
+        wrong for size in (2, 4) for gap in gaps(size, CPU, kernel="flash_attn", several=(2,)) for wrong in gap.wrong
+    ]
+
+
+@library
+@pytest.mark.slow
+def test_it_does_where_ranks_share_a_gpu() -> None:
+    """The library's own messages, gathers and sums go through the process group of ranks that share a GPU."""
+    assert run_ranks(beside_staged_rank, 4, (), preload=PRELOAD, timeout=240.0) == [[]] * 4
 
 
 @library
