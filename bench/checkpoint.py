@@ -139,7 +139,8 @@ class Saved:
     by: dict[str, list[Save]]
 
 
-OURS, WHOLE, ASYNC = "rlexp", "`torch.save`, fsync", "torch's async checkpoint"
+OURS, LITTLE = "rlexp", "rlexp, a quarter of the memory"
+WHOLE, ASYNC = "`torch.save`, fsync", "torch's async checkpoint"
 
 
 def saving() -> str:
@@ -202,7 +203,7 @@ def save_rank(spec: RankSpec, cfg: Config, work: str) -> Saved | None:
     bench = SaveBench(run, Path(work))
     bench.wait_until_prepared()
     memcpy = slowest([bench.memcpy()])[0]
-    ways = {OURS: bench.ours, WHOLE: bench.whole, ASYNC: bench.asynchronous}
+    ways = {OURS: bench.ours, LITTLE: bench.with_little, WHOLE: bench.whole, ASYNC: bench.asynchronous}
     saves: dict[str, list[Save]] = {name: [] for name in ways}
     plain = []
     for _ in range(SAVES):
@@ -229,6 +230,9 @@ class SaveBench:
         fragments = share(run.engine, run.world.rank, run.world.size)
         self.mine = {f"{run.world.rank}/{kind}/{f.name}": t for f in fragments for kind, t in f.tensors()}
         self.elements = sum(tensor.numel() for tensor in self.mine.values())
+        quarter = sum(tensor.nbytes for tensor in self.mine.values()) // 4
+        self.little = Saver(run.engine, run.world, work, {"parameters": shapes}, quarter)
+        self.little.prepare()
         self.buffer = np.random.default_rng(run.world.rank).random(BUFFER, dtype=np.float32)
         gpu = run.device.type == "cuda"
         self.stager = DefaultStager(StagingOptions(gpu, False, False, gpu))  # the memory is kept, as ours is
@@ -236,8 +240,9 @@ class SaveBench:
 
     def wait_until_prepared(self) -> None:
         """Wait; a real run would take steps meanwhile."""
-        assert self.saver._preparing is not None
-        self.saver._preparing.join(TIMEOUT)
+        for saver in (self.saver, self.little):
+            assert saver._preparing is not None
+            saver._preparing.join(TIMEOUT)
 
     def memcpy(self) -> float:
         """The floor of the pause: copy this rank's bytes to memory that is already allocated."""
@@ -276,16 +281,23 @@ class SaveBench:
         return save
 
     def ours(self) -> Save:
+        return self.by(self.saver)
+
+    def with_little(self) -> Save:
+        """With memory for a quarter of the state: `checkpoint.host_memory_gib`."""
+        return self.by(self.little)
+
+    def by(self, saver: Saver) -> Save:
         self.step += 1
 
         def finish() -> None:
-            failed = self.saver.settle()
+            failed = saver.settle()
             if failed:
                 raise RuntimeError(failed)
 
         return self.observed(
-            lambda: self.saver.begin(self.step, describe),
-            lambda: self.saver.writing,
+            lambda: saver.begin(self.step, describe),
+            lambda: saver.writing,
             finish,
             checkpoint_folder.folder_of(self.work, self.step),
         )
@@ -337,7 +349,7 @@ class SaveBench:
 
 def describe(place: Path) -> list[Path]:
     """Write empty stand-ins for the files beside the state, which take only a few kilobytes."""
-    (place / checkpoint_folder.MODEL).mkdir()
+    (place / checkpoint_folder.MODEL).mkdir(exist_ok=True)
     (place / checkpoint_folder.POSITION).write_text("{}", encoding="utf-8")
     (place / checkpoint_folder.METRICS).write_text("", encoding="utf-8")
     return [place / checkpoint_folder.POSITION, place / checkpoint_folder.METRICS]

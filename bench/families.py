@@ -191,7 +191,7 @@ def families_rank(spec: RankSpec, names: Sequence[str]) -> dict[str, Found]:
 
     join(spec, launch_on("cpu", 1800.0))
     world = build_world(spec.world_size)
-    rings = {name: build_world(spec.world_size, None, 2).ring if name == "hybrid" else world.ring
+    rings = {name: build_world(spec.world_size, 2).ring if name == "hybrid" else world.ring
              for name, _ in layouts_of(spec.world_size)}  # fmt: skip
     return {family.name: of_family(family, rings) for family in FAMILIES if family.name in names}
 

@@ -2,7 +2,7 @@
 
 python -m bench.gpu                                            on this machine's GPUs; prints every section
 python -m bench.gpu --write docs/measured/gpu.md               and writes each into the page as soon as it is complete
-python -m bench.gpu --only training                            one section
+python -m bench.gpu --only engines                             one section; each takes at most six minutes
 python -m bench.gpu --only rates --keep-rates                  and writes what preflight and parallel.kernel=auto know
 python -m bench.gpu --rehearse                                 the same on two CPU ranks, small, to see that it runs
 python -m bench.gpu --predict --write docs/measured/gpu.md     no GPU: the longest pair that fits, by ring size
@@ -69,6 +69,7 @@ def _arguments() -> argparse.Namespace:
     kind.add_argument("--rehearse", action="store_true", help="on the CPU, small")
     kind.add_argument("--predict", action="store_true", help="the longest pair by ring size, without a GPU")
     kind.add_argument("--here", action="store_true", help="only say whether there is a GPU")
+    parser.add_argument("--short", action="store_true", help="of engines, rings and options, only what takes seconds")
     parser.add_argument("--only", choices=tuple(SECTIONS), nargs="+", help="these sections")
     parser.add_argument("--write", type=Path, help="put the sections into this page, between their markers")
     parser.add_argument("--keep-rates", action="store_true", help="estimate and choose kernels by what is measured")
@@ -155,7 +156,35 @@ def rates(on: Machine, options: argparse.Namespace) -> tuple[str, list[str]]:
     return rates_section(on, kernels=TABLE if keep else None, others=MEASURED if keep else None)
 
 
-SECTIONS: dict[str, Section] = {"tests": tests_section, "training": training, "rates": rates}
+def world(name: str) -> Section:
+    """Train every case of a kind on one world of four ranks."""
+
+    def section(on: Machine, options: argparse.Namespace) -> tuple[str, list[str]]:
+        from bench.gpu_world import world_section
+
+        return world_section(name, on, short=options.short)
+
+    return section
+
+
+def commands(name: str) -> Section:
+    """Type whole commands."""
+
+    def section(on: Machine, _options: argparse.Namespace) -> tuple[str, list[str]]:
+        from bench.gpu_commands import command_section
+
+        return command_section(name, on)
+
+    return section
+
+
+SECTIONS: dict[str, Section] = {
+    "tests": tests_section,
+    **{name: world(name) for name in ("engines", "rings", "options")},
+    **{name: commands(name) for name in ("commands", "verify")},
+    "training": training,
+    "rates": rates,
+}
 
 
 # ---- without a GPU ----

@@ -14,7 +14,7 @@ import json
 import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,7 +27,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.checks.micro_batches import micro_batches
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, LaunchConfig
 from rlexp.launch.joining import RankSpec
 
 PHASES = ("build", "reference", "forward", "backward", "optimizer")
@@ -195,30 +195,46 @@ def measure_all(trial: Trial, configs: dict[Option, Config], steps: int = STEPS)
     for _, group in itertools.groupby(configs, key=lambda option: option.engine):
         todo = list(group)
         while todo:
-            found, error = _started(trial, [configs[option] for option in todo], steps)
-            for option, result in zip(todo, found, strict=False):
+            chosen = [configs[option] for option in todo]
+            ended = started(measure_rank, trial.machine.ring, (chosen, steps), chosen[0].launch, trial.folder)
+            for option, result in zip(todo, ended.results, strict=False):
                 results[option] = result
                 print(f"{option.key}: {json.dumps(result)}", file=sys.stderr, flush=True)
-            todo = todo[len(found) :]
-            if error is not None and todo:
-                results[todo[0]] = {"failed": error}
-                print(f"{todo.pop(0).key} failed: {error}", file=sys.stderr, flush=True)
+            todo = todo[len(ended.results) :]
+            if ended.error is not None and todo:
+                results[todo[0]] = {"failed": ended.error}
+                print(f"{todo.pop(0).key} failed: {ended.error}", file=sys.stderr, flush=True)
     return results
 
 
-def _started(trial: Trial, configs: Sequence[Config], steps: int) -> tuple[list[Result], str | None]:
-    """Start ranks for these configurations; return the results of those that ended well, and what stopped the ranks."""
+@dataclass(frozen=True)
+class Started:
+    """What ranks that were started have said: the results of those cases that ended well, and what stopped them."""
+
+    results: list[Result]
+    error: str | None
+
+    @staticmethod
+    def add(file: str, result: Result) -> None:
+        """On a rank: say a result, so that it counts even if the next case fails."""
+        with open(file, "a", encoding="utf-8") as out:
+            out.write(json.dumps(result) + "\n")
+
+
+def started(
+    target: Callable[..., None], ranks: int, args: Sequence[Any], launch: LaunchConfig, folder: Path
+) -> Started:
+    """Run `target(place, *args, file)` on ranks, of which each adds its results to the file."""
     from rlexp.launch.joining import prepare_environment
     from rlexp.launch.local import PRELOAD, Interrupted, run_ranks
 
-    launch = configs[0].launch
     prepare_environment(launch)
-    file = trial.folder / "results.jsonl"
+    file = folder / "results.jsonl"
     file.write_text("", encoding="utf-8")
     error = None
     try:
         run_ranks(
-            measure_rank, trial.machine.ring, (list(configs), steps, str(file)), device=launch.device.value,
+            target, ranks, (*args, str(file)), device=launch.device.value,
             preload=(*PRELOAD, "deepspeed") if has_deepspeed() else PRELOAD, timeout=1200.0,
         )  # fmt: skip
     except Interrupted:  # by Ctrl-C: nothing goes on
@@ -227,7 +243,7 @@ def _started(trial: Trial, configs: Sequence[Config], steps: int) -> tuple[list[
         print(failure, file=sys.stderr, flush=True)
         error = what_failed(str(failure))
     found = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    return found, error or (None if found else "the ranks ended without a result")
+    return Started(found, error or (None if found else "the ranks ended without a result"))
 
 
 def what_failed(text: str) -> str:
@@ -247,8 +263,7 @@ def measure_rank(spec: RankSpec, configs: Sequence[Config], steps: int, file: st
     for cfg in configs:
         result = measured(cfg)(cfg, spec.rank, steps)
         if spec.rank == 0:
-            with open(file, "a", encoding="utf-8") as out:
-                out.write(json.dumps(result) + "\n")
+            Started.add(file, result)
         gc.collect()
         if launch.device.value == "cuda":
             torch.cuda.empty_cache()

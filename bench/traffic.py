@@ -220,7 +220,7 @@ def by_rank(case: Case, rank: int) -> OfRank:
     with joined(rank, RING), (mode := Rehearsing(Log(device.type))), ExitStack() as stack:
         for each in watching(sent):
             stack.enter_context(each)
-        ring = build_world(RING, None, case.inner).ring
+        ring = build_world(RING, case.inner).ring
         layout = get_layout(case.layout, case.inner, case.transport)
         plan = layout.plan(case.segments, ring, get_kernel(case.kernel, "cuda", torch.bfloat16), case.window)
         around = plan.around if isinstance(plan, HeadsPlan) else plan

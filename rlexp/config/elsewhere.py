@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
+from rlexp.base.host_memory import host_memory
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir, config_root
@@ -27,7 +29,16 @@ def compose_elsewhere(overrides: Sequence[str]) -> Config:
         composed = compose("config", overrides=open_ended(["launch.device=cuda", *given]))
         cfg = from_hydra(composed, here=False)
     _check(cfg, gpus)
-    return cfg
+    return cfg if _names(overrides) else _with_memory_here(cfg)
+
+
+def _with_memory_here(cfg: Config) -> Config:
+    """Return the configuration with this machine's memory, whose GPUs are the run's."""
+    memory = host_memory()
+    if cfg.hardware.host_memory_gib or memory is None:
+        return cfg
+    gib = round(memory.total / (1 << 30), 1)
+    return dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, host_memory_gib=gib))
 
 
 def composed_for(overrides: Sequence[str], searched: Path) -> Config:

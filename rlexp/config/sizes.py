@@ -102,6 +102,11 @@ def joined_node(env: Mapping[str, str] | None = None) -> int | None:
     return _whole(name, env) if joined_world(env) is not None and name in env else None
 
 
+def ranks_of_machine(cfg: Config) -> int:
+    """Return how many of the ranks share a machine."""
+    return -(-(cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes)
+
+
 def divisors(number: int) -> list[int]:
     smaller = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*smaller, *(number // d for d in smaller)})

@@ -13,6 +13,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA
 from rlexp.config.schema import Collectives, Device, LaunchConfig
+from rlexp.launch import watch
 from rlexp.launch.slurm.meeting import meet
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
@@ -97,18 +98,39 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
     training = spec.world_size - sampling
     if spec.rank < training:
         dataclasses.replace(spec, world_size=training).export()
+        _wait_for_ever()
         dist.init_process_group(
             backend_of(launch), store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training,
-            timeout=timeout,
+            timeout=watch.FOR_EVER,
         )  # fmt: skip
+    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds,
+                on_gpu=launch.device is Device.cuda)  # fmt: skip
     return store
+
+
+def _own(store: dist.Store) -> dist.Store:
+    """Return a connection to the store that no other call keeps busy, where it has such."""
+    try:
+        own: dist.Store = getattr(store, "clone")()  # noqa: B009 - torch's types do not have it
+    except (AttributeError, RuntimeError):  # nor has an older torch, or a store without a server
+        return store
+    return own
+
+
+def _wait_for_ever() -> None:
+    """Shim: give the groups that DeepSpeed makes the time that the others have. Remove this when a new group of torch
+    inherits it from the world's."""
+    from torch.distributed import distributed_c10d
+
+    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+        setattr(distributed_c10d, name, watch.FOR_EVER)
 
 
 def backend_of(launch: LaunchConfig) -> str:
     """Return what carries tensors between ranks, as torch names it."""
     match launch.carrier:
         case Collectives.staged:
-            from rlexp.training.world import staged
+            from rlexp.launch import staged
 
             return staged.register()
         case Collectives.gloo:
@@ -139,4 +161,5 @@ def leave_world() -> None:
 
     if dist.is_initialized():  # a rank that only samples has no process group, or is alone in it
         dist.barrier()
+        watch.end()
         dist.destroy_process_group()

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import UserError
-from rlexp.launch import rank_reports
+from rlexp.launch import rank_reports, watch
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_reports import Report
 from rlexp.launch.stops import (
@@ -274,17 +274,22 @@ def _rank_main(
         handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
+
+    def tell(error: BaseException) -> None:
+        mistake = error if isinstance(error, UserError) else None
+        text = str(error) if mistake else "".join(traceback.format_exception(error))
+        say("report", Report(spec.rank, time.monotonic(), text, mistake))
+        sys.stderr.write(text + "\n" if spec.rank else "")
+        sys.stderr.flush()
+
+    watch.Watch.tell = staticmethod(tell)
     try:
         say("value", target(spec, *pickle.loads(args)))
     except BaseException as error:
         if isinstance(stop := cause_of(error), Terminated):
             os._exit(stop.exit_code)
         ignore_stops()  # the launcher may already be ending this rank; report first
-        mistake = error if isinstance(error, UserError) else None
-        text = str(error) if mistake else traceback.format_exc()
-        say("report", Report(spec.rank, time.monotonic(), text, mistake))
-        sys.stderr.write(text + "\n" if spec.rank else "")
-        sys.stderr.flush()
+        tell(error)
         # Exit at once: peers that wait for this rank must see its connections close. The interpreter's normal exit
         # would tear the process group down, and may wait for the peers.
         os._exit(1)

@@ -22,6 +22,7 @@ from pathlib import Path
 from rlexp import __version__
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
+from rlexp.base.host_memory import host_memory
 from rlexp.config import sizes
 from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable
@@ -65,6 +66,9 @@ class Decision:
     limit: int = 0  # bytes
     peak: int = 0  # bytes
     phase: str = ""  # of the peak
+    host: dict[str, int] = field(default_factory=dict)  # bytes of one machine, by kind
+    host_limit: int | None = None  # bytes; None: nobody knows
+    short: str | None = None  # what a machine has too little memory for
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)  # bytes, by phase and kind
     engine: str | None = None
     engine_chosen: str | None = None  # why, where engine=auto chose it
@@ -89,7 +93,7 @@ def prepared(
         print_line(why_not)
         return cfg, Decision()
     if hardware is not None:
-        cfg = dataclasses.replace(cfg, hardware=hardware)
+        cfg = dataclasses.replace(cfg, hardware=with_machine(cfg, hardware, here=here))
     if cfg.parallel.layout is LayoutName.auto and cfg.parallel.ring_size == 1:
         cfg = with_layout(cfg, candidates(cfg, None)[0])
     if hardware is not None and (reason := unrehearsable(cfg)):
@@ -132,6 +136,18 @@ def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None,
     return found, "" if found else (UNKNOWN if here else ELSEWHERE)
 
 
+def with_machine(cfg: Config, hardware: HardwareConfig, *, here: bool) -> HardwareConfig:
+    """Return the hardware with the memory of a machine, where nobody stated it: this machine's, or what the ranks of a
+    job ask a cluster for."""
+    if hardware.host_memory_gib:
+        return hardware
+    if here:
+        memory = host_memory()
+        return dataclasses.replace(hardware, host_memory_gib=round(memory.total / GIB, 1) if memory else 0.0)
+    asked = (cfg.launch.rank_memory_gb or 0.0) * cfg.launch.nproc
+    return dataclasses.replace(hardware, host_memory_gib=asked)
+
+
 def chosen(cfg: Config, decision: Decision) -> Config:
     """Return the configuration with the engine, the layout and the size of micro-batches of the decision."""
     if cfg.parallel.layout is LayoutName.auto:
@@ -153,9 +169,14 @@ def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
     gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
     there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
     engine = "" if decision.engine_chosen is None else f"engine=auto: {decision.engine_chosen}. "
+    device = (
+        f"it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take {size(decision.limit)} "
+        f"{there}"
+    )
+    told = [device] * (decision.peak > decision.limit) + ([decision.short] if decision.short else [])
     reason = (
-        f"the run does not fit: it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take "
-        f"{size(decision.limit)} {there}. {engine}{decision.remedy}To start it all the same: launch.preflight=off."
+        f"the run does not fit: {'; and '.join(told)}. {engine}{decision.remedy}To start it all the same: "
+        f"launch.preflight=off."
     )
     return DoesNotFitError(reason, decision)
 
@@ -197,6 +218,8 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
 def fingerprint(cfg: Config, *, fitting: bool) -> str:
     """Return a hash of all that a decision depends on."""
     plain = {group: value for group, value in to_plain(cfg).items() if group not in UNPREDICTED}
+    saving = ("host_memory_gib", "save_every", "on_exit", "keep_best", "export", "export_dtype")
+    plain["checkpoint"] = {key: to_plain(cfg)["checkpoint"][key] for key in saving}
     launch = ("nproc", "nodes", "ranks_per_gpu", "deterministic")
     plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
     told = json.dumps([__version__, plain, fitting], sort_keys=True)

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlexp.launch import watch
+
 WIDTH = 1024  # bytes of a line, with its newline
 FILE = "memory.jsonl"
 BETWEEN = "between steps"  # the phase after a step
@@ -26,6 +28,7 @@ class Whereabouts:
         self._rank = rank
 
     def tell(self, **facts: Any) -> None:
+        watch.at(seen(facts))
         line = json.dumps({"rank": self._rank, "at": time.time(), **facts})[: WIDTH - 1].ljust(WIDTH - 1) + "\n"
         try:
             os.pwrite(self._file, line.encode(), self._rank * WIDTH)

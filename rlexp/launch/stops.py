@@ -148,6 +148,8 @@ def _raise_again() -> None:
 
 def ignore_stops() -> None:
     """Ignore all stops: this rank is ending by itself and is about to report why."""
+    if threading.current_thread() is not threading.main_thread():  # of the watch, which then ends the process
+        return
     for signum in (*ASKING, *PASSED_ON.values(), END_NOW, PEER_FAILED, signal.SIGALRM):
         signal.signal(signum, signal.SIG_IGN)
 

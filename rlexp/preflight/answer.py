@@ -51,7 +51,7 @@ class Answer:
 
     @property
     def fits(self) -> bool:
-        return self.prediction.peak.bytes <= self.limit
+        return self.prediction.fits(self.limit)
 
     @cached_property
     def remedy(self) -> Change | None:
@@ -79,9 +79,9 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     """Return the answer. A task of `children.at_once`."""
     engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
     cfg = yield from laid_out(engine.cfg, model)
-    changes = list(singles(engine.cfg, engines=engine.chosen is None))
     known = engine.found.prediction if engine.found else None
-    fits = known is not None and known.peak.bytes <= room(cfg)
+    changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known and known.short))
+    fits = known is not None and known.fits(room(cfg))
     rank = known.rank if known and fits else None  # a change must fit only where the run does not
     (asked, lengths, sharing), logs, *changed = yield [
         lengths_that_fit(cfg, model, rings, engine.found),

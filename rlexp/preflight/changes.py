@@ -24,12 +24,15 @@ from rlexp.config.schema import Checkpointing, Config, Device, EngineName, LoraC
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.launch.preflight_check import size
+from rlexp.preflight.host import COPIES, GIB, Host
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller
+from rlexp.training.checkpoint.host_copy import PIECE
 
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
 LORA, PRECOMPUTE, KEPT = "adapter=lora", "reference=precompute", "reference.offload=true"
 OTHERWISE = "it trains small matrices beside the model, and not the model's weights"
+LEAST_COPIES = 2 * PIECE  # bytes of each rank: one piece is copied while the other is written
 LESS_KEPT = {  # what recomputes more, the fastest first
     Checkpointing.none: (Checkpointing.attention, Checkpointing.full),
     Checkpointing.attention: (Checkpointing.full,),
@@ -54,7 +57,7 @@ class Change:
         return Change(words, result.prediction)
 
     def fits(self, limit: int) -> bool:
-        return self.prediction is not None and self.prediction.peak.bytes <= limit
+        return self.prediction is not None and self.prediction.fits(limit)
 
 
 def cost(change: Change, before: float = 0.0) -> tuple[bool, bool, float]:
@@ -69,7 +72,7 @@ def cost(change: Change, before: float = 0.0) -> tuple[bool, bool, float]:
 
 
 def offloads(words: str) -> bool:
-    return "engine.offload" in words or KEPT in words
+    return "engine.offload=optimizer" in words or "engine.offload=all" in words or KEPT in words
 
 
 def trains_otherwise(words: str) -> bool:
@@ -107,8 +110,9 @@ def with_engine(cfg: Config, name: str) -> Config | None:
     return _checked(dataclasses.replace(cfg, engine=engine))
 
 
-def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]]:
-    """Yield single changes. Without `engines` the engine stays: all were tried."""
+def singles(cfg: Config, *, engines: bool = True, short: Host | None = None) -> Iterator[tuple[str, Config]]:
+    """Yield single changes. Without `engines` the engine stays: all were tried. `short` is a machine with less memory
+    than the run needs there."""
     for less in LESS_KEPT[cfg.memory.recomputed]:
         memory = dataclasses.replace(cfg.memory, checkpointing=less.value)
         yield f"memory.checkpointing={less.value}", dataclasses.replace(cfg, memory=memory)
@@ -131,6 +135,8 @@ def singles(cfg: Config, *, engines: bool = True) -> Iterator[tuple[str, Config]
         changed: dict[str, Any] = {key: int(value)}
         yield words, dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changed))
     yield from _of_reference(cfg)
+    if short is not None:
+        yield from _for_machine(cfg, short)
     if not isinstance(cfg.adapter, LoraConfig):
         yield from _with_adapter(cfg)
 
@@ -152,6 +158,22 @@ def _of_reference(cfg: Config) -> Iterator[tuple[str, Config]]:
             yield KEPT, other
 
 
+def _for_machine(cfg: Config, host: Host) -> Iterator[tuple[str, Config]]:
+    """Yield what takes less of the host's memory: smaller copies for a checkpoint, or nothing moved there."""
+    copies = host.by_kind[COPIES]
+    left = max((host.limit or 0) - host.bytes + copies, host.ranks * LEAST_COPIES)
+    if left < copies:
+        gib = max(math.floor(left / GIB * 100) / 100, 0.01)
+        checkpoint = dataclasses.replace(cfg.checkpoint, host_memory_gib=gib)
+        yield f"checkpoint.host_memory_gib={gib:g}", dataclasses.replace(cfg, checkpoint=checkpoint)
+    if cfg.reference.offload:
+        reference = dataclasses.replace(cfg.reference, offload=False)
+        yield "reference.offload=false", dataclasses.replace(cfg, reference=reference)
+    if cfg.engine.offload is not Offload.none:
+        engine = dataclasses.replace(cfg.engine, offload=Offload.none)
+        yield "engine.offload=none", dataclasses.replace(cfg, engine=engine)
+
+
 def _with_adapter(cfg: Config) -> Iterator[tuple[str, Config]]:
     """Yield LoRA with its own defaults. It needs no second model, unless the reference is another one."""
     words, changed = LORA, dataclasses.replace(cfg, adapter=LoraConfig())
@@ -168,12 +190,12 @@ def _compared_with(cfg: Config, name: ReferenceName) -> tuple[str, Config]:
     return words, dataclasses.replace(cfg, reference=dataclasses.replace(cfg.reference, name=name, offload=False))
 
 
-def pairs(cfg: Config, *, engines: bool = True) -> dict[Words, Config]:
+def pairs(cfg: Config, *, engines: bool = True, short: Host | None = None) -> dict[Words, Config]:
     """Return two changes at once. Two of the same key are the later one alone."""
     found: dict[Words, Config] = {}
-    alone = list(singles(cfg, engines=engines))
+    alone = list(singles(cfg, engines=engines, short=short))
     for first, changed in alone:
-        for second, twice in singles(changed, engines=engines):
+        for second, twice in singles(changed, engines=engines, short=short):
             words = (second,) if key_of(first) == key_of(second) else (first, second)
             if not any(twice == known for known in (*(each for _, each in alone), *found.values())):
                 found[words] = twice

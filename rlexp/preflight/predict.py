@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -15,6 +15,7 @@ from rlexp.config.checks.micro_batches import fullest_micro_batch, micro_batches
 from rlexp.config.schema import Config, Device
 from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.preflight.children import Calls
+from rlexp.preflight.host import Held, Host, host_of
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
 from rlexp.preflight.rehearsal.log import COLLECT, STORAGE_KINDS, Counts, Log, Pass, passes, peak_of
@@ -48,6 +49,20 @@ class Prediction:
     grad_acc: int  # micro-batches of a step; two are rehearsed
     build_alone: bool = False  # the steps were not rehearsed: the build needs more than there is
     rank: int = 0
+    host: Host | None = None  # what one machine holds in the host's memory; None where only a build was rehearsed
+
+    def fits(self, limit: float) -> bool:
+        """Say whether the run has room on its devices, with so many bytes for each rank, and in its machines."""
+        return self.peak.bytes <= limit and self.short is None
+
+    @property
+    def short(self) -> Host | None:
+        """The machine, where it has less memory than the run needs there."""
+        return None if self.host is None or self.host.fits else self.host
+
+    def on(self, cfg: Config, held: Held) -> Prediction:
+        """Return the prediction with what a machine holds, of which a rank holds so much in the host's memory."""
+        return dataclasses.replace(self, host=host_of(cfg, held, self.peak.bytes))
 
     @cached_property
     def peaks(self) -> dict[str, Peak]:
@@ -98,6 +113,7 @@ class Grows:
     layers: int  # of the larger log that was compared
     period: int  # layers after which they are alike again
     growth: Sequence[Growth | Line]
+    held: Held = field(default_factory=Held)  # of all layers, in the host's memory
 
     def times(self, model: Any) -> int:
         return (int(model.num_hidden_layers) - self.layers) // self.period
@@ -140,13 +156,17 @@ def predict(
         with contextlib.suppress(NotAlikeError):
             growth = growth_of(logs[few], logs[few + cycle.period], lines=few - cycle.lead >= steady)
             grows = Grows(few + cycle.period, cycle.period, growth)
+            held = logs[few].held.grown(logs[few + cycle.period].held, grows.times(model))
+            grows = dataclasses.replace(grows, held=held)
             passed = grown(growth, grows.times(model))
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
-            return Found(Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]), again, logs[few])
+            prediction = Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]).on(cfg, held)
+            return Found(prediction, again, logs[few])
     plans = [dataclasses.replace(plan_of(cfg, model, each, None, answers), limit=limit) for each in ranks]
     whole = yield from rehearsals(plans)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
-    return Found(Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank), None, log)
+    prediction = Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank)
+    return Found(prediction if log.build_alone else prediction.on(cfg, log.held), None, log)
 
 
 def fullest(cfg: Config) -> list[int]:
@@ -196,7 +216,8 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers, answers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
-            return Found(Prediction(passed, int(model.num_hidden_layers), micro_batches(cfg), rank=rank), grows, log)
+            prediction = Prediction(passed, int(model.num_hidden_layers), micro_batches(cfg), rank=rank)
+            return Found(prediction.on(cfg, grows.held), grows, log)
     found: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
     return found
 

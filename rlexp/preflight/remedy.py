@@ -47,6 +47,7 @@ class Taken:
     found: Found | None = None
 
     def fits(self, limit: int) -> bool:
+        """Say whether it fits on its devices: engines and micro-batches change little of what a machine holds."""
         return self.found is not None and self.found.prediction.peak.bytes <= limit
 
 
@@ -124,7 +125,7 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
         added = math.prod(slower.get(each, 2.0) for each in words)
         return any(map(trains_otherwise, words)), any(map(offloads, words)), added
 
-    options = pairs(taken.cfg, engines=taken.chosen is None)
+    options = pairs(taken.cfg, engines=taken.chosen is None, short=asked.short)
     together = sorted(options, key=guess)
     alike = [words for words in together if not any(map(trains_otherwise, words))]
     at_a_time = len(os.sched_getaffinity(0))
@@ -154,7 +155,8 @@ def in_another_training(change: Change) -> str:
 
 def changes_of(taken: Taken, model: Any) -> list[Change]:
     """Predict each single change."""
-    options = list(singles(taken.cfg, engines=taken.chosen is None))
+    short = None if taken.found is None else taken.found.prediction.short
+    options = list(singles(taken.cfg, engines=taken.chosen is None, short=short))
     results = tried([cfg for _, cfg in options], model, room(taken.cfg))
     return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
 

@@ -7,8 +7,10 @@ from typing import Any
 
 from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.schema import Checkpointing, Config
+from rlexp.launch.preflight_check import size
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
+from rlexp.preflight.host import KINDS, Host, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import GIB, Peak, Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
@@ -81,6 +83,20 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     for phase in PHASES:
         if phase in prediction.peaks:
             yield f"  {phase:10}" + _row(prediction.peaks[phase], kinds, unit)
+    if prediction.host is not None:
+        yield ""
+        yield from _host(prediction.host)
+
+
+def _host(host: Host) -> Iterator[str]:
+    """Say what one machine holds in the host's memory."""
+    ranks = f"{host.ranks} rank{'s' * (host.ranks > 1)}"
+    known = "" if host.limit is None else f", of {host.limit / GIB:,.1f} that a run may take"
+    yield f"the host's memory on one machine, with {ranks}, GiB"
+    for kind in KINDS:
+        if count := host.by_kind[kind]:
+            yield f"  {kind:35}{count / GIB:9,.2f}"
+    yield f"  {'total':35}{host.bytes / GIB:9,.2f}{known}"
 
 
 def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
@@ -93,8 +109,10 @@ def _verdict(answer: Answer) -> Iterator[str]:
     room = f"{peak.bytes / GIB:.1f} GiB at the peak ({peak.phase}), of {limit / GIB:.1f}"
     if answer.fits:
         yield f"fits: {room}."
-    else:
+    elif peak.bytes > answer.limit:
         yield f"does not fit: {room}."
+    if (short := answer.prediction.short) is not None:
+        yield f"does not fit: {told_short(short, answer.cfg)}."
     if answer.engine_chosen is not None:
         yield f"engine=auto takes {answer.cfg.engine.name.value}: {answer.engine_chosen}."
     if answer.remedy is not None and answer.remedy.prediction is not None:
@@ -154,6 +172,8 @@ def _beside(change: Change) -> str:
         return ""
     notes = ["and a pass before training"] * (PRECOMPUTE in change.words)
     notes += ["and copies from the host"] * offloads(change.words)
+    if (short := change.prediction.short) is not None:
+        notes += [f"needs {size(short.bytes)} of a machine's memory, of {size(short.limit or 0)}"]
     notes += ["trains other weights"] * trains_otherwise(change.words)
     return f"  {', '.join(notes)}" if notes else ""
 
@@ -209,6 +229,8 @@ def plain(answer: Answer) -> dict[str, Any]:
         "peak_gib": answer.prediction.peak.bytes / GIB,
         "peak_phase": answer.prediction.peak.phase,
         "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
+        "host_bytes": {} if answer.prediction.host is None else dict(answer.prediction.host.by_kind),
+        "host_room_bytes": None if answer.prediction.host is None else answer.prediction.host.limit,
         "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
         "longest_sharing": {str(size): _plain_longest(found) for size, found in answer.sharing.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},

@@ -103,6 +103,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     from rlexp.preflight import remedy, report
     from rlexp.preflight.changes import trains_otherwise
     from rlexp.preflight.children import at_once
+    from rlexp.preflight.host import told_short
     from rlexp.preflight.longest_that_fits import room
     from rlexp.preflight.other_reference import refuse_unlike_reference
     from rlexp.preflight.rehearsal.rehearse import preload
@@ -113,10 +114,13 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     asked = (taken.found or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction
     peak, limit = asked.peak, room(cfg)
     answer |= {
-        "fits": peak.bytes <= limit,
+        "fits": asked.fits(limit),
         "limit": limit,
         "peak": peak.bytes,
         "phase": peak.phase,
+        "host": {} if asked.host is None else dict(asked.host.by_kind),
+        "host_limit": None if asked.host is None else asked.host.limit,
+        "short": None if asked.short is None else told_short(asked.short, cfg),
         "peaks": {phase: each.by_kind for phase, each in asked.peaks.items() if phase},
         "engine": taken.cfg.engine.name.value,
         "engine_chosen": taken.chosen,

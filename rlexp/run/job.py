@@ -17,7 +17,7 @@ from rlexp.config import load, sizes
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
-from rlexp.launch import preflight_check, rank_reports, run_folder
+from rlexp.launch import preflight_check, rank_reports, run_folder, watch
 from rlexp.launch.failure import report_of
 from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
@@ -149,6 +149,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     if under_torchrun():
         end_with_parent()
     claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
+    watch.Watch.tell = lambda error: _leave(spec, claimed, error)
     try:
         from rlexp.training.train.rank import train
         from rlexp.training.world.objects import from_rank0

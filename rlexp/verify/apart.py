@@ -40,10 +40,11 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
 from rlexp.training.reference.stored import Values as StoredValues
-from rlexp.training.train.build import build_policy, pieces_for, placing_for
+from rlexp.training.train.build import Sources, build_policy, pieces_for, placing_for, placing_of_frozen
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.task import Needs, Task
 from rlexp.training.types import Floats, Pack, SequenceName, Shard
+from rlexp.training.world.shared_memory import Neighbours
 from rlexp.verify.findings import Clue
 from rlexp.verify.given_samples import task_on
 from rlexp.verify.modules import ENGINE, MODEL, REFERENCE, ROLLOUT, TRAIN
@@ -191,7 +192,7 @@ def of_starting_model(cfg: Config) -> Config:
     return cfg
 
 
-def frozen_apart(task: Task, policy: Policy) -> Frozen:
+def frozen_apart(task: Task, policy: Policy, among: Neighbours | None) -> Frozen:
     """Hold a model as the run's engine holds what nothing trains."""
     cfg, run = task.run.cfg, task.run
     offloaded = run.device if cfg.reference.offload else None
@@ -205,7 +206,7 @@ def frozen_apart(task: Task, policy: Policy) -> Frozen:
 
             return FrozenPieces(cfg.engine, policy, run.world, run.dtype)
         case other:
-            return Frozen(other.value, policy) if offloaded is None else Streamed(other.value, policy, offloaded)
+            return Frozen(other.value, policy) if offloaded is None else Streamed(other.value, policy, offloaded, among)
 
 
 # ---- what is tried, in the order in which a part is built of those before it ----
@@ -354,10 +355,10 @@ def _of_frozen(scene: Scene) -> Iterator[Part]:
         return scene.apart(scene.of_model(model_apart(task, cfg, needs, computing(scene))))
 
     def frozen() -> Tensor:
-        placing = placing_for(cfg, torch.device("cpu") if cfg.reference.offload else run.device, run.world, frozen=True)
+        placing, among = placing_of_frozen(cfg, run, Sources())
         with pieces_for(cfg.engine):
             policy = model_apart(task, cfg, needs, placing)
-        held.append(frozen_apart(task, policy))
+        held.append(frozen_apart(task, policy, among))
         return scene.apart(scene.of_model(held[0].forward))
 
     yield MODEL, "the reference model alone", alone

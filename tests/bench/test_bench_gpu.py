@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from bench import gpu, gpu_longest, gpu_rates, gpu_training
+from bench import gpu, gpu_longest, gpu_rates, gpu_training, gpu_world
 from bench.gpu_foretell import Foretold
-from bench.gpu_here import GIB, Machine
+from bench.gpu_here import GIB, Machine, stand_in
 from bench.gpu_longest import RINGS, Option
 from bench.gpu_rates import Rate, kept, write_kept
 from bench.kept_rows import page_of
@@ -174,6 +174,41 @@ def test_the_tests_of_a_gpu_pass_on_the_cpu(tmp_path: Path) -> None:
     (passed, total) = re.findall(r"(\d+) of (\d+) tests passed, 0 failed", section(file, "tests"))[0]
     assert int(passed) > 40
     assert int(total) > int(passed)
+
+
+def test_engines_and_rings_are_right_on_cpu_ranks(tmp_path: Path) -> None:
+    """The short cases of what a GPU runs, on one world, over the same process group: every engine among them."""
+    on = stand_in()
+    cases = [case for name in gpu_world.CASES for case in gpu_world.CASES[name](on) if case.short]
+    assert {f"`{engine}`" for engine in ENGINES} < {case.name for case in cases}
+    found = gpu_world.run_all(on, cases, tmp_path)
+    assert {case.label: why for case in cases if (why := gpu_world.wrong(on, case, found[case]))} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["engines", "rings", "options", "commands", "verify"])
+def test_the_whole_section_is_rehearsed(tmp_path: Path, name: str) -> None:
+    file = page(tmp_path)
+    told = bench("--rehearse", "--only", name, "--write", str(file), timeout=900)
+    assert told.returncode == 0, told.stdout + told.stderr
+    assert "failed" not in section(file, name)
+
+
+def test_a_case_that_is_wrong_says_so_and_the_others_go_on(tmp_path: Path) -> None:
+    """One with another gradient, one whose ranks fail, one that is refused, and one after them."""
+    on = stand_in()
+    words = {"other": "loss.beta=0.2", "bad": "optim.lr=1e30", "refused": "launch.collectives=nccl", "good": "seed=0"}
+    cases = [gpu_world.Case(name, ("engine=torch", word), 2, "fp64") for name, word in words.items()]
+    other, bad, refused, good = cases
+    found = gpu_world.run_all(on, cases, tmp_path)
+    assert gpu_world.wrong(on, good, found[good]) is None
+    assert re.match(r"the (loss|gradient) is .* off, and may be 1e-12", str(gpu_world.wrong(on, other, found[other])))
+    assert str(gpu_world.wrong(on, bad, found[bad])).startswith("failed: step 2: the gradient is not finite")
+    assert str(gpu_world.wrong(on, refused, found[refused])).startswith("failed: launch.collectives=nccl: NCCL")
+    text = gpu_world.table(on, found)
+    assert text.startswith("1 of 4 cases are right.")
+    assert [row[0] for row in rows(text)] == list(words)
+    assert "| bad | **failed** |" in text
 
 
 # ---- what is said of what was found ----

@@ -278,7 +278,7 @@ LEADING: dict[str, tuple[str, dict[str, Any]]] = {
 # Keys that no argument of another trainer sets. A new key belongs into a rule of theirs, or into this list.
 OURS_ALONE = {
     "adapter": "name",
-    "checkpoint": "export_dtype",
+    "checkpoint": "export_dtype host_memory_gib",
     "data": "bad_rows cache digits fill name revision seed share_prefix size unpair",
     "engine": "chosen name overrides",
     "eval": "buckets",

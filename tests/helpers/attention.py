@@ -100,7 +100,7 @@ def cases(world: int, several: Sequence[int]) -> list[Case]:
 
 def attend_rank(spec: RankSpec, lengths: tuple[int, ...], several: Sequence[Case], *how: Any) -> list[list[Tensor]]:
     """Attend in one case after the other."""
-    rings = {inner: build_world(spec.world_size, None, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
+    rings = {inner: build_world(spec.world_size, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
     return [attend_part(rings[case.inner], lengths, case, *how) for case in several]
 
 

@@ -112,7 +112,7 @@ def copied(layout: str, inner: int, heads: tuple[int, int], planted: bool = Fals
     device, tokens, queries, keys = rehearsed_device(), 16384, *heads
     log = Log(device.type)
     with joined(0, 8), Copies(log).mode:
-        ring = build_world(8, None, inner).ring
+        ring = build_world(8, inner).ring
         kernel = get_kernel("torch_flash", "cuda", torch.bfloat16)
         plan = get_layout(layout, inner).plan(forest((4 * tokens, 4 * tokens), 8), ring, kernel).to(device)
         given = (torch.randn(each, tokens, 128, device=device, dtype=torch.bfloat16) for each in (queries, keys, keys))

@@ -195,6 +195,8 @@ class HardwareConfig:
     memory_gib: float = number(0.0, least=0, most=MANY)
     # GiB of that memory that a run keeps free: CUDA context, buffers of NCCL and cuBLAS, fragmentation
     reserve_gib: float = number(0.0, least=0, most=MANY)
+    # memory of one machine in GiB, for all its ranks; 0: unknown, or this machine's where the run starts here
+    host_memory_gib: float = number(0.0, least=0, most=MANY)
     gpus: int = number(8, least=1, most=MANY)  # GPUs of a node
     # major compute capability: 8 Ampere and Ada, 9 Hopper, 10 Blackwell
     generation: int = number(0, least=0, most=1000)
@@ -381,6 +383,9 @@ class CheckpointConfig:
     best_metric: str = "eval/loss"
     best: Best = Best.min  # which value of checkpoint.best_metric is best
     on_exit: bool = True  # save when the run ends, or is asked to stop
+    # GiB of a machine's memory that the copies of the state take at most while they are written; null: as many as the
+    # state has. With less, training waits for the disk
+    host_memory_gib: float | None = number(None, above=0, most=MANY)
     # write the trained model to `<run>/model` when the run ends; of an adapter alone, or the model that it is merged
     # into: `merged`
     export: bool | str = True

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlexp.preflight.host import Held
 from rlexp.preflight.rehearsal.rates import Attending, Clock
 
 Array = npt.NDArray[np.int64]
@@ -103,11 +104,17 @@ class Log:
     build_alone: bool = False  # no steps were taken
     closed: bool = False  # what is freed at the end of a rehearsal is not part of it
     times: float = 1  # of the sections that begin from now on
+    host_live: int = 0  # bytes of floating-point tensors of the host, where the device is another
+    host_peak: int = 0  # since the build
+    held: Held = field(default_factory=Held)  # in the host's memory
 
     def __post_init__(self) -> None:
         self.enter("")
 
     def changed(self, number: int, device: str, size: int) -> None:
+        if device != self.device and device == "cpu" and not self.closed:
+            self.host_live += size
+            self.host_peak = max(self.host_peak, self.host_live)
         if device == self.device and not self.closed:
             self.numbers.append(number)
             self.sizes.append(size)

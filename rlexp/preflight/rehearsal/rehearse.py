@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
+from rlexp.preflight.host import Held, power_of_two
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
@@ -24,7 +25,9 @@ from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.preflight.rehearsal.world import joined
+from rlexp.training.checkpoint.tensors import share
 from rlexp.training.engine import rehearsed
+from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.first_layers import first_layers
@@ -114,6 +117,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
         generation=lambda _: generation,
         memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
         kernel=functools.partial(rehearsed_kernel, log),
+        neighbours=lambda _: None,
         here=False,
         decoding_probe=unprobed,
         precomputed=Unknown,
@@ -121,8 +125,9 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
     with phases("build"):
         task = build(plan.cfg, phases, probing=unprobed, task_of=longest_task(plan, mode, judging), sources=sources)
         engine = task.run.engine
-        engine.fragments()  # makes the moments, as the first optimizer step does
+        held = of_host(mode, task)  # makes the moments, as the first optimizer step does
     log.build_alone = peak_of(log) > plan.limit
+    log.host_peak = built = log.host_live
     ring = task.run.world.ring
     ring.traffic.watcher = log
     mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
@@ -139,7 +144,24 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
             with phases("export"):
                 for _ in weights_to_write(task.run):  # one after the other; the files are the host's
                     pass
+    log.held = dataclasses.replace(held, beside=log.host_peak - built)
     log.closed = True
+
+
+def of_host(mode: Counting, task: Task) -> Held:
+    """Return what a rank holds in the host's memory after the build, as torch takes it: pinned tensors are rounded up,
+    and all are pinned but the moments and the reference that the ranks share."""
+    run, reference = task.run, getattr(getattr(task, "reference", None), "frozen", None)
+    fragments = share(run.engine, run.world.rank, run.world.size)
+    state = sum(tensor.nbytes for each in fragments for _, tensor in each.tensors())
+    if mode.log.device == "cpu":
+        return Held(state=state, elements=run.parameters)
+    sizes = mode.sizes_on("cpu")
+    weights = reference.policy.parameters() if isinstance(reference, Streamed) else ()
+    shared = sum(sizes.pop(number, 0) for number in {mode.number_of(each) for each in weights} if number is not None)
+    moments = {mode.number_of(tensor) for each in fragments for tensor in each.moments.values()}
+    offloaded = sum(size if number in moments else power_of_two(size) for number, size in sizes.items())
+    return Held(shared, offloaded, state=state, elements=run.parameters)
 
 
 def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Write one checkpoint at a time, in the background of training.
 
-Training pauses while the state is copied to the host's memory. A thread of each rank then writes its files; collectives
-run only in the main threads. When every rank has written, at the end of a later step or of the run, all ranks tell
+Training pauses while the state is copied to the host's memory. A thread of each rank writes its files; collectives run
+only in the main threads. When every rank has written, at the end of a later step or of the run, all ranks tell
 rank 0 what they wrote, and rank 0 gives the folder its name. If a rank failed, all learn it, and the files are removed.
 """
 
@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.files import sync
+from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
-from rlexp.training.checkpoint.tensors import HostCopy, share, write
+from rlexp.training.checkpoint.host_copy import HostCopy, Laid
+from rlexp.training.checkpoint.tensors import laid_out, share
 from rlexp.training.engine.base import Engine
 from rlexp.training.world.groups import World
 from rlexp.training.world.objects import from_rank0, gather_objects
@@ -26,9 +28,13 @@ Describe = Callable[[Path], Sequence[Path]]  # writes a rank's other files; rank
 
 
 class Saver:
-    def __init__(self, engine: Engine, world: World, run_dir: Path, facts: dict[str, Any]) -> None:
+    """`most` bounds the bytes of the host's memory that this rank's copy takes; None: as many as its state has."""
+
+    def __init__(
+        self, engine: Engine, world: World, run_dir: Path, facts: dict[str, Any], most: int | None = None
+    ) -> None:
         self._engine, self._world, self._run_dir, self._facts = engine, world, run_dir, facts
-        self._host = HostCopy()
+        self._host = HostCopy(most)
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self._step = 0
@@ -47,11 +53,11 @@ class Saver:
 
     def prepare(self) -> None:
         """Allocate the host's memory in the background. Call it after the first step, when all state exists."""
-        fragments = share(self._engine, self._world.rank, self._world.size)
+        laid = self._laid()
 
         def work() -> None:
             with contextlib.suppress(Exception):  # the save itself will fail in the same way, and report it
-                self._host.prepare(fragments)
+                self._host.prepare(laid)
 
         self._preparing = threading.Thread(target=work, daemon=True)
         self._preparing.start()
@@ -63,31 +69,41 @@ class Saver:
         if self._preparing is not None:
             self._preparing.join()
         self._step, self._files, self._error = step, {}, None
+        laid: Laid | None = None
         with self._handing_over():
-            tensors, starts = self._host.take(share(self._engine, self._world.rank, self._world.size))
-        self.stood_still = time.monotonic() - began
+            laid = self._laid()
+        self._host.begin()
 
         def work() -> None:
             with self._handing_over():
-                if self._error is None:
-                    self._files = self._write(step, tensors, starts, describe)
+                if laid is not None:
+                    self._files = self._write(step, laid.header(), describe)
+            self._host.let_go()
 
         self._thread = threading.Thread(target=work, name=f"checkpoint-{step}", daemon=True)
         self._thread.start()
+        with self._handing_over():
+            self._host.copy(laid)  # which also tells the thread when nothing more comes
+        self.stood_still = time.monotonic() - began
+
+    def _laid(self) -> Laid:
+        return laid_out(share(self._engine, self._world.rank, self._world.size))
 
     @contextlib.contextmanager
     def _handing_over(self) -> Iterator[None]:
-        """Remember an error for `settle` to report. A failed save does not end training."""
+        """Remember the first error for `settle` to report. A failed save does not end training."""
         try:
             yield
         except Exception as error:
-            self._error = f"rank {self._world.rank}: {type(error).__name__}: {error}"
+            self._error = self._error or f"rank {self._world.rank}: {type(error).__name__}: {error}"
 
-    def _write(self, step: int, tensors: Any, starts: dict[str, int], describe: Describe) -> dict[str, dict[str, Any]]:
+    def _write(self, step: int, header: bytes, describe: Describe) -> dict[str, dict[str, Any]]:
         place = checkpoint_folder.unfinished(self._run_dir, step)
         place.mkdir(parents=True, exist_ok=True)
         mine = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
-        write(mine, tensors, starts)
+        with mine.open("wb") as file:
+            file.write(header)
+            self._host.drain(file.write)
         written = [mine, *describe(place)]
         for path in {*written, *(path.parent for path in written)}:
             sync(path)
@@ -97,7 +113,8 @@ class Saver:
         """Wait until all ranks have written, and commit. Return the error, equal on every rank. A collective call."""
         if self._thread is None:
             return None
-        self._thread.join()
+        with watch.elsewhere():  # a slow disk is no rank that hangs
+            self._thread.join()
         self._thread = None
         told = gather_objects((self._error, self._files), self._world.size)
         failed = next((error for error, _ in told if error), None)

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
+from rlexp.training.checkpoint.host_copy import Laid
 from rlexp.training.engine.base import Engine, Fragment
 
 
@@ -40,45 +40,14 @@ def share(engine: Engine, rank: int, world_size: int) -> list[Fragment]:
     return mine
 
 
-class HostCopy:
-    """A copy of the state in the host's memory, taken at one moment, while training goes on.
-
-    The memory is kept from save to save: allocating 12 bytes per parameter takes many times as long as copying them.
-    `prepare` allocates it before the first save.
-    """
-
-    def __init__(self) -> None:
-        self._kept: dict[str, Tensor] = {}
-
-    def prepare(self, fragments: Iterable[Fragment]) -> None:
-        """Allocate the memory and touch it. Runs in a thread, since training does not need it."""
-        for fragment in fragments:
-            for kind, tensor in fragment.tensors():
-                self._place(f"{kind}/{fragment.name}", tensor).zero_()
-
-    def _place(self, key: str, like: Tensor) -> Tensor:
-        kept = self._kept.get(key)
-        if kept is None or kept.shape != like.shape:
-            pinned = like.device.type == "cuda"
-            kept = self._kept[key] = torch.empty(like.shape, dtype=like.dtype, pin_memory=pinned)
-        return kept
-
-    def take(self, fragments: Iterable[Fragment]) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Return the copies by key (`weight/NAME`), and the element of its parameter at which each begins."""
-        copies, starts = {}, {}
-        for fragment in fragments:
-            for kind, tensor in fragment.tensors():
-                key = f"{kind}/{fragment.name}"
-                kept = self._place(key, tensor)
-                kept.copy_(tensor, non_blocking=True)
-                copies[key], starts[key] = kept, fragment.start
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        return copies, starts
-
-
-def write(path: Path, tensors: dict[str, Tensor], starts: dict[str, int]) -> None:
-    save_file(tensors, path, metadata={"starts": json.dumps(starts)})
+def laid_out(fragments: Iterable[Fragment]) -> Laid:
+    """Lay the tensors of fragments by key (`weight/NAME`)."""
+    tensors, starts = {}, {}
+    for fragment in fragments:
+        for kind, tensor in fragment.tensors():
+            key = f"{kind}/{fragment.name}"
+            tensors[key], starts[key] = tensor, fragment.start
+    return Laid.of(tensors, starts)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rlexp.config.schema import OptimConfig
-from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.training.engine.base import (
+    Fragment,
+    Named,
+    moments_of,
+    optimizer_for,
+    set_lr,
+    set_steps,
+    sum_of_squares,
+    trained,
+)
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import put_buffers, take_exact
@@ -61,9 +70,8 @@ class FSDP2Engine(Named):
 
     def grad_norm(self) -> float:
         if self._norm is None:
-            local = [_local(parameter.grad) for parameter in self.parameters.values()]
-            square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
-            total = torch.as_tensor(square, dtype=torch.float64)
+            pieces = [_local(parameter.grad) for parameter in self.parameters.values()]  # where they lie
+            total = sum_of_squares(pieces, pieces[0].device)
             dist.all_reduce(total)
             self._norm = math.sqrt(total) if bool(total.isfinite()) else math.inf
         return self._norm

@@ -30,7 +30,7 @@ class PlainEngine(Named):
         self.optimizer = optimizer_for(policy, optim)
         self.parameters = trained(policy)
         self.masters = self._split_masters() if dtype is torch.bfloat16 else self.parameters
-        self.reducing = Reducing(list(self.masters.values()), world)
+        self.reducing = Reducing(list(self.masters.values()), world, at_the_end=policy.listed_experts() is not None)
         for name, parameter in self.parameters.items():
             self._take_gradients(parameter, self.masters[name])
         self._norm: float | None = None

@@ -2,6 +2,10 @@
 
 Every rank sends the same buckets in the same order, the reverse of the parameters', whatever the order in which its
 gradients come. So no two ranks wait for each other crosswise, and the sums do not depend on timing.
+
+A ring's messages go over another communicator, and NCCL wants both in the same order on all ranks. The order of a
+backward pass is that of its graph, which is the same on all ranks. Only a rank that lacks a gradient would send later
+than the others, so a model in which that happens is reduced after the backward pass.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ class _Sent(NamedTuple):
 class Reducing:
     """The mean over the ranks of the gradients of these parameters."""
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World) -> None:
-        self.world = world
+    def __init__(self, parameters: Sequence[nn.Parameter], world: World, *, at_the_end: bool = False) -> None:
+        self.world, self.at_the_end = world, at_the_end
         self._buckets = list(_buckets(parameters))
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
         self._missing: list[int] = []  # gradients that a bucket waits for; empty outside a pass that reduces
@@ -40,7 +44,7 @@ class Reducing:
 
     @contextlib.contextmanager
     def during(self, *, last: bool) -> Iterator[None]:
-        """Reduce during the backward pass inside, if it is the step's last. A collective call."""
+        """Reduce during the backward pass inside, or after it, if it is the step's last. A collective call."""
         if not last or self.world.size == 1:
             yield
             if last:
@@ -60,7 +64,7 @@ class Reducing:
 
     def arrived(self, parameter: nn.Parameter) -> None:
         """Take note that a parameter's gradient is complete in this pass."""
-        if self._missing:
+        if self._missing and not self.at_the_end:
             self._missing[self._bucket_of[id(parameter)]] -= 1
             self._send_complete()
 

@@ -19,13 +19,19 @@ from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import put_buffers
 from rlexp.training.model.policy import Policy
 from rlexp.training.types import Shard, TokenLogps
+from rlexp.training.world.shared_memory import Neighbours, share
 
 
 class Streamed(Frozen):
-    """Whole weights in every rank's host memory, of which at most two parts are on the device."""
+    """Whole weights in the host's memory, of which at most two parts are on the device.
 
-    def __init__(self, name: str, policy: Policy, device: torch.device) -> None:
+    The ranks of a machine share one copy. Without `among` the weights stay where they are: a rehearsal has no others.
+    """
+
+    def __init__(self, name: str, policy: Policy, device: torch.device, among: Neighbours | None) -> None:
         super().__init__(name, policy)
+        if among is not None:
+            _share(policy, among, pinned=device.type == "cuda")
         parts = [(module, Part(held)) for module, held in _modules(policy)]
         last = Part([policy.head])
         _put_rest(policy, [*(part for _, part in parts), last], device)
@@ -160,14 +166,25 @@ def _modules(policy: Policy) -> Iterator[tuple[nn.Module, Sequence[nn.Module]]]:
             yield module, [module]
 
 
+def _share(policy: Policy, among: Neighbours, *, pinned: bool) -> None:
+    """Replace the weights by those in the memory that the ranks of the machine share. Tied ones stay tied. Only copies
+    from pinned memory run beside the computation."""
+    own = dict(policy.named_parameters())
+    names = {id(weight): name for name, weight in own.items()}
+    shared = {
+        name: nn.Parameter(tensor, requires_grad=False)
+        for name, tensor in share(own, among, what="reference.offload=true", pinned=pinned).items()
+    }
+    for module in policy.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            module.register_parameter(name, shared[names[id(weight)]])
+
+
 def _put_rest(policy: Policy, parts: Sequence[Part], device: torch.device) -> None:
-    """Put on the device what is in no part; and pin what is, since only copies from pinned memory run beside the
-    computation."""
+    """Put on the device what is in no part."""
     streamed = {key for part in parts for key in part.hosts}
     for module in policy.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             if id(parameter) not in streamed:
                 module.register_parameter(name, nn.Parameter(parameter.to(device), requires_grad=False))
-            elif device.type == "cuda" and not parameter.is_pinned():
-                parameter.data = parameter.data.pin_memory()
     put_buffers(policy, device)

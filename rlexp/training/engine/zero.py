@@ -34,6 +34,7 @@ from rlexp.training.engine.base import (
     set_lr,
     set_steps,
     shape_of,
+    sum_of_squares,
     trained,
 )
 from rlexp.training.engine.frozen import Frozen
@@ -214,6 +215,10 @@ class Stage12(_Partitioned):
     DeepSpeed's ZeRO optimizer attaches to each parameter a description of this rank's fragment.
     """
 
+    def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
+        super().__init__(cfg, policy, optim, world, dtype)
+        self._kept = _KeptGradient(self.engine.optimizer)
+
     def _initialized(self, **arguments: Any) -> Any:
         """Shim: for stage 1 in bfloat16 with float32 gradients DeepSpeed takes its BF16_Optimizer, unless the optimizer
         is offloaded. That one holds the whole float32 gradient from its start, and reduces it after the backward pass.
@@ -230,6 +235,10 @@ class Stage12(_Partitioned):
             return super()._initialized(**arguments)
         finally:
             runtime.DeepSpeedEngine._do_optimizer_sanity_check = before
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss, last=last)
+        self._kept.let_go()
 
     def _restore_bits(self) -> None:
         mine = {fragment.name: fragment for fragment in self._weight_fragments()}
@@ -281,6 +290,35 @@ class Stage12(_Partitioned):
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
 
+class _KeptGradient:
+    """Shim: keep a gradient until the stream that reduces it has done so.
+
+    DeepSpeed reduces a gradient larger than a bucket where it lies, on a stream of its own, and writes the mean back.
+    At stage 2, a rank that owns no part of it drops it at once: `reduce_ipg_grads` clears `param.grad`, and only owners
+    call `record_stream`. The backward pass would then get memory that the other stream still reads and writes. With
+    offload, DeepSpeed records all gradients (`_record_gradient_stream`).
+    Remove this when DeepSpeed does that without offload too.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        self._optimizer, self._average = optimizer, optimizer.average_tensor
+        self._gradient: Tensor | None = None
+        optimizer.average_tensor = self._average_and_keep
+
+    def _average_and_keep(self, gradient: Tensor, *args: Any) -> None:
+        self.let_go()
+        self._average(gradient, *args)
+        if gradient.numel() > self._optimizer.reduce_bucket_size:  # smaller ones were copied into a bucket
+            self._gradient = gradient
+
+    def let_go(self) -> None:
+        """Let what is computed next wait for the reduction, and drop the gradient. The host does not wait."""
+        stream = self._optimizer.reduction_stream
+        if self._gradient is not None and stream is not None:  # None on CPU
+            import_deepspeed().accelerator.get_accelerator().current_stream().wait_stream(stream)
+        self._gradient = None
+
+
 def _begin_gradients_at_the_embeddings(policy: Policy) -> None:
     """Let the hidden states need a gradient from the embeddings on.
 
@@ -320,6 +358,13 @@ class Stage3(_Partitioned):
         view: Tensor = piece.detach()[:real]
         return view
 
+    def _gradient_of(self, parameter: nn.Parameter) -> Tensor:
+        """Shim: return this rank's piece of the gradient, on the host if the optimizer is offloaded. DeepSpeed's public
+        function copies it to the device. Remove this when it does not."""
+        piece: Tensor
+        piece, _ = self.engine.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+        return piece
+
     def _weight_fragments(self) -> Iterator[Fragment]:
         for name, parameter in trained(self.policy).items():
             weight = self._partition_of(parameter)
@@ -349,9 +394,8 @@ class Stage3(_Partitioned):
 
     def grad_norm(self) -> float:
         """Compute the norm from the pieces' gradients: DeepSpeed has no norm before its step."""
-        local = [self._utils.safe_get_local_grad(parameter) for parameter in trained(self.policy).values()]
-        square = sum(torch.linalg.vector_norm(piece, dtype=torch.float64).square() for piece in local)
-        total = torch.as_tensor(square, dtype=torch.float64, device=local[0].device)
+        device = import_deepspeed().accelerator.get_accelerator().current_device_name()
+        total = sum_of_squares(map(self._gradient_of, trained(self.policy).values()), device)
         dist.all_reduce(total)
         return math.sqrt(total) if bool(total.isfinite()) else math.inf
 

@@ -64,6 +64,10 @@ class LiveTensors(TorchDispatchMode):
         known = self._known.get(tensor.untyped_storage()._cdata)
         return None if known is None else known[1]
 
+    def sizes_on(self, device: str) -> dict[int, int]:
+        """Return the bytes of all storages on a device, by number."""
+        return {number: size for _, number, where, size in self._known.values() if where == device}
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(wraps(each) for each in types):
             return NotImplemented  # the operators inside it come here

@@ -34,7 +34,8 @@ class Placing:
     """Where a rank's parameters go.
 
     With a `part`, the rank keeps its part of the exact values: beside the parameter, on the host, if the dtype loses
-    bits; or instead of it, on the device, if `whole` is False. Such a parameter has a shape but no memory.
+    bits; or instead of it, on the device, if `whole` is False. Such a parameter has a shape but no memory. So has one
+    that another rank holds for this one, if `elsewhere`.
     """
 
     device: torch.device
@@ -43,14 +44,22 @@ class Placing:
     whole: bool = True
     loses: Callable[[Tensor, Tensor], bool] = loses_bits
     rounded: torch.dtype | None = None  # to which all that arrives is rounded first
+    elsewhere: bool = False
 
     def put(self, parameter: nn.Parameter) -> nn.Parameter:
         if parameter.is_meta or hasattr(parameter, _PLACED) or not parameter.is_floating_point():
             return parameter
-        placed = self._whole(parameter) if self.whole else self._part_alone(parameter)
+        placed = self._empty(parameter) if self.elsewhere else self._held(parameter)
         placed.__dict__ |= parameter.__dict__ | placed.__dict__  # with transformers' marks
         setattr(placed, _PLACED, True)
         return placed
+
+    def _empty(self, parameter: nn.Parameter) -> nn.Parameter:
+        empty = torch.empty_like(parameter, device="meta", dtype=self.dtype)
+        return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+    def _held(self, parameter: nn.Parameter) -> nn.Parameter:
+        return self._whole(parameter) if self.whole else self._part_alone(parameter)
 
     def _whole(self, parameter: nn.Parameter) -> nn.Parameter:
         wide = rounded(parameter.detach().to(self.device), self.rounded)
@@ -62,8 +71,7 @@ class Placing:
     def _part_alone(self, parameter: nn.Parameter) -> nn.Parameter:
         assert self.part is not None, "a rank that holds nothing"
         value = rounded(parameter.detach(), self.rounded)
-        empty = torch.empty_like(value, device="meta", dtype=self.dtype)
-        placed = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        placed = self._empty(parameter)
         mine = value.reshape(-1)[self.part(value.shape)]
         setattr(placed, EXACT, mine.to(self.device, self.dtype, copy=True))
         return placed

@@ -157,13 +157,19 @@ class Policy(nn.Module):
 
     def refuse_listed_experts(self, engine: str) -> None:
         """Refuse models whose gradients differ in number between ranks, for engines that reduce them as they arrive."""
-        for name, module in self.model.named_modules():
-            if isinstance(module, nn.ModuleList) and "expert" in name.lower():
-                raise ModelError(
-                    f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank on "
-                    f"which no token chooses an expert has no gradient of it, and the others would wait. Use "
-                    f"{able(lambda traits: traits.replicated)}."
-                )
+        if name := self.listed_experts():
+            raise ModelError(
+                f"engine={engine}: {type(self.model).__name__} keeps its experts in a list ({name}). A rank on "
+                f"which no token chooses an expert has no gradient of it, and the others would wait. Use "
+                f"{able(lambda traits: traits.replicated)}."
+            )
+
+    def listed_experts(self) -> str | None:
+        """Return the name of a list of experts, if the model keeps them in one: a rank may have no gradient of some."""
+        modules = self.model.named_modules()
+        return next(
+            (name for name, each in modules if isinstance(each, nn.ModuleList) and "expert" in name.lower()), None
+        )
 
     def recompute_activations(self, what: Checkpointing) -> None:
         """Keep only the input of each layer, or what its attention gives too; compute the rest in the backward pass.

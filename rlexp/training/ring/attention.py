@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from rlexp.launch import watch
 from rlexp.training.ring.kernels.base import Ask, Grads
 
 # What a backward pass needs from its forward pass: queries, keys and values as they were attended to, and what is found
@@ -49,6 +50,7 @@ class Attention(ABC):
 class _BothPasses(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, attention: Attention, ask: Ask) -> Tensor:
+        watch.note()
         if (known := _USING.get()) is not None:
             out, kept = attention.again(q, k, v, next(known))
         else:
@@ -62,6 +64,7 @@ class _BothPasses(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # it takes the global output and log-sum-exp for constants, which they are not
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        watch.note()
         dqkv = ctx.attention.backward(grads[0], ctx.saved_tensors, ctx.ask)
         return *(grad.to(dtype) for grad, dtype in zip(dqkv, ctx.dtypes, strict=True)), None, None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -18,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlexp.launch import watch
+
 PIECE = 1 << 22  # elements of a weight handed over at once
-PATIENCE = timedelta(days=7)  # a rollout may take long; a rank that dies closes its connections and is noticed at once
 
 
 @dataclass(frozen=True)
@@ -75,18 +75,19 @@ class Bridge:
 
 def build(store: Any, rank: int, training: int, sampling: int) -> Bridge:
     """Build this rank's end of the bridge. A collective call of all ranks of both worlds."""
-    everybody = dist.ProcessGroupGloo(dist.PrefixStore("everybody", store), rank, training + sampling, PATIENCE)
+    everybody = dist.ProcessGroupGloo(dist.PrefixStore("everybody", store), rank, training + sampling, watch.FOR_EVER)
     weights = None
     if rank == 0 or rank >= training:
         place = 0 if rank == 0 else 1 + rank - training
-        weights = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), place, 1 + sampling, PATIENCE)
+        weights = dist.ProcessGroupGloo(dist.PrefixStore("weights", store), place, 1 + sampling, watch.FOR_EVER)
     return Bridge(rank, training, sampling, everybody, weights)
 
 
 def _run(group: Any, tensor: Tensor, root: int) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = root
-    group.broadcast([tensor], options).wait()
+    with watch.elsewhere():  # a rollout may take long; a rank that dies closes its connections and is noticed at once
+        group.broadcast([tensor], options).wait()
 
 
 def _broadcast(group: Any, message: Any, root: int, *, mine: bool) -> Any:

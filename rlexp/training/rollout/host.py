@@ -1,4 +1,4 @@
-"""Process group for data in the host's memory, with a long timeout.
+"""Process group for data in the host's memory, in which a rank may wait as long as it likes.
 
 One rank may still draw long answers, or wait for a slow reward, when the others are done. That is no hanging
 collective, so `launch.timeout_seconds` does not apply. A rank that dies closes its connections and is noticed at once.
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.rollout.bridge import PATIENCE
+from rlexp.launch import watch
 from rlexp.training.world.groups import World
 from rlexp.training.world.objects import gather_objects
 
@@ -34,14 +34,16 @@ class Host:
     def sum(self, numbers: Tensor) -> None:
         """Sum over all ranks, in place."""
         if self.group is not None:
-            dist.all_reduce(numbers, group=self.group)
+            with watch.elsewhere():
+                dist.all_reduce(numbers, group=self.group)
 
     def gathered(self, mine: T) -> list[T]:
         """Return every rank's object, on every rank."""
-        return gather_objects(mine, self.size, self.group)
+        with watch.elsewhere():
+            return gather_objects(mine, self.size, self.group)
 
 
 def build_host(world: World) -> Host:
     """Build the group. A collective call of all ranks."""
     several = world.size > 1
-    return Host(world.size, dist.new_group(backend="gloo", timeout=PATIENCE) if several else None)
+    return Host(world.size, dist.new_group(backend="gloo", timeout=watch.FOR_EVER) if several else None)

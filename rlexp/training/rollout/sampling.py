@@ -20,6 +20,7 @@ from torch import Tensor
 
 from rlexp.base.errors import DrawError
 from rlexp.config.schema.rollouts import RolloutConfig
+from rlexp.launch import watch
 from rlexp.training.model.decoding import GROWTH, Decoding, KeyValues
 from rlexp.training.rollout.choose import choose
 from rlexp.training.rollout.deal import Request
@@ -79,6 +80,7 @@ class Drawer:
         return Decoding(row, row, KeyValues(row[0], 1, padded=False))
 
     def _next(self, batch: Decoding) -> Tensor:
+        watch.note()
         if self._in_step:
             self._any_goes_on(mine=True)
         return self._forward(batch)

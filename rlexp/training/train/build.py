@@ -6,7 +6,6 @@ import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -67,6 +66,7 @@ from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.schedule import Schedule, warm_up_of
 from rlexp.training.train.task import Needs, Task
 from rlexp.training.world.groups import Ring, World, build_world
+from rlexp.training.world.shared_memory import Neighbours, meet
 
 Probe = Callable[..., float]
 TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
@@ -83,9 +83,15 @@ class Sources:
     generation: Callable[[Device], int | None] = field(default_factory=lambda: gpu_generation)
     kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
     memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
+    neighbours: Callable[[World], Neighbours | None] = field(default_factory=lambda: neighbours_of)
     here: bool = True  # this machine has the packages of the run
     decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
     precomputed: Callable[..., Reference] = field(default_factory=lambda: precomputed)
+
+
+def neighbours_of(world: World) -> Neighbours:
+    """Return the ranks that can share memory with this one. A collective call."""
+    return meet(world.rank, world.size)
 
 
 def unprobed(*_: Any, **__: Any) -> float:
@@ -112,7 +118,7 @@ def build(
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
     model_config = sources.model_config(cfg.model, cfg.data.max_length)
     choice = layout_of(cfg, model_config, sources)
-    world = build_world(cfg.parallel.ring_size, timedelta(seconds=cfg.launch.timeout_seconds), choice.ulysses_size)
+    world = build_world(cfg.parallel.ring_size, choice.ulysses_size)
     device = sources.device(cfg)
     connect(world.ring, device)
     own_layout = get_layout(*choice.how)
@@ -315,10 +321,16 @@ def build_engine(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: W
 
 
 def build_frozen(
-    cfg: EngineConfig, policy: Policy, world: World, dtype: torch.dtype, *, device: torch.device | None = None
+    cfg: EngineConfig,
+    policy: Policy,
+    world: World,
+    dtype: torch.dtype,
+    *,
+    device: torch.device | None = None,
+    among: Neighbours | None = None,
 ) -> Frozen:
     """Hold weights that nothing trains, in pieces where the engine holds them so. Weights of the host are on the device
-    only while they are used there."""
+    only while they are used there; whole ones are shared `among` the ranks of a machine."""
     match cfg.name:
         case EngineName.fsdp2:
             from rlexp.training.engine.fsdp2 import FrozenRows
@@ -329,7 +341,7 @@ def build_frozen(
 
             return FrozenPieces(cfg, policy, world, dtype)
         case _:
-            return Frozen(cfg.name.value, policy) if device is None else Streamed(cfg.name.value, policy, device)
+            return Frozen(cfg.name.value, policy) if device is None else Streamed(cfg.name.value, policy, device, among)
 
 
 def models_of(cfg: Config, policy_config: Any, needs: Needs, sources: Sources) -> list[tuple[ModelConfig, Any]]:
@@ -423,6 +435,19 @@ def frozen_model(run: Setting, model: tuple[ModelConfig, Any], needs: Needs, sou
     offload = cfg.reference.offload
     if offload and ENGINES[cfg.engine.name.value].loads_pieces:
         cfg = replace(cfg, engine=replace(cfg.engine, offload=Offload.all))
-    placing = placing_for(cfg, torch.device("cpu") if offload else run.device, run.world, frozen=True)
+    placing, among = placing_of_frozen(cfg, run, sources)
     policy = build_policy(cfg, model[1], run.device, replace(needs.frozen, reference=False), placing, sources)
-    return build_frozen(cfg.engine, policy, run.world, run.dtype, device=run.device if offload else None)
+    device = run.device if offload else None
+    return build_frozen(cfg.engine, policy, run.world, run.dtype, device=device, among=among)
+
+
+def placing_of_frozen(cfg: Config, run: Setting, sources: Sources) -> tuple[Placing | None, Neighbours | None]:
+    """Say where the weights of a reference go. Those of the host, where the engine keeps them whole, are loaded by one
+    rank of each machine; the ranks that share them are returned too. A collective call."""
+    if not cfg.reference.offload:
+        return placing_for(cfg, run.device, run.world, frozen=True), None
+    placing = placing_for(cfg, torch.device("cpu"), run.world, frozen=True)
+    if placing is None or not placing.whole:
+        return placing, None
+    among = sources.neighbours(run.world)
+    return (placing if among is None or among.leads else replace(placing, elsewhere=True)), among

@@ -16,8 +16,9 @@ from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.checks.sharing import shares
 from rlexp.config.identity import ENDING, identity
 from rlexp.config.load import to_plain
-from rlexp.config.schema import LoraConfig, ModelConfig
+from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
+from rlexp.config.sizes import ranks_of_machine
 from rlexp.launch import run_folder, stops
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines
@@ -173,7 +174,7 @@ def build_keeper(
 
     return Keeper(
         run.cfg.checkpoint,
-        Saver(run.engine, run.world, run_dir, facts),
+        Saver(run.engine, run.world, run_dir, facts, rank_share(run.cfg)),
         run.world,
         run.device,
         run_dir,
@@ -184,6 +185,12 @@ def build_keeper(
         steps_per_epoch=task.steps_per_epoch,
         saved_step=position.step,
     )
+
+
+def rank_share(cfg: Config) -> int | None:
+    """Return the bytes of the host's memory that a rank's copy may take; None: as many as it needs."""
+    most = cfg.checkpoint.host_memory_gib
+    return None if most is None else int(most * (1 << 30) / ranks_of_machine(cfg))
 
 
 def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[str, Any]:

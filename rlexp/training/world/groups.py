@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import Protocol
 
 import torch.distributed as dist
+
+from rlexp.launch.watch import FOR_EVER
 
 
 class Watcher(Protocol):
@@ -94,16 +95,13 @@ class World:
         return self.size // self.ring.size
 
 
-def build_world(ring_size: int, timeout: timedelta | None = None, inner_size: int = 1) -> World:
-    """Create the ring groups; every rank creates all of them, in the same order.
-
-    A new group does not inherit the timeout of the world's group: without `timeout` it waits half an hour.
-    """
+def build_world(ring_size: int, inner_size: int = 1) -> World:
+    """Create the ring groups; every rank creates all of them, in the same order."""
     rank, size = dist.get_rank(), dist.get_world_size()
     assert size % ring_size == 0, (size, ring_size)
 
     def group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        return dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+        return dist.new_group(list(ranks), timeout=FOR_EVER) if len(ranks) > 1 else None
 
     mine = None
     for first in range(0, size, ring_size):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from rlexp.base.errors import UserError
+from rlexp.launch import watch
 
 T = TypeVar("T")
 
@@ -60,6 +61,7 @@ def some_do(work: Callable[[], T] | None, size: int, every: float) -> list[T | N
         thread.start()
     while True:
         thread.join(every) if work is not None else None
+        watch.note()
         if not any(gather_objects(thread.is_alive(), size)):
             break
     ended = gather_objects((done, [_told(each, dist.get_rank()) for each in failed]), size)

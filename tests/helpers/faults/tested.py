@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from tests.helpers.faults.base import ENGINE, MODEL, RING, TRAIN, by_test
 from tests.helpers.faults.plant import Altered, Given, Seeing
+from tests.helpers.reduced_apart import dropped_at_once
 
 
 def as_it_comes(_wide: Any) -> Any:
@@ -34,6 +36,30 @@ def sent_in_bfloat16(original: Any, *args: Any) -> Any:
 
 def reduced_narrowly(policy: Any) -> Any:
     return lambda computing=None, _reduced=None, **how: policy(computing, computing, **how)
+
+
+def on_the_device(_original: Any, self: Any, parameter: Any) -> Any:
+    return self._utils.safe_get_local_grad(parameter)
+
+
+def late_on_odd_ranks(original: Any, self: Any, parameter: Any) -> None:
+    if self.world.rank % 2 == 0:
+        original(self, parameter)
+
+
+def written_at_once(original: Any, ring: Any, going: Any, coming: Any) -> Any:
+    """Send from buffers, and use these again before the messages have gone."""
+    buffers = [(to, x.clone()) for to, x in going]
+    under_way = original(ring, buffers, coming)
+    for _, buffer in buffers:
+        buffer.zero_()
+    return under_way
+
+
+def not_awaited(original: Any, self: Any) -> None:
+    """Read a reduced gradient without waiting for its reduction."""
+    self._sent[0] = self._sent[0]._replace(work=SimpleNamespace(wait=lambda: None))
+    original(self)
 
 
 def spread_narrowly(original: Any, self: Any, *args: Any) -> None:
@@ -76,6 +102,17 @@ TESTED = (
             "training/model/test_head.py::test_scores_are_sums_in_float32"),
     by_test("DeepSpeed reduces in bfloat16", "engine.zero:ds_config", sent_in_bfloat16, ENGINE,
             "training/engine/test_sums.py::test_every_engine_sums_gradients_in_float32"),
+    by_test("a gradient is dropped while it is reduced", "engine.zero:_KeptGradient._average_and_keep",
+            dropped_at_once, ENGINE,
+            "training/engine/test_streams.py::test_no_gradient_is_given_away_while_it_is_reduced"),
+    by_test("ZeRO-3's norm copies what is offloaded", "engine.zero:Stage3._gradient_of", on_the_device, ENGINE,
+            "training/engine/test_norm.py::test_zero3_leaves_an_offloaded_gradient_on_the_host"),
+    by_test("some ranks reduce after the backward pass", "engine.reducing:Reducing.arrived", late_on_odd_ranks, ENGINE,
+            "training/engine/test_call_order.py::test_ranks_begin_in_orders_that_fit_together"),
+    by_test("a message's buffer is written again too early", "ring.collectives:between", written_at_once, RING,
+            "training/ring/test_delayed.py::test_what_is_delayed_is_waited_for"),
+    by_test("a gradient is read before it is reduced", "engine.reducing:Reducing._land", not_awaited, ENGINE,
+            "training/ring/test_delayed.py::test_what_is_delayed_is_waited_for"),
     by_test("FSDP2 reduces in bfloat16", "engine.fsdp2:shard",
             Seeing({"MixedPrecisionPolicy": reduced_narrowly}), ENGINE,
             "training/engine/test_sums.py::test_every_engine_sums_gradients_in_float32"),

@@ -30,7 +30,7 @@ SMALL = ((1,), (3,), (2, 1), (5, 1, 1), (9,))
 
 
 def rings_of(spec: RankSpec, several: Sequence[Case]) -> dict[int, Ring]:
-    return {inner: build_world(spec.world_size, None, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
+    return {inner: build_world(spec.world_size, inner).ring for inner in dict.fromkeys(c.inner for c in several)}
 
 
 def small_rank(spec: RankSpec, several: Sequence[Case]) -> list[list[Tensor]]:

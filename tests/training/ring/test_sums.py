@@ -41,7 +41,7 @@ def summed_rank(spec: RankSpec, several: Sequence[tuple[str, Case]]) -> list[tup
     sent, and what of it was summed in bfloat16."""
     mock_flash.install()
     inner = dict.fromkeys(case.inner for _, case in several)
-    rings = {size: build_world(spec.world_size, None, size).ring for size in inner}
+    rings = {size: build_world(spec.world_size, size).ring for size in inner}
     found = []
     for kernel, case in several:
         with Sums() as sums:

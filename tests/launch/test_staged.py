@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,13 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 
-from rlexp.base.engine_facts import ENGINES
-from rlexp.config.load import compose_config
-from rlexp.config.schema import Collectives, Config
+from rlexp.config.schema import Collectives
+from rlexp.launch import staged
 from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.training.world import staged
-from tests.helpers.ranks import COLLECTIVE_TIMEOUT, TIMEOUT, train_steps
+from tests.helpers.ranks import COLLECTIVE_TIMEOUT, TIMEOUT
 
 RANKS = 4
 
@@ -92,11 +89,6 @@ def messages(spec: RankSpec) -> tuple[float, bool, float]:
     return before, all(work.is_completed() for work in works), float(coming)
 
 
-def stepped(spec: RankSpec, configs: list[Config]) -> list[Any]:
-    """Train on both kinds of group, one after the other in one world."""
-    return [train_steps(spec, cfg, 2) for cfg in configs]
-
-
 def test_every_collective_gives_what_gloo_gives() -> None:
     for rank, found in enumerate(on_staged_ranks(carried)):
         assert len(found) == (14 if rank in (0, 3) else 13)
@@ -107,20 +99,3 @@ def test_every_collective_gives_what_gloo_gives() -> None:
 def test_nothing_arrives_before_it_is_waited_for() -> None:
     """As over NCCL, where what a stream has not waited for may not be there."""
     assert on_staged_ranks(messages) == [(-1.0, True, 3.0), (-1.0, True, 0.0), (-1.0, True, 1.0), (-1.0, True, 2.0)]
-
-
-def test_every_engine_trains_with_the_bits_that_it_has_over_gloo() -> None:
-    """On a ring of two and two replicas: two steps, which gather, reduce, scatter, and send around the ring."""
-    words = ("launch.device=cpu", "logger=none", "data=synthetic", "data.size=16", "data.eval_size=0",
-             "train.batch_size=8", "train.max_steps=4", "parallel.ring_size=2", f"launch.nproc={RANKS}")  # fmt: skip
-    configs = [compose_config([*words, f"engine={engine}", "train.precision=fp32"]) for engine in ENGINES]
-    with_gloo = run_ranks(_over_gloo, RANKS, (configs,), preload=(*PRELOAD, "deepspeed"), timeout=TIMEOUT)[0]
-    for engine, one, other in zip(ENGINES, with_gloo, on_staged_ranks(stepped, configs)[0], strict=True):
-        losses = [[row["train/loss"] for row in each.rows] for each in (one, other)]
-        assert losses[0] == losses[1], engine
-        assert all(torch.equal(weight, other.weights[name]) for name, weight in one.weights.items()), engine
-
-
-def _over_gloo(spec: RankSpec, configs: list[Config]) -> list[Any]:
-    join(spec, dataclasses.replace(configs[0].launch, timeout_seconds=COLLECTIVE_TIMEOUT))
-    return stepped(spec, configs)

@@ -37,14 +37,11 @@ class Staged(_Group):
         self._gloo: Any = dist.ProcessGroupGloo(store, rank, size, timeout)
         for kind in ("cpu", "cuda"):  # torch keeps a group's name and devices in its backends
             self._register_backend(torch.device(kind), dist.ProcessGroup.BackendType.GLOO, self._gloo)
-        self._ranks, self._begun = size, 0
+        self._ranks = size
         self._together: list[dist.Work] | None = None  # what was begun since `_start_coalescing`
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._begun
 
     def shutdown(self) -> None:
         self._gloo = None
@@ -153,7 +150,6 @@ class Staged(_Group):
         return _All(works)
 
     def _begin(self, begun: Any, land: Landing, *kept: Any) -> dist.Work:
-        self._begun += 1
         work = _Arriving(begun, land, kept)
         if self._together is not None:
             self._together.append(work)

@@ -1,0 +1,220 @@
+"""Do the ranks still get anywhere? A rank may compute for long while others wait for it; a rank that hangs may not.
+
+No collective has a time limit of its own: replicas have different work, and a GPU may be minutes behind its host. Each
+rank notes how far it is, as often as a layer attends, and a thread of each passes that on to all. When no rank has got
+any further for `launch.timeout_seconds`, each says where it is, and all but those that are behind end with an error
+that names these.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
+    import torch.distributed as dist
+
+FOR_EVER = timedelta(days=7)  # of a collective; who ends it is the watch
+MOST_BEAT = 15.0  # seconds between two looks
+BETWEEN_EVENTS = 0.1  # seconds of the host between two events of a GPU
+WAITING = ("rlexp/launch/staged.py", "rlexp/training/ring/collectives.py")  # beside torch's own files
+GOT_FURTHER, PLACE = "watch/further", "watch/place"  # keys in the store
+
+
+class Stuck(Exception):
+    """No rank of the world gets any further."""
+
+
+class _Progress:
+    """How far this rank has come. What a GPU was given to do counts when it is done."""
+
+    def __init__(self) -> None:
+        self.noted = self._done = 0
+        self.place = ""  # in words
+        self.waits_elsewhere = 0  # calls that wait for what is no rank of this world, or has a limit of its own
+        self.event: Callable[[], Any] | None = None  # records one on the stream that computes
+        self._events: deque[tuple[int, Any]] = deque()
+        self._next_event = 0.0
+
+    def note(self) -> None:
+        self.noted += 1
+        if self.event is not None and time.monotonic() >= self._next_event:
+            self._events.append((self.noted, self.event()))
+            self._next_event = time.monotonic() + BETWEEN_EVENTS
+
+    def done(self) -> int:
+        while self._events and self._events[0][1].query():
+            self._done, _ = self._events.popleft()
+        return self._done if self._events else self.noted
+
+
+_progress = _Progress()
+_watch: Watch | None = None
+
+
+def note() -> None:
+    """Say that this rank has got further. It may be called for each layer of each pass."""
+    _progress.note()
+
+
+def at(place: str) -> None:
+    """Say where this rank is, as `in step 3, in its forward phase`."""
+    _progress.place = place
+    _progress.note()
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Wait within it for what may take as long as it likes: for samples, for a reward."""
+    _progress.waits_elsewhere += 1
+    try:
+        yield
+    finally:
+        _progress.waits_elsewhere -= 1
+
+
+def begin(store: dist.Store, rank: int, ranks: int, seconds: float, *, on_gpu: bool) -> None:
+    """Watch the ranks that meet at this store, until `end`."""
+    global _watch
+    end()
+    if on_gpu:
+        _progress.event = _recorded
+    if ranks > 1:
+        _watch = Watch(store, rank, ranks, seconds)
+        _watch.start()
+
+
+def _recorded() -> Any:
+    import torch
+
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@atexit.register
+def end() -> None:
+    global _watch
+    watch, _watch = _watch, None
+    if watch is not None:
+        watch.ended.set()
+        watch.join(timeout=5.0)
+
+
+def _alone(error: BaseException) -> None:
+    sys.stderr.write(f"{error}\n")
+
+
+class Watch(threading.Thread):
+    """Looks after all ranks from one of them. `tell` is told the error, in this thread, before the process ends."""
+
+    tell: Callable[[BaseException], None] = staticmethod(_alone)
+
+    def __init__(self, store: dist.Store, rank: int, ranks: int, seconds: float) -> None:
+        super().__init__(name="watch", daemon=True)
+        self._store, self._rank, self._ranks, self._seconds = store, rank, ranks, seconds
+        self._beat = min(MOST_BEAT, seconds / 10)
+        self.ended = threading.Event()
+
+    def run(self) -> None:
+        # The store goes with rank 0, or with its folder, and then the others have other news.
+        with contextlib.suppress(Exception):
+            if self._nobody_gets_further():
+                self._end(self._verdict())
+
+    def _nobody_gets_further(self) -> bool:
+        """Wait until it is so; return False if the watch ends before."""
+        mine, seen, since = -1, b"", time.monotonic()
+        while not self.ended.wait(self._beat):
+            done = _progress.done()
+            if done != mine or _progress.waits_elsewhere:
+                mine = done
+                self._store.add(GOT_FURTHER, 1)
+            now = self._store.get(GOT_FURTHER) if self._store.check([GOT_FURTHER]) else b""
+            if now != seen:
+                seen, since = now, time.monotonic()
+            elif time.monotonic() - since > self._seconds:
+                return True
+        return False
+
+    def _verdict(self) -> tuple[list[int], str]:
+        """Return the ranks that are behind, and where all are, in words."""
+        key = f"{PLACE}/{{rank}}"
+        mine = Standing(waits(), _progress.noted, begun(), _progress.place)
+        self._store.set(key.format(rank=self._rank), json.dumps(mine))
+        time.sleep(2 * self._beat)  # until each has looked
+        there = [rank for rank in range(self._ranks) if self._store.check([key.format(rank=rank)])]
+        known = {rank: Standing(*json.loads(self._store.get(key.format(rank=rank)))) for rank in there}
+        behind = behind_of(known, self._ranks)
+        told = [f"rank {rank} {known[rank].in_words() if rank in known else 'does not answer'}"
+                for rank in range(self._ranks)]  # fmt: skip
+        return behind, "; ".join([f"Behind the others: {_listed(behind)}"] * bool(behind) + told)
+
+    def _end(self, verdict: tuple[list[int], str]) -> None:
+        """End this process. Those that are behind wait, so that others are taken for those that waited."""
+        behind, said = verdict
+        if self._rank in behind and len(behind) < self._ranks:
+            self.ended.wait(30.0)
+        error = Stuck(f"Timed out waiting: no rank has got any further in {self._seconds:g} s. {said}.")
+        try:
+            self.tell(error)
+        finally:
+            os._exit(1)
+
+
+class Standing(NamedTuple):
+    """Where a rank is when nobody gets any further."""
+
+    waits: bool  # in a collective, as far as its host can tell
+    noted: int
+    begun: int
+    place: str
+
+    def in_words(self) -> str:
+        return f"{'waits' if self.waits else 'is'} {self.place or 'where it began'}"
+
+
+def behind_of(known: Mapping[int, Standing], ranks: int) -> list[int]:
+    """Return the ranks for which the others wait: those that do not answer, those that wait for nobody, or those that
+    have come less far. None if all are alike."""
+    silent = [rank for rank in range(ranks) if rank not in known]
+    active = [rank for rank, each in known.items() if not each.waits]
+    if silent or 0 < len(active) < len(known):
+        return silent or active
+    far = {rank: (each.noted, each.begun) for rank, each in known.items()}
+    return [rank for rank in far if far[rank] < max(far.values())]
+
+
+def waits() -> bool:
+    """Say whether a thread of this process waits in a collective, or for a message."""
+    places = [frame.f_code.co_filename for thread, frame in sys._current_frames().items()
+              if thread != threading.get_ident()]  # fmt: skip
+    return any(each.endswith(end) or "/torch/distributed/" in each for each in places for end in WAITING)
+
+
+def begun() -> int:
+    """Count the collectives of all ranks that this rank has begun."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_initialized():  # it only samples
+        return 0
+    world: Any = dist.group.WORLD
+    count = 0
+    for kind in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # there is none of this kind
+            count += world._get_backend(torch.device(kind))._get_sequence_number_for_group()
+    return count
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,125 @@
+"""The memory of one machine that a run needs: what all its ranks hold there together.
+
+A rehearsal counts what a rank holds in the host's memory. The rest is arithmetic: copies of the state for a checkpoint,
+the weights of the files that rank 0 writes at the end, and the processes themselves. Not counted are the samples, which
+are memory-mapped, and what Python holds of drawn ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlexp.config.schema import Config, Device, ExportDtype
+from rlexp.config.schema.models import Precision
+from rlexp.config.sizes import ranks_of_machine
+from rlexp.launch.preflight_check import size
+from rlexp.training.checkpoint.host_copy import sizes
+from rlexp.training.model.export import SHARD
+
+GIB, MIB = 1 << 30, 1 << 20
+# A rank's own: Python, torch, DeepSpeed and, on a GPU, CUDA's and NCCL's host side. On CPU 0.2 to 0.3 GiB were measured
+# (PSS of forked ranks of model=tiny). On a GPU it is an assumption.
+PROCESS = {Device.cpu: 320 * MIB, Device.cuda: 3 * GIB}
+FREE = 0.05  # of a machine's memory, for the system and for files on their way to the disk
+
+TENSORS, PROCESSES, OFFLOADED = "tensors of the ranks", "processes", "engine.offload, reference.offload"
+REFERENCE, COPIES, EXPORT = "reference.offload, one copy", "copies for a checkpoint", "a file of the model"
+KINDS = (TENSORS, PROCESSES, REFERENCE, OFFLOADED, COPIES, EXPORT)
+
+
+@dataclass(frozen=True)
+class Held:
+    """Bytes that the rehearsal of a rank finds in the host's memory, or that follow from it."""
+
+    shared: int = 0  # weights of the reference, which all ranks of a machine share
+    offloaded: int = 0  # after the build
+    beside: int = 0  # what the steps take beside these at their peak
+    state: int = 0  # what this rank writes of a checkpoint
+    elements: int = 0  # of the trained model and its frozen weights
+
+    def grown(self, more: Held, times: int) -> Held:
+        """Return what more layers hold: `more` has one period of them more, and each adds the same."""
+        pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
+        return Held(*(larger + (larger - smaller) * times for smaller, larger in pairs))
+
+
+@dataclass(frozen=True)
+class Host:
+    """Bytes of one machine, by kind, and how many a run may take there; None where that is not known."""
+
+    ranks: int
+    by_kind: Mapping[str, int]
+    limit: int | None
+
+    @property
+    def bytes(self) -> int:
+        return sum(self.by_kind.values())
+
+    @property
+    def fits(self) -> bool:
+        return self.limit is None or self.bytes <= self.limit
+
+
+def host_of(cfg: Config, held: Held, peak: int) -> Host:
+    """Return what the ranks of one machine hold. `peak` is a rank's on its device: on CPU, that is the host."""
+    ranks = ranks_of_machine(cfg)
+    on_cpu = cfg.launch.device is Device.cpu
+    copied = _copied(cfg, held, ranks)
+    return Host(
+        ranks,
+        {
+            TENSORS: ranks * peak if on_cpu else 0,
+            PROCESSES: ranks * PROCESS[Device.cpu if on_cpu else Device.cuda],
+            REFERENCE: held.shared,
+            OFFLOADED: ranks * (held.offloaded + held.beside),
+            COPIES: ranks * copied,
+            EXPORT: min(SHARD, held.elements * _exported(cfg)) if cfg.checkpoint.export else 0,
+        },
+        limit_of(cfg),
+    )
+
+
+def limit_of(cfg: Config) -> int | None:
+    gib = cfg.hardware.host_memory_gib
+    return int(gib * GIB * (1 - FREE)) if gib else None
+
+
+def in_words(host: Host) -> str:
+    """Return the largest parts: `96.0 GiB copies for a checkpoint, 24.0 GiB processes`."""
+    parts = sorted(((count, kind) for kind, count in host.by_kind.items() if count), reverse=True)
+    return ", ".join(f"{size(count)} {kind}" for count, kind in parts[:3])
+
+
+def told_short(host: Host, cfg: Config) -> str:
+    """Say what a machine has too little memory for, with the key that says how much it has."""
+    need = "its rank needs" if host.ranks == 1 else f"its {host.ranks} ranks on a machine need"
+    return (
+        f"{need} {size(host.bytes)} of the host's memory ({in_words(host)}), and may take {size(host.limit or 0)}: "
+        f"{1 - FREE:.0%} of hardware.host_memory_gib={cfg.hardware.host_memory_gib:g}"
+    )
+
+
+def saves(cfg: Config) -> bool:
+    return cfg.checkpoint.save_every is not None or cfg.checkpoint.on_exit or cfg.checkpoint.keep_best > 0
+
+
+def _copied(cfg: Config, held: Held, ranks: int) -> int:
+    if not saves(cfg):
+        return 0
+    most = cfg.checkpoint.host_memory_gib
+    piece, count = sizes(held.state, None if most is None else int(most * GIB / ranks))
+    return piece * count
+
+
+def _exported(cfg: Config) -> int:
+    """Return the bytes of an element in `<run>/model`."""
+    wide = cfg.checkpoint.export_dtype is ExportDtype.fp32
+    wide |= cfg.checkpoint.export_dtype is ExportDtype.auto and cfg.train.precision is not Precision.bf16
+    return 4 if wide else 2
+
+
+def power_of_two(count: int) -> int:
+    """Return the bytes that torch takes for so many bytes of pinned memory (`CachingHostAllocator`)."""
+    return 1 << (count - 1).bit_length() if count else 0

@@ -1,0 +1,149 @@
+"""The copy of a state on its way to a file: whole with any memory, and no more memory than it may take."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from torch import Tensor
+
+from rlexp.training.checkpoint import host_copy
+from rlexp.training.checkpoint.host_copy import LEAST, HostCopy, Laid, sizes
+
+KINDS = (torch.float64, torch.float32, torch.bfloat16)
+
+
+def state(seed: int, lengths: list[int]) -> dict[str, Tensor]:
+    torch.manual_seed(seed)
+    return {f"weight/{n}": torch.randn(each).to(KINDS[n % len(KINDS)]) for n, each in enumerate(lengths)}
+
+
+def saved(host: HostCopy, tensors: dict[str, Tensor], path: Path, *, delay: float = 0.0) -> int:
+    """Copy and write a state as a run does, and overwrite it once it is copied. Return the most bytes at one time that
+    were copied and not yet written."""
+    laid = Laid.of(tensors, dict.fromkeys(tensors, 0))
+    held = most = 0
+    lock = threading.Lock()
+    real = host_copy._filled
+
+    def filled(memory: Tensor, parts: host_copy.Parts, kind: object) -> host_copy._Piece:
+        nonlocal held, most
+        with lock:
+            held += memory.numel()
+            most = max(most, held)
+        return real(memory, parts, kind)
+
+    def write(piece: memoryview) -> None:
+        nonlocal held
+        time.sleep(delay)
+        file.write(piece)
+        with lock:
+            held -= host._size
+
+    host_copy._filled = filled
+    try:
+        with path.open("wb") as file:
+            host.begin()
+            file.write(laid.header())
+            thread = threading.Thread(target=host.drain, args=(write,))
+            thread.start()
+            host.copy(laid)
+            for tensor in tensors.values():
+                tensor.fill_(-1)
+            thread.join()
+    finally:
+        host_copy._filled = real
+    return most
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 99),
+    st.lists(st.integers(0, 3000), max_size=7),
+    st.sampled_from([None, 1, LEAST, 2 * LEAST + 3, 5 * LEAST, 1 << 30]),
+)
+def test_a_state_is_whole_with_any_memory(
+    tmp_path_factory: pytest.TempPathFactory, seed: int, lengths: list[int], most: int | None
+) -> None:
+    path, host = tmp_path_factory.mktemp("state") / "state.safetensors", HostCopy(most)
+    for save in range(2):  # the second takes the memory of the first
+        tensors = state(seed + save, lengths)
+        wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+        held = saved(host, tensors, path)
+        assert most is None or held <= max(most, 2 * LEAST)
+        with safe_open(path, framework="pt") as file:
+            assert set(file.keys()) == set(wanted)
+            assert json.loads(file.metadata()["starts"]) == dict.fromkeys(wanted, 0)
+            assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in wanted.items())
+            assert all(file.get_tensor(name).dtype == tensor.dtype for name, tensor in wanted.items())
+
+
+def test_training_waits_for_the_disk_only_where_the_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_copy, "PIECE", LEAST)
+    lengths, slow = [64 * LEAST // 4], 0.02
+
+    def seconds(most: int | None) -> float:
+        host, tensors = HostCopy(most), state(0, [0, *lengths])
+        laid = Laid.of(tensors, dict.fromkeys(tensors, 0))
+        host.begin()
+        thread = threading.Thread(target=host.drain, args=(lambda _: time.sleep(slow),))
+        thread.start()
+        began = time.monotonic()
+        host.copy(laid)
+        took = time.monotonic() - began
+        thread.join()
+        return took
+
+    assert seconds(None) < slow * 5
+    assert seconds(2 * LEAST) > slow * 55, "62 of 64 pieces wait until one is written"
+    assert slow * 20 < seconds(32 * LEAST), "half of the state waits"
+
+
+def test_a_failed_write_ends_the_copy_and_the_next_save_has_its_memory(tmp_path: Path) -> None:
+    host, tensors = HostCopy(2 * LEAST), state(1, [9 * LEAST])
+    laid = Laid.of(tensors, dict.fromkeys(tensors, 0))
+    failed: list[str] = []
+
+    def full(_: memoryview) -> None:
+        raise OSError("no space left on device")
+
+    def draining() -> None:
+        try:
+            host.drain(full)
+        except OSError as error:
+            failed.append(str(error))
+        host.let_go()
+
+    host.begin()
+    thread = threading.Thread(target=draining)
+    thread.start()
+    host.copy(laid)
+    thread.join(20)
+    assert not thread.is_alive()
+    assert failed == ["no space left on device"]
+    wanted = {name: tensor.clone() for name, tensor in tensors.items()}
+    saved(host, tensors, tmp_path / "state")
+    with safe_open(tmp_path / "state", framework="pt") as file:
+        assert all(torch.equal(file.get_tensor(name), tensor) for name, tensor in wanted.items())
+
+
+@pytest.mark.parametrize(
+    ("held", "most", "expected"),
+    [
+        (96 << 30, None, (1 << 26, 1536)),
+        (96 << 30, 8 << 30, (1 << 26, 128)),
+        (96 << 30, 1 << 20, (1 << 19, 2)),
+        (1000, None, (1000, 1)),
+        (1001, 1 << 30, (1008, 1)),
+        (0, None, (8, 0)),
+    ],
+)
+def test_pieces(held: int, most: int | None, expected: tuple[int, int]) -> None:
+    assert sizes(held, most) == expected
