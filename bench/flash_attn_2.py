@@ -1,13 +1,13 @@
-"""Build a part of flash-attn 2, which takes half an hour instead of a day: bf16, heads of 64 and 128, both passes.
+"""Build a part of flash-attn 2, for one kind of GPU: bf16, heads of 64 and 128, both passes.
 
 python -m bench.flash_attn_2 --wheels FOLDER                 download flash-attn's source, patch it, compile it
 python -m bench.flash_attn_2 --wheels FOLDER --sdist FILE    with a source that is here
 python -m bench.flash_attn_2 --check                         only say what is missing
 
-The wheel is for the Python and the torch that run this, and for one kind of GPU (--generation 90: Hopper). flash-attn
-has no switch for a part of it: `bench/flash_attn_2.patch` leaves out of its build the other head sizes, float16,
-dropout, ALiBi, caps of logits, and the kernels that split keys. They are refused with a message when they are called.
-docs/gpu.md says what was built and run.
+flash-attn compiles 73 files for four kinds of GPU, and has no switch for fewer. This part has 9 files, for Hopper
+(--generation 90) or another. `bench/flash_attn_2.patch` leaves the rest out: other head sizes, float16, dropout, ALiBi,
+capped logits, and keys that are split for decoding. Who calls these gets a message. The wheel is for the Python and the
+torch that run this. docs/gpu.md says how long it takes, and what was run.
 """
 
 from __future__ import annotations

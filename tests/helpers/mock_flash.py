@@ -18,6 +18,25 @@ HALF = (torch.bfloat16, torch.float16)
 UNLIMITED = (-1, -1)
 
 
+# flash-attn's functions are operators of torch, which take no other types than these.
+OPERATORS = {
+    "_flash_attn_varlen_forward": (
+        "(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+        "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left=-1, "
+        "SymInt window_size_right=-1, float softcap=0., Tensor? alibi_slopes=None, bool return_softmax=False, "
+        "Tensor? block_table=None, Tensor? leftpad_k=None, Tensor? seqused_k=None, bool zero_tensors=False) -> "
+        "(Tensor, Tensor, Tensor, Tensor)"
+    ),
+    "_flash_attn_varlen_backward": (
+        "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a6!)? dq, "
+        "Tensor(a7!)? dk, Tensor(a8!)? dv, Tensor cu_seqlens_q, Tensor cu_seqlens_k, SymInt max_seqlen_q, "
+        "SymInt max_seqlen_k, float dropout_p, float softmax_scale, bool causal, SymInt window_size_left, "
+        "SymInt window_size_right, float softcap, Tensor? alibi_slopes, bool deterministic, Tensor? rng_state=None, "
+        "bool zero_tensors=False) -> Tensor"
+    ),
+}
+
+
 @functools.cache
 def install() -> MockFlash:
     """Install a mock as the package `flash_attn` of this process.
@@ -28,8 +47,13 @@ def install() -> MockFlash:
     package, interface = ModuleType("flash_attn"), ModuleType("flash_attn.flash_attn_interface")
     for module in (package, interface):
         module.__spec__ = ModuleSpec(module.__name__, None)
-    for name in ("_flash_attn_varlen_forward", "_flash_attn_varlen_backward", "flash_attn_varlen_func"):
-        setattr(interface, name, as_function(getattr(flash, name)))
+    for name, schema in OPERATORS.items():
+        changed = [each for each in ("dq", "dk", "dv") if f"!)? {each}," in schema]
+        operator = torch.library.custom_op(
+            f"rlexp_mock::{name}", as_function(getattr(flash, name)), mutates_args=changed, schema=schema
+        )
+        setattr(interface, name, operator)
+    interface.flash_attn_varlen_func = as_function(flash.flash_attn_varlen_func)  # type: ignore[attr-defined]
     sys.modules |= {"flash_attn": package, "flash_attn.flash_attn_interface": interface}
     return flash
 
@@ -173,9 +197,11 @@ class MockFlash:
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
         max_seqlen_k: int, dropout_p: float, softmax_scale: float, causal: bool, window_size_left: int = -1,
         window_size_right: int = -1, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
-        return_softmax: bool = False,
+        return_softmax: bool = False, block_table: Tensor | None = None, leftpad_k: Tensor | None = None,
+        seqused_k: Tensor | None = None, zero_tensors: bool = False,
     ) -> tuple[Tensor, ...]:  # fmt: skip
         assert (dropout_p, softcap, alibi_slopes) == (0, 0, None)
+        assert (block_table, leftpad_k, seqused_k, zero_tensors) == (None, None, None, False)
         window = (window_size_left, window_size_right)
         args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return *self.forward(q, k, v, *args), torch.empty(0), torch.empty(2)
@@ -184,9 +210,9 @@ class MockFlash:
         self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, softmax_lse: Tensor, dq: Tensor, dk: Tensor,
         dv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, dropout_p: float,
         softmax_scale: float, causal: bool, window_size_left: int, window_size_right: int, softcap: float,
-        alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None,
+        alibi_slopes: Tensor | None, deterministic: bool, rng_state: Tensor | None = None, zero_tensors: bool = False,
     ) -> Tensor:  # fmt: skip
-        assert (dropout_p, softcap, alibi_slopes) == (0, 0, None)
+        assert (dropout_p, softcap, alibi_slopes, zero_tensors) == (0, 0, None, False)
         window = (window_size_left, window_size_right)
         args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, softmax_scale, window)
         return self._into((dq, dk, dv), self.backward(dout, q, k, v, out, softmax_lse, *args))
@@ -194,9 +220,11 @@ class MockFlash:
     def flash_attn_varlen_func(
         self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
         max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-        deterministic: bool = False,
+        window_size: tuple[int, int] = UNLIMITED, softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+        deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
-        assert dropout_p == 0
+        assert (dropout_p, window_size, softcap) == (0, UNLIMITED, 0)
+        assert (alibi_slopes, return_attn_probs, block_table) == (None, False, None)
         scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         args = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, causal, scale)
         out: Tensor = _Func.apply(q, k, v, self, args)

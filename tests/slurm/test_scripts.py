@@ -15,6 +15,7 @@ import pytest
 
 from bench.curves import excesses
 from bench.resume import curve_of
+from rlexp.config.load import from_file
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import run_json, steps_of
 from tests.helpers.slurm.jobs import QUICK, planted, struck, wait_for
@@ -28,6 +29,12 @@ PATIENCE = 250.0  # seconds, for a busy machine
 RUN = (*QUICK, f"train.max_steps={STEPS}", "checkpoint.save_every=null")
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE)
+
+
+def nodes_of(run_dir: Path) -> tuple[int, int]:
+    """Return the nodes of a run, and the ranks on each."""
+    launch = from_file(run_dir / "config.yaml").launch
+    return launch.nodes, launch.nproc
 
 
 class Script:
@@ -91,6 +98,7 @@ def test_a_run_on_two_nodes_is_put_back_and_draws_the_curve_of_one_process(
         assert [(again["why"], again["step"]) for again in run["requeues"]] == [("stop", 3)], script.told()
         assert steps_of(script.run_dir) == [*range(1, STEPS + 1)]
         assert excesses(curve_of(script.run_dir), curve_of(tmp_path / "alone")) == []
+        assert nodes_of(script.run_dir) == (2, 1 if script.name == "srun.sh" else 2)
 
 
 def test_a_rank_that_fails_ends_its_job_and_its_error_is_told(lab: Lab, tmp_path: Path) -> None:
@@ -137,6 +145,7 @@ def test_a_plain_srun_trains_and_fails_aloud(lab: Lab, tmp_path: Path) -> None:
     assert good.returncode == 0, said
     assert run_json(tmp_path / "good")["status"] == "finished"
     assert steps_of(tmp_path / "good") == [1, 2]
+    assert nodes_of(tmp_path / "good") == (2, 1)
     assert bad.returncode not in (0, None), heard
     assert "rank 1" in heard
     assert "ZeroDivisionError: on purpose" in heard

@@ -24,19 +24,21 @@ from rlexp.config.checks import backend
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.layout import Heads
 from rlexp.config.load import compose_config
-from rlexp.config.schema import BackendName, Config, LayoutName
+from rlexp.config.schema import BackendName, Collectives, Config, LayoutName
 from rlexp.config.schema.models import Precision
-from rlexp.launch.joining import RankSpec
+from rlexp.launch.joining import RankSpec, join, launch_on
+from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout
-from rlexp.training.ring.layouts.ring_flash_attn import library_layout
+from rlexp.training.ring.layouts.ring_flash_attn import LibraryPlan, library_layout
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import ALONE, Ring, build_world
 from rlexp.verify.variants import exact
 from tests.helpers import mock_flash
 from tests.helpers.attention import HEADS, SIZE, error, expected_of, flash_error_of, inputs
+from tests.helpers.beside_library import Gap, gaps
 from tests.helpers.ranks import largest_gap, on_ranks, seeded, train_steps
 
 LAYOUTS = ("zigzag", "allgather")
@@ -200,6 +202,66 @@ def test_bytes_and_work_are_what_is_really_sent_and_computed(size: int) -> None:
             assert [each.counted for each in results] == [each.sent for each in results], case
             assert [each.work for each in results] == [each.computed for each in results], case
             assert all((each.sent > 0) == (size > 1) for each in results)
+
+
+# ---- beside our own layouts, as `make gpu` has it on GPUs ----
+
+CPU = torch.device("cpu")
+
+
+def beside_rank(spec: RankSpec, rings: Sequence[int]) -> list[tuple[list[Gap], list[Gap]]]:
+    """In bf16 our layouts have flash-attn's kernel too, by the operators that its package defines."""
+    mock_flash.install()
+    return [(gaps(size, CPU, torch.float64), gaps(size, CPU, kernel="flash_attn")) for size in rings]
+
+
+def beside_a_wrong_one(spec: RankSpec) -> list[list[str]]:
+    """Attend by a library that takes 2% larger keys, and by one whose zigzag loses what the first rank returns."""
+    mock_flash.install()
+    call = LibraryPlan.call
+    larger = patch.object(LibraryPlan, "call", lambda plan, q, k, v, options: call(plan, q, 1.02 * k, v, options))
+    lost = patch.object(LibraryPlan, "call", lambda plan, q, k, v, options: call(plan, q, k, v, options) * spec.rank)
+    found = []
+    for fault in (larger, lost):
+        with fault:
+            found.append([wrong for gap in gaps(2, CPU, several=(2,)) for wrong in gap.wrong])
+    return found
+
+
+@library
+@pytest.mark.parametrize("rings", [(2,), pytest.param((1, 2, 4), marks=pytest.mark.slow)], ids=str)
+def test_it_computes_what_our_own_layouts_do(rings: tuple[int, ...]) -> None:
+    """On rings of a world of as many ranks as the largest. In float64, only the library's zigzag merges in float32."""
+    for found in on_ranks(max(rings), beside_rank, rings):
+        for fine, coarse in found:
+            assert [(gap.layout, gap.kv_heads) for gap in fine] == [(n, h) for n in LAYOUTS for h in (8, 2)]
+            assert max(max(gap.apart) for gap in fine) < 1e-6
+            assert [gap.wrong for gap in coarse] == [[]] * 4
+            assert min(min(*gap.theirs, *gap.ours) for gap in coarse) > 2**-12, "what is not rounded shows nothing"
+
+
+def beside_staged_rank(spec: RankSpec) -> list[str]:
+    join(spec, launch_on("cpu", 100.0, collectives=Collectives.staged))
+    mock_flash.install()
+    return [
+        wrong for size in (2, 4) for gap in gaps(size, CPU, kernel="flash_attn", several=(2,)) for wrong in gap.wrong
+    ]
+
+
+@library
+@pytest.mark.slow
+def test_it_does_where_ranks_share_a_gpu() -> None:
+    """The library's own messages, gathers and sums go through the process group of ranks that share a GPU."""
+    assert run_ranks(beside_staged_rank, 4, (), preload=PRELOAD, timeout=240.0) == [[]] * 4
+
+
+@library
+def test_a_library_that_computes_something_else_is_found() -> None:
+    for larger, lost in on_ranks(2, beside_a_wrong_one):
+        for layout in LAYOUTS:
+            for part in ("out", "dq", "dk"):
+                assert any(each.startswith(f"{layout}, 2 key/value heads, {part}: ") for each in larger), larger
+        assert len(lost) == len(LAYOUTS) * 4
 
 
 # ---- layouts, without the library ----
