@@ -38,6 +38,7 @@ def stepping(spec: RankSpec, cfgs: Sequence[Config]) -> list[list[Call]]:
     from rlexp.training.engine import reducing
 
     reducing.BUCKET = 1 << 10  # several buckets, of a model this small
+    reducing.IN_FLIGHT = 1 << 10  # a defect is to be told by its order; with few in flight the ranks would hang
     found = []
     for cfg in cfgs:
         JOURNAL.clear()
