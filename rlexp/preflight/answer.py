@@ -25,7 +25,7 @@ from rlexp.preflight.changes import Change, cost, pass_before, singles
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, room, with_length
 from rlexp.preflight.other_reference import refuse_unlike_reference
-from rlexp.preflight.predict import Found, Prediction, plan_of, rehearsals
+from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rehearse import preload
@@ -79,13 +79,16 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     """Return the answer. A task of `children.at_once`."""
     engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
     cfg = yield from laid_out(engine.cfg, model)
-    known = engine.found.prediction if engine.found else None
+    found = engine.found
+    if found is None and cfg.hardware.host_memory_gib:  # what would help depends on whether the machine suffices
+        found = yield from predict(cfg, model)
+    known = found.prediction if found else None
     changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known and known.short))
     fits = known is not None and known.fits(room(cfg))
     rank = known.rank if known and fits else None  # a change must fit only where the run does not
     (asked, lengths, sharing), logs, *changed = yield [
-        lengths_that_fit(cfg, model, rings, engine.found),
-        logs_to_compare(cfg, model, engine.found),
+        lengths_that_fit(cfg, model, rings, found),
+        logs_to_compare(cfg, model, found),
         *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)

@@ -34,7 +34,9 @@ class Held:
     """Bytes that the rehearsal of a rank finds in the host's memory, or that follow from it."""
 
     shared: int = 0  # weights of the reference, which all ranks of a machine share
-    offloaded: int = 0  # after the build
+    offloaded: int = 0  # after the build, without what is pinned
+    pinned: int = 0
+    rounded: int = 0  # as torch takes it for what is pinned
     beside: int = 0  # what the steps take beside these at their peak
     state: int = 0  # what this rank writes of a checkpoint
     elements: int = 0  # of the trained model and its frozen weights
@@ -42,7 +44,10 @@ class Held:
     def grown(self, more: Held, times: int) -> Held:
         """Return what more layers hold: `more` has one period of them more, and each adds the same."""
         pairs = zip(dataclasses.astuple(self), dataclasses.astuple(more), strict=True)
-        return Held(*(larger + (larger - smaller) * times for smaller, larger in pairs))
+        every = Held(*(larger + (larger - smaller) * times for smaller, larger in pairs))
+        # A tensor of all layers is rounded up by another share than one of a few: we take the larger share seen.
+        share = max(each.rounded / each.pinned if each.pinned else 1.0 for each in (self, more))
+        return dataclasses.replace(every, rounded=int(every.pinned * share))
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ def host_of(cfg: Config, held: Held, peak: int) -> Host:
             TENSORS: ranks * peak if on_cpu else 0,
             PROCESSES: ranks * PROCESS[Device.cpu if on_cpu else Device.cuda],
             REFERENCE: held.shared,
-            OFFLOADED: ranks * (held.offloaded + held.beside),
+            OFFLOADED: ranks * (held.offloaded + held.rounded + held.beside),
             COPIES: ranks * copied,
             EXPORT: min(SHARD, held.elements * _exported(cfg)) if cfg.checkpoint.export else 0,
         },

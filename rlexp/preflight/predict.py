@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -15,6 +15,7 @@ from rlexp.config.checks.micro_batches import fullest_micro_batch, micro_batches
 from rlexp.config.schema import Config, Device
 from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.preflight.children import Calls
+from rlexp.preflight.communicators import Group
 from rlexp.preflight.host import Held, Host, host_of
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
@@ -49,6 +50,7 @@ class Prediction:
     grad_acc: int  # micro-batches of a step; two are rehearsed
     build_alone: bool = False  # the steps were not rehearsed: the build needs more than there is
     rank: int = 0
+    groups: Mapping[str, Group] = field(default_factory=dict)  # of ranks, over which the device's messages go
     host: Host | None = None  # what one machine holds in the host's memory; None where only a build was rehearsed
 
     def fits(self, limit: float) -> bool:
@@ -60,9 +62,10 @@ class Prediction:
         """The machine, where it has less memory than the run needs there."""
         return None if self.host is None or self.host.fits else self.host
 
-    def on(self, cfg: Config, held: Held) -> Prediction:
-        """Return the prediction with what a machine holds, of which a rank holds so much in the host's memory."""
-        return dataclasses.replace(self, host=host_of(cfg, held, self.peak.bytes))
+    def on(self, cfg: Config, held: Held, log: Log) -> Prediction:
+        """Return the prediction with what a machine holds, of which a rank holds so much in the host's memory, and with
+        the groups of the log."""
+        return dataclasses.replace(self, host=host_of(cfg, held, self.peak.bytes), groups=log.groups)
 
     @cached_property
     def peaks(self) -> dict[str, Peak]:
@@ -160,13 +163,13 @@ def predict(
             grows = dataclasses.replace(grows, held=held)
             passed = grown(growth, grows.times(model))
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
-            prediction = Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]).on(cfg, held)
+            prediction = Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]).on(cfg, held, logs[few])
             return Found(prediction, again, logs[few])
     plans = [dataclasses.replace(plan_of(cfg, model, each, None, answers), limit=limit) for each in ranks]
     whole = yield from rehearsals(plans)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
     prediction = Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank)
-    return Found(prediction if log.build_alone else prediction.on(cfg, log.held), None, log)
+    return Found(prediction if log.build_alone else prediction.on(cfg, log.held, log), None, log)
 
 
 def fullest(cfg: Config) -> list[int]:
@@ -217,7 +220,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
             prediction = Prediction(passed, int(model.num_hidden_layers), micro_batches(cfg), rank=rank)
-            return Found(prediction.on(cfg, grows.held), grows, log)
+            return Found(prediction.on(cfg, grows.held, log), grows, log)
     found: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
     return found
 

@@ -153,10 +153,9 @@ def in_another_training(change: Change) -> str:
     return f"With {change.words} it would fit ({size(change.prediction.peak.bytes)}), but {OTHERWISE}. "
 
 
-def changes_of(taken: Taken, model: Any) -> list[Change]:
-    """Predict each single change."""
-    short = None if taken.found is None else taken.found.prediction.short
-    options = list(singles(taken.cfg, engines=taken.chosen is None, short=short))
+def changes_of(taken: Taken, asked: Prediction, model: Any) -> list[Change]:
+    """Predict each single change of a run whose prediction is `asked`."""
+    options = list(singles(taken.cfg, engines=taken.chosen is None, short=asked.short))
     results = tried([cfg for _, cfg in options], model, room(taken.cfg))
     return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
 

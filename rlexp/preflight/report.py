@@ -10,6 +10,7 @@ from rlexp.config.schema import Checkpointing, Config
 from rlexp.launch.preflight_check import size
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
+from rlexp.preflight.communicators import beside
 from rlexp.preflight.host import KINDS, Host, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import GIB, Peak, Prediction
@@ -28,8 +29,9 @@ HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "
 
 
 def text(answer: Answer) -> str:
-    return "\n".join([*_head(answer), "", *_memory(answer.prediction), "", *_verdict(answer), *_fitting(answer), "",
-                      *_work(answer), "", *_sharding(answer), ""])  # fmt: skip
+    parts = (_memory(answer.prediction), _beside_tensors(answer), [*_verdict(answer), *_fitting(answer)], _work(answer),
+             _sharding(answer))  # fmt: skip
+    return "\n".join([*_head(answer), "", *(line for part in parts for line in (*part, ""))])
 
 
 def _head(answer: Answer) -> Iterator[str]:
@@ -86,6 +88,21 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     if prediction.host is not None:
         yield ""
         yield from _host(prediction.host)
+
+
+def _beside_tensors(answer: Answer) -> Iterator[str]:
+    """Say what the reserve is for."""
+    found = beside(answer.cfg, answer.prediction.groups)
+    yield "a GPU's memory beside tensors, GiB (assumed, not measured)"
+    for name, count in found.assumed.items():
+        yield f"  {name:52}{count / GIB:9.2f}"
+    yield f"  {'total':52}{found.bytes / GIB:9.2f}, and hardware.reserve_gib keeps {found.reserve / GIB:g} free"
+    if found.exceeds and answer.prediction.peak.bytes + found.bytes > answer.cfg.hardware.memory_gib * GIB:
+        gib = found.bytes / GIB
+        yield (
+            f"  this may not fit: with hardware.reserve_gib={gib:.1f} preflight keeps as much free. Less is taken by "
+            f"parallel.transport=neighbour, a smaller ring, or a smaller NCCL_BUFFSIZE in the environment."
+        )
 
 
 def _host(host: Host) -> Iterator[str]:
@@ -229,6 +246,7 @@ def plain(answer: Answer) -> dict[str, Any]:
         "peak_gib": answer.prediction.peak.bytes / GIB,
         "peak_phase": answer.prediction.peak.phase,
         "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
+        "beside_bytes": dict(beside(answer.cfg, answer.prediction.groups).assumed),
         "host_bytes": {} if answer.prediction.host is None else dict(answer.prediction.host.by_kind),
         "host_room_bytes": None if answer.prediction.host is None else answer.prediction.host.limit,
         "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},

@@ -131,7 +131,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     answer["table"] = report.table(asked)
 
     def helped() -> str:
-        singles = remedy.changes_of(taken, model)
+        singles = remedy.changes_of(taken, asked, model)
         answer["table"] += report.changed([*taken.others, *singles], asked)
         answer["remedy"] = remedy.otherwise(singles, limit)  # if the time is up
         change = remedy.cheapest(taken, asked, singles, model)

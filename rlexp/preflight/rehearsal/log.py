@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rlexp.preflight.communicators import Group
 from rlexp.preflight.host import Held
 from rlexp.preflight.rehearsal.rates import Attending, Clock
 
@@ -106,6 +107,7 @@ class Log:
     times: float = 1  # of the sections that begin from now on
     host_live: int = 0  # bytes of floating-point tensors of the host, where the device is another
     host_peak: int = 0  # since the build
+    groups: dict[str, Group] = field(default_factory=dict)  # of ranks that the device's collectives go over, by name
     held: Held = field(default_factory=Held)  # in the host's memory
 
     def __post_init__(self) -> None:

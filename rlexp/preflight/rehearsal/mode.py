@@ -19,6 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
+from rlexp.preflight.communicators import Group
 from rlexp.preflight.rehearsal import operators
 from rlexp.preflight.rehearsal.device import NAME
 from rlexp.preflight.rehearsal.log import BUFFERS, REFERENCE, Log
@@ -73,7 +74,15 @@ class Counting(LiveTensors):
         if calling_line().startswith("rlexp/training/engine/streamed.py"):
             self.log.label(self.number_of(tensor), REFERENCE)
 
+    def count_group(self, func: Any, args: Any) -> None:
+        """Note which group a collective or a message of the device goes over."""
+        if (called := operators.called(func, args)) is not None:
+            name, source = called
+            group = operators.group_of(args)
+            self.log.groups.setdefault(group.group_name, Group(group.size())).note(name, source)
+
     def count_sent(self, func: Any, args: Any) -> None:
+        self.count_group(func, args)
         if (sending := operators.sent(func, args)) is not None:
             self.log.counts.sent[sending[0]] += sending[1]
             if operators.group_of(args).group_name not in self.told:

@@ -61,6 +61,17 @@ def group_of(args: Any) -> dist.ProcessGroup:
     return next(dist.ProcessGroup.unbox(arg) for arg in args if isinstance(arg, torch.ScriptObject))
 
 
+def called(func: Any, args: Any) -> tuple[str, int | None] | None:
+    """Return what is called over a group, and the rank of the group from which a message comes; None if nothing is."""
+    if func.namespace != "c10d":
+        return None
+    if func._schema.name == "c10d::recv_":
+        return "recv", int(args[2])
+    if (sending := sent(func, args)) is not None:
+        return sending[0], None
+    return ("barrier", None) if func._schema.name == "c10d::barrier" else None
+
+
 def sent(func: Any, args: Any) -> tuple[str, int] | None:
     """Return a collective's name and the bytes that this rank sends, by the usual algorithms; None for others."""
     if func.namespace != "c10d":

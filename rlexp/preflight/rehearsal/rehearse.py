@@ -160,8 +160,9 @@ def of_host(mode: Counting, task: Task) -> Held:
     weights = reference.policy.parameters() if isinstance(reference, Streamed) else ()
     shared = sum(sizes.pop(number, 0) for number in {mode.number_of(each) for each in weights} if number is not None)
     moments = {mode.number_of(tensor) for each in fragments for tensor in each.moments.values()}
-    offloaded = sum(size if number in moments else power_of_two(size) for number, size in sizes.items())
-    return Held(shared, offloaded, state=state, elements=run.parameters)
+    pinned = [size for number, size in sizes.items() if number not in moments]
+    rounded, loose = sum(map(power_of_two, pinned)), sum(sizes.values()) - sum(pinned)
+    return Held(shared, loose, sum(pinned), rounded, state=state, elements=run.parameters)
 
 
 def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:
