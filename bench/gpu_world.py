@@ -14,7 +14,7 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -33,7 +33,7 @@ from rlexp.launch.joining import ON_CPU, RankSpec
 RANKS, STEPS = 4, 2
 RINGS = (1, 2, 4)
 COMMON = ("logger=none", "data=synthetic", "data.size=16", "data.eval_size=4", "train.batch_size=8", "optim.lr=1e-3",
-          "train.max_steps=4")  # fmt: skip
+          "train.max_steps=4", "launch.timeout_seconds=100")  # fmt: skip
 SAMPLED = ("reward.rule=regex", "reward.pattern='[a-z]'", "rollout.batch_size=4",
            "rollout.n_samples=2", "rollout.max_new_tokens=6")  # fmt: skip
 # How far the losses may lie from those of float64 on the CPU, and the gradient of the first step, as ‖a − b‖ / ‖b‖.
@@ -181,7 +181,9 @@ def world_section(name: str, on: Machine, *, short: bool = False) -> tuple[str, 
     return table(on, found), [f"{case.label}: {why}" for case, each in found.items() if (why := wrong(on, case, each))]
 
 
-def run_all(on: Machine, cases: Sequence[Case], folder: Path) -> dict[Case, Found]:
+def run_all(
+    on: Machine, cases: Sequence[Case], folder: Path, rank: Callable[..., None] | None = None
+) -> dict[Case, Found]:
     found: dict[Case, Found] = {}
     configs: dict[Case, Config] = {}
     for case in cases:
@@ -193,7 +195,7 @@ def run_all(on: Machine, cases: Sequence[Case], folder: Path) -> dict[Case, Foun
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once; equal bits need it
     while todo:
         chosen = [(case, configs[case]) for case in todo]
-        ended = started(_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
+        ended = started(rank or train_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
         for case, result in zip(todo, ended.results, strict=False):
             found[case] = result
             print(f"{case.label}: {json.dumps(result)}", file=sys.stderr, flush=True)
@@ -228,7 +230,9 @@ def _exact_rank(spec: RankSpec, work: Sequence[tuple[Config, str]], out: str) ->
     leave_world()
 
 
-def _rank(spec: RankSpec, cases: Sequence[tuple[Case, Config]], exact: dict[tuple[str, ...], Path], out: str) -> None:
+def train_rank(
+    spec: RankSpec, cases: Sequence[tuple[Case, Config]], exact: dict[tuple[str, ...], Path], out: str
+) -> None:
     import torch
 
     from rlexp.launch.joining import join, leave_world

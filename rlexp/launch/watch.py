@@ -126,10 +126,13 @@ class Watch(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        # The store goes with rank 0, or with its folder, and then the others have other news.
-        with contextlib.suppress(Exception):
-            if self._nobody_gets_further():
-                self._end(self._verdict())
+        stuck, verdict = False, ([], "")
+        with contextlib.suppress(Exception):  # the store goes with rank 0, or with its folder: then there is other news
+            stuck = self._nobody_gets_further()
+        if stuck:
+            with contextlib.suppress(Exception):
+                verdict = self._verdict()
+            self._end(*verdict)
 
     def _nobody_gets_further(self) -> bool:
         """Wait until it is so; return False if the watch ends before."""
@@ -159,12 +162,13 @@ class Watch(threading.Thread):
                 for rank in range(self._ranks)]  # fmt: skip
         return behind, "; ".join([f"Behind the others: {_listed(behind)}"] * bool(behind) + told)
 
-    def _end(self, verdict: tuple[list[int], str]) -> None:
+    def _end(self, behind: list[int], said: str) -> None:
         """End this process. Those that are behind wait, so that others are taken for those that waited."""
-        behind, said = verdict
         if self._rank in behind and len(behind) < self._ranks:
             self.ended.wait(30.0)
-        error = Stuck(f"Timed out waiting: no rank has got any further in {self._seconds:g} s. {said}.")
+        error = Stuck(
+            f"Timed out waiting: no rank has got any further in launch.timeout_seconds={self._seconds:g}. {said}."
+        )
         try:
             self.tell(error)
         finally:
@@ -211,7 +215,7 @@ def begun() -> int:
     world: Any = dist.group.WORLD
     count = 0
     for kind in ("cpu", "cuda"):
-        with contextlib.suppress(RuntimeError):  # there is none of this kind
+        with contextlib.suppress(RuntimeError, AttributeError):  # there is none of this kind
             count += world._get_backend(torch.device(kind))._get_sequence_number_for_group()
     return count
 

@@ -22,7 +22,9 @@ from bench.gpu_rates import Rate, kept, write_kept
 from bench.kept_rows import page_of
 from rlexp.base import kernel_rates
 from rlexp.base.engine_facts import ENGINES
+from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
+from tests.helpers.faults.plant import plant
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
@@ -209,6 +211,22 @@ def test_a_case_that_is_wrong_says_so_and_the_others_go_on(tmp_path: Path) -> No
     assert text.startswith("1 of 4 cases are right.")
     assert [row[0] for row in rows(text)] == list(words)
     assert "| bad | **failed** |" in text
+
+
+def forgetful_rank(spec: RankSpec, *args: Any) -> None:
+    """Rank 2 leaves out a collective of the engine: the sum of the gradient's norm."""
+    if spec.rank == 2:
+        plant("rlexp.training.engine.fsdp2:FSDP2Engine.grad_norm", lambda _original, _engine: 1.0, lambda: None)
+    gpu_world.train_rank(spec, *args)
+
+
+def test_a_rank_that_leaves_out_a_collective_is_found_and_named(tmp_path: Path) -> None:
+    """The others wait in it, and this rank begins the next. gloo ends a process whose message is longer than it asked
+    for; where it is not, all wait."""
+    on = stand_in()
+    case = gpu_world.Case("forgetful", ("engine=fsdp2", "launch.timeout_seconds=3"), 2, "fp64", short=True)
+    found = gpu_world.run_all(on, [case], tmp_path, forgetful_rank)
+    assert re.search("rank 2 failed: the process was killed|Behind the others: rank 2", found[case]["failed"])
 
 
 # ---- what is said of what was found ----

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.launch.joining import RankSpec, join
+from rlexp.launch.joining import RankSpec, join, launch_on
 
 NAME, PLAYED = "delayed", "delayed_played"
 PATIENCE = timedelta(seconds=60)
@@ -346,7 +346,7 @@ def delayed_rank(spec: RankSpec, function: Callable[..., Any], *args: Any) -> An
 
     dist.init_process_group, dist.new_group = begin_delayed, new_delayed  # type: ignore[assignment]
     try:
-        join(spec, "cpu", PATIENCE.total_seconds())
+        join(spec, launch_on("cpu", PATIENCE.total_seconds()))
         with batches():
             return function(spec, *args)
     finally:

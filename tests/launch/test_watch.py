@@ -61,7 +61,10 @@ def test_who_holds_the_others_up_is_named() -> None:
     with pytest.raises(RankFailed) as error:
         on_watched_ranks(3, hangs)
     said = str(error.value)
-    assert "Timed out waiting: no rank has got any further in 1 s. Behind the others: rank 1; " in said
+    assert (
+        "Timed out waiting: no rank has got any further in launch.timeout_seconds=1. Behind the others: rank 1; "
+        in said
+    )
     assert "rank 0 waits where it began; rank 1 is in step 7, in its backward phase; rank 2 waits" in said
     assert time.monotonic() - began < 45
 
