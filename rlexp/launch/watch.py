@@ -126,28 +126,35 @@ class Watch(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        stuck, verdict = False, ([], "")
-        with contextlib.suppress(Exception):  # the store goes with rank 0, or with its folder: then there is other news
-            stuck = self._nobody_gets_further()
-        if stuck:
-            with contextlib.suppress(Exception):
-                verdict = self._verdict()
-            self._end(*verdict)
+        if not self._nobody_gets_further():
+            return
+        behind: list[int] = []
+        said = "The store in which ranks meet does not answer: rank 0, which holds it, may be gone"
+        with contextlib.suppress(Exception):
+            behind, said = self._verdict()
+        self._end(behind, said)
 
     def _nobody_gets_further(self) -> bool:
         """Wait until it is so; return False if the watch ends before."""
         mine, seen, since = -1, b"", time.monotonic()
         while not self.ended.wait(self._beat):
             done = _progress.done()
-            if done != mine or _progress.waits_elsewhere:
-                mine = done
-                self._store.add(GOT_FURTHER, 1)
-            now = self._store.get(GOT_FURTHER) if self._store.check([GOT_FURTHER]) else b""
-            if now != seen:
+            further, mine = done != mine or _progress.waits_elsewhere > 0, done
+            now = self._passed_on(further=further)
+            if further or now != seen:
                 seen, since = now, time.monotonic()
             elif time.monotonic() - since > self._seconds:
                 return True
         return False
+
+    def _passed_on(self, *, further: bool) -> bytes:
+        """Tell all ranks that this one has got further, and return what changes as soon as any has."""
+        try:
+            if further:
+                self._store.add(GOT_FURTHER, 1)
+            return self._store.get(GOT_FURTHER) if self._store.check([GOT_FURTHER]) else b""
+        except Exception:  # the store has gone with rank 0, or with its folder: then this rank's own progress counts
+            return b""
 
     def _verdict(self) -> tuple[list[int], str]:
         """Return the ranks that are behind, and where all are, in words."""
