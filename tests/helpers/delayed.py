@@ -232,6 +232,9 @@ class Delayed(dist.ProcessGroup):
 
         return self._post("all-reduce", tensors, tensors, start)
 
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Later:
+        return Several([self.allreduce([tensor], opts) for tensor in tensors])
+
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Later:
         def start(inputs: list[Tensor], outputs: list[Tensor]) -> Any:
             outputs[0].copy_(inputs[0])
