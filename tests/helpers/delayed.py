@@ -188,6 +188,14 @@ class Delayed(dist.ProcessGroup):
     def __init__(self, rank: int, size: int, carrier: Any) -> None:
         super().__init__(rank, size)
         self.carrier = carrier
+        self.together: list[Later] | None = None  # the calls since torch said that some are waited for together
+
+    def _start_coalescing(self, _device: Any) -> None:
+        self.together = []
+
+    def _end_coalescing(self, _device: Any) -> Later:
+        works, self.together = self.together, None
+        return Several(works or [])
 
     def getBackendName(self) -> str:  # noqa: N802
         return NAME
@@ -204,6 +212,8 @@ class Delayed(dist.ProcessGroup):
         ranks = tuple(dist.get_process_group_ranks(self))
         JOURNAL.append(Call(kind, self.group_name, ranks, size, other, BATCHES[-1]))
         work = Later(reads, writes, start)
+        if self.together is not None:
+            self.together.append(work)
         if isinstance(self.carrier, Played) and work.stream is not None:
             work.begin()  # nothing that the host must wait for
         else:
@@ -221,6 +231,9 @@ class Delayed(dist.ProcessGroup):
             return self.carrier.allreduce(outputs, how)
 
         return self._post("all-reduce", tensors, tensors, start)
+
+    def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> Later:
+        return Several([self.allreduce([tensor], opts) for tensor in tensors])
 
     def reduce(self, tensors: list[Tensor], opts: Any = None) -> Later:
         def start(inputs: list[Tensor], outputs: list[Tensor]) -> Any:

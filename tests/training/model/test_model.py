@@ -34,10 +34,11 @@ from transformers import (
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import windows_in
-from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema import HFModelConfig, OptimConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model import rope
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.float64 import StayFloat64
@@ -50,7 +51,7 @@ from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.world.groups import ALONE, build_world
+from rlexp.training.world.groups import ALONE, World, build_world
 from tests.conftest import ROOT
 from tests.helpers import warm
 from tests.helpers.models import HOW, LARGE
@@ -353,7 +354,11 @@ def test_experts_in_a_list_are_refused_where_gradients_are_reduced_as_they_come(
     listed.mlp.experts = nn.ModuleList([nn.Linear(2, 2) for _ in range(4)])
     with pytest.raises(ModelError, match=r"engine=zero2: Module keeps its experts in a list \(mlp.experts\)"):
         Policy(listed).refuse_listed_experts("zero2")
-    Policy(nn.ModuleList([nn.Linear(2, 2)])).refuse_listed_experts("zero2")
+    dense = nn.ModuleList([nn.Linear(2, 2)])
+    Policy(dense).refuse_listed_experts("zero2")
+    for model, at_the_end in ((listed, True), (dense, False)):
+        engine = PlainEngine(Policy(model), OptimConfig(lr=0.1), World(0, 1, ALONE), torch.float32)
+        assert engine.reducing.at_the_end == at_the_end
 
 
 def test_what_freezes_fits_something_and_leaves_something() -> None:
