@@ -168,6 +168,8 @@ def chosen(cfg: Config, decision: Decision) -> Config:
 def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
     gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
     there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
+    if (each := cfg.launch.ranks_per_gpu) > 1:
+        there += f", of which launch.ranks_per_gpu={each} gives it 1/{each} (fewer ranks on a GPU have more each)"
     engine = "" if decision.engine_chosen is None else f"engine=auto: {decision.engine_chosen}. "
     device = (
         f"it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take {size(decision.limit)} "

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rlexp.config.schema import Config, HardwareConfig
+from rlexp.config.schema import Collectives, Config, HardwareConfig
 
 MIB = 1 << 20
 # Driver, kernels and the heap of printf of a process, since kernels are loaded lazily (CUDA 11.7): 300 MB and more are
@@ -78,7 +78,10 @@ class Beside:
 
 
 def beside(cfg: Config, groups: Mapping[str, Group]) -> Beside:
-    several = sorted((each for each in groups.values() if each.ranks > 1), key=lambda each: -each.bytes(cfg.hardware))
+    nccl = cfg.launch.carrier is Collectives.nccl  # else all goes through the host's memory
+    several = sorted(
+        (each for each in groups.values() if nccl and each.ranks > 1), key=lambda each: -each.bytes(cfg.hardware)
+    )
     assumed = {"CUDA context": CONTEXT, "cuBLAS workspaces": CUBLAS}
     for number, group in enumerate(several, 1):
         assumed[f"communicator {number}, {group.in_words()}"] = group.bytes(cfg.hardware)

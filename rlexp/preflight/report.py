@@ -45,8 +45,8 @@ def _head(answer: Answer) -> Iterator[str]:
     )
     yield (
         f"  ring of {parallel.ring_size} ({parallel.layout.value}) × {parallel.dp_size} = {parallel.world_size} × "
-        f"{hardware.name}, {hardware.memory_gib:g} GiB each, of which {hardware.reserve_gib:g} are kept free for "
-        f"CUDA, NCCL and fragmentation"
+        f"{hardware.name}, {hardware.memory_gib:g} GiB each{_shared(cfg)}, of which {hardware.reserve_gib:g} are kept "
+        f"free for CUDA, NCCL and fragmentation"
     )
     yield (
         f"  {batch_in_words(cfg)}{f', {micro_batches(cfg)} a step' if train.grad_acc is None else ''}; "
@@ -54,6 +54,11 @@ def _head(answer: Answer) -> Iterator[str]:
         f"{task_class(cfg.loss).longest_in_words(cfg)}"
     )
     yield from _rollout(cfg)
+
+
+def _shared(cfg: Config) -> str:
+    each = cfg.launch.ranks_per_gpu
+    return f" for {each} ranks: {cfg.hardware.memory_gib / each:.4g} for each" if each > 1 else ""
 
 
 def _rollout(cfg: Config) -> Iterator[str]:
@@ -97,7 +102,7 @@ def _beside_tensors(answer: Answer) -> Iterator[str]:
     for name, count in found.assumed.items():
         yield f"  {name:52}{count / GIB:9.2f}"
     yield f"  {'total':52}{found.bytes / GIB:9.2f}, and hardware.reserve_gib keeps {found.reserve / GIB:g} free"
-    if found.exceeds and answer.prediction.peak.bytes + found.bytes > answer.cfg.hardware.memory_gib * GIB:
+    if found.exceeds and answer.prediction.peak.bytes + found.bytes > answer.limit + found.reserve:
         gib = found.bytes / GIB
         yield (
             f"  this may not fit: with hardware.reserve_gib={gib:.1f} preflight keeps as much free. Less is taken by "

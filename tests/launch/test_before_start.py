@@ -193,6 +193,19 @@ def test_two_changes_are_tried_where_one_is_not_enough(two_gpus: None) -> None:
         prepared(compose_config(little))
 
 
+@pytest.mark.slow
+def test_ranks_that_share_a_gpu_share_its_memory(two_gpus: None) -> None:
+    """What fits once on a GPU fits four times on one that is four times as large, and not on a smaller one."""
+    words = ("launch.device=cuda", "parallel=ring2", "logger=none", "engine=torch", "train.batch_size=8",
+             "hardware.host_memory_gib=1000")  # fmt: skip
+    peak = prepared(compose_config([*words, "hardware.memory_gib=1"]))[1].peak / (1 << 30)
+    four = (*words, "launch.ranks_per_gpu=4")
+    assert prepared(compose_config([*four, f"hardware.memory_gib={4.1 * peak}"]))[1].fits
+    said = r"a rank may take .* on this GPU, of which launch\.ranks_per_gpu=4 gives it 1/4"
+    with pytest.raises(DoesNotFitError, match=said):
+        prepared(compose_config([*four, f"hardware.memory_gib={3.9 * peak}"]), helping=False)
+
+
 # ---- a rehearsal that fails stops nothing ----
 
 
@@ -335,6 +348,11 @@ def test_a_refusal_for_memory_is_a_corner_of_the_grid() -> None:
         (
             ("parallel=ring2", "hardware=h100", "hardware.memory_gib=2"),
             "hardware.memory_gib=2.0: hardware.reserve_gib=2.5 leaves nothing of it.",
+        ),
+        (
+            ("parallel=ring4", "launch.ranks_per_gpu=2", "hardware=h100", "hardware.memory_gib=4"),
+            "hardware.memory_gib=4.0: launch.ranks_per_gpu=2 gives each rank 2 GiB of it, and hardware.reserve_gib=2.5 "
+            "leaves nothing of it. Give more memory, fewer ranks on a GPU",
         ),
     ],
 )

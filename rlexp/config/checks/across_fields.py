@@ -249,11 +249,15 @@ def _check_logger(cfg: Config, *, here: bool) -> None:
 
 
 def _check_hardware(cfg: Config) -> None:
-    memory, reserve = cfg.hardware.memory_gib, cfg.hardware.reserve_gib
-    if 0 < memory <= reserve:
+    memory, reserve, ranks = cfg.hardware.memory_gib, cfg.hardware.reserve_gib, cfg.launch.ranks_per_gpu
+    if 0 < memory / ranks <= reserve:
+        share = (
+            "" if ranks == 1 else f"launch.ranks_per_gpu={ranks} gives each rank {memory / ranks:.3g} GiB of it, and "
+        )
+        fewer = "" if ranks == 1 else ", fewer ranks on a GPU"
         raise ConfigError(
-            f"hardware.memory_gib={memory}: hardware.reserve_gib={reserve} leaves nothing of it. Give more memory, or "
-            f"a smaller reserve."
+            f"hardware.memory_gib={memory}: {share}hardware.reserve_gib={reserve} leaves nothing of it. Give more "
+            f"memory{fewer}, or a smaller reserve."
         )
 
 
