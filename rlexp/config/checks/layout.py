@@ -22,7 +22,7 @@ from rlexp.config.schema import (
     TinyModelConfig,
     TransportName,
 )
-from rlexp.config.sizes import divisors, listed, nearest
+from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
 TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
 # What the models' classes take where config.json leaves it out.
@@ -92,7 +92,7 @@ def with_transport(cfg: Config, choice: Choice) -> Choice:
     if choice.layout not in TRAVELLING or ring == choice.ulysses_size or cfg.parallel.backend is not BackendName.native:
         return choice
     if named is TransportName.auto:
-        apart = near(cfg, ring) or choice.ulysses_size % on_node(cfg) == 0
+        apart = near(cfg, ring) or choice.ulysses_size % ranks_of_machine(cfg) == 0
         named = TransportName.direct if apart else TransportName.neighbour
     return dataclasses.replace(choice, transport=named)
 
@@ -242,11 +242,7 @@ def with_layout(cfg: Config, choice: Choice) -> Config:
 
 def near(cfg: Config, ranks: int) -> bool:
     """Say whether groups of so many neighbours in the ring are each on one node."""
-    return on_node(cfg) % ranks == 0
-
-
-def on_node(cfg: Config) -> int:
-    return (cfg.parallel.world_size + cfg.rollout.sampling_ranks) // cfg.launch.nodes
+    return ranks_of_machine(cfg) % ranks == 0
 
 
 def copied(heads: Heads, ranks: int) -> int:
