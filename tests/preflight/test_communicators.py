@@ -16,13 +16,14 @@ from tests.helpers.rehearsals import alone, elsewhere, plan
 
 BASE = ("logger=none", "data.max_length=256", "data.eval_size=0", "train.batch_size=4", "train.max_steps=1",
         "model.heads=4", "model.kv_heads=4", "launch.nproc=4")  # fmt: skip
-NEIGHBOURS = 2  # keys come from the rank before, and gradients from the last one that needed ours
+NEIGHBOURS = 1  # the rank before sends keys on, and gradients home, where every rank needs all keys
 # Layout and engine; of each group how many ranks it has, whether all call together, and how many send to this one.
 CASES: dict[str, tuple[tuple[str, ...], list[tuple[int, bool, int]]]] = {
     "one rank": (("launch.nproc=1", "parallel.ring_size=1", "engine=torch"), []),
     "replicas": (("parallel.ring_size=1", "engine=torch"), [(4, True, 0)]),
     "replicas of fsdp2": (("parallel.ring_size=1", "engine=fsdp2"), [(4, True, 0)]),
     "replicas of zero1": (("parallel.ring_size=1", "engine=zero1"), [(4, True, 0), (4, True, 0)]),
+    "replicas of zero0": (("parallel.ring_size=1", "engine=zero0"), [(4, True, 0), (4, True, 0)]),
     "a ring, direct": (
         ("parallel.ring_size=4", "engine=torch", "parallel.transport=direct"),
         [(4, True, 0), (4, True, 3)],
