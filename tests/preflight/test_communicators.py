@@ -54,7 +54,10 @@ def groups_of(cfg: Config) -> list[tuple[int, bool, int]]:
     return sorted((each.ranks, each.collective, len(each.senders)) for each in groups if each.ranks > 1)
 
 
-@pytest.mark.parametrize("case", CASES)
+FAST = ("two rings", "hybrid", "a ring, by neighbours")
+
+
+@pytest.mark.parametrize("case", [pytest.param(each, marks=() if each in FAST else pytest.mark.slow) for each in CASES])
 def test_the_groups_of_a_step(case: str) -> None:
     words, expected = CASES[case]
     assert alone(groups_of, elsewhere(*BASE, *words)) == sorted(expected)
@@ -72,7 +75,9 @@ def really_there(spec: RankSpec, cfg: Config) -> int:
     return sum(spec.rank in dist.get_process_group_ranks(each) and each.size() > 1 for each in groups)
 
 
-@pytest.mark.parametrize(("case", "unused"), [("a ring, direct", 0), ("hybrid", 0), ("two rings", 1)])
+@pytest.mark.parametrize(
+    ("case", "unused"), [pytest.param("a ring, direct", 0, marks=pytest.mark.slow), ("hybrid", 0), ("two rings", 1)]
+)
 def test_no_group_of_ours_is_made_that_nothing_uses(case: str, unused: int) -> None:
     """NCCL connects a group when it is first used, so one that DeepSpeed makes and does not use takes nothing."""
     words, expected = CASES[case]
