@@ -19,8 +19,8 @@ from rlexp.training.checkpoint.host_copy import sizes
 from rlexp.training.model.export import SHARD
 
 GIB, MIB = 1 << 30, 1 << 20
-# A rank's own: Python, torch, DeepSpeed and, on a GPU, CUDA's and NCCL's host side. On CPU 0.2 to 0.3 GiB were measured
-# (PSS of forked ranks of model=tiny). On a GPU it is an assumption.
+# A rank's own: Python, torch, DeepSpeed and, on a GPU, CUDA's and NCCL's host side. On CPU 100 to 260 MiB were measured
+# (PSS of 1 to 4 forked ranks of model=tiny, with and without DeepSpeed). On a GPU it is an assumption.
 PROCESS = {Device.cpu: 320 * MIB, Device.cuda: 3 * GIB}
 FREE = 0.05  # of a machine's memory, for the system and for files on their way to the disk
 

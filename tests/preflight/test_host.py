@@ -111,7 +111,7 @@ def really_held(spec: RankSpec, cfg: Config, folder: str) -> tuple[int, int, int
     return saver._laid().size, host._made * host._size, sum(each.nbytes for each in weights)
 
 
-@pytest.mark.parametrize("engine", ["zero1", "torch"])
+@pytest.mark.parametrize("engine", ["zero1", pytest.param("torch", marks=pytest.mark.slow)])
 def test_the_prediction_is_what_real_ranks_hold(engine: str, tmp_path: Any) -> None:
     words = (*BASE, *TWO, f"engine={engine}", "reference.offload=true", "train.precision=fp32")
     real = on_ranks(2, really_held, compose_config([*words, "launch.device=cpu"]), str(tmp_path))
@@ -127,10 +127,11 @@ def test_the_prediction_is_what_real_ranks_hold(engine: str, tmp_path: Any) -> N
 @pytest.mark.parametrize(
     ("engine", "bytes_each"),
     [
-        (("engine=zero1",), (0, 0)),
+        pytest.param(("engine=zero1",), (0, 0), marks=pytest.mark.slow),
         (("engine=zero1", "engine.offload=optimizer"), (16, 26)),  # masters, two moments, gradients: pinned or not
-        (("engine=zero3", "engine.offload=all"), (16, 34)),
-        (("engine=fsdp2", "reference.offload=true"), (2, 4)),  # each rank its own rows, and nothing is shared
+        pytest.param(("engine=zero3", "engine.offload=all"), (16, 34), marks=pytest.mark.slow),
+        # Each rank has its own rows, and nothing is shared.
+        pytest.param(("engine=fsdp2", "reference.offload=true"), (2, 4), marks=pytest.mark.slow),
     ],
 )
 def test_what_is_offloaded_is_found(engine: tuple[str, ...], bytes_each: tuple[int, int]) -> None:
@@ -142,6 +143,7 @@ def test_what_is_offloaded_is_found(engine: tuple[str, ...], bytes_each: tuple[i
     assert held.pinned <= held.rounded <= 2 * held.pinned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", [("engine=zero3", "engine.offload=all"), ("engine=fsdp2", "reference.offload=true")])
 def test_more_layers_are_told_from_few(engine: tuple[str, ...]) -> None:
     cfg = elsewhere(*BASE, *TWO, *engine)
@@ -186,6 +188,7 @@ def test_a_run_that_exceeds_the_machine_is_refused() -> None:
     assert "launch.preflight=off" in message
 
 
+@pytest.mark.slow
 def test_a_machine_with_more_takes_it() -> None:
     answer = asked(0, *LARGE, "hardware.host_memory_gib=64")
     assert answer["fits"] is True
