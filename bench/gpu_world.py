@@ -8,6 +8,7 @@ where all of this is rehearsed, it goes the same way. If a rank fails, the other
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -191,6 +192,7 @@ def run_all(
             found[case] = {"failed": explain(error) or str(error)}
     exact, todo = exactly(configs, folder), list(configs)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once; equal bits need it
+    os.environ["DS_ACCELERATOR"] = on.device  # what has run on the CPU has left its own
     while todo:
         chosen = [(case, configs[case]) for case in todo]
         ended = started(rank or train_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
@@ -241,6 +243,9 @@ def train_rank(
         torch.use_deterministic_algorithms(False)
         if spec.rank == 0:
             Started.add(out, result)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the ranks of a GPU share its memory
     leave_world()
 
 
