@@ -22,6 +22,8 @@ def on_watched_ranks(ranks: int, function: Callable[[int], Any]) -> list[Any]:
 
 
 def _joined(spec: RankSpec, function: Callable[[int], Any]) -> Any:
+    if function is comes_late and spec.rank == 2:
+        time.sleep(1000)
     join(spec, launch_on("cpu", PATIENT))
     found = function(spec.rank)
     leave_world()
@@ -29,18 +31,15 @@ def _joined(spec: RankSpec, function: Callable[[int], Any]) -> Any:
 
 
 def slow_but_sure(rank: int) -> list[int]:
-    """Rank 1 takes four times as long as a rank waits for one that hangs."""
+    """Rank 1 takes twice as long as a rank waits for one that hangs; then it waits for what has no limit."""
     if rank == 1:
-        for _ in range(16):
-            time.sleep(PATIENT / 4)
+        for _ in range(4):
+            time.sleep(PATIENT / 2)
             watch.note()
-    return gather_objects(rank, 3)
-
-
-def elsewhere(rank: int) -> list[int]:
+    gather_objects(rank, 3)
     if rank == 1:
         with watch.elsewhere():
-            time.sleep(3 * PATIENT)
+            time.sleep(2 * PATIENT)
     return gather_objects(rank, 3)
 
 
@@ -51,9 +50,12 @@ def hangs(rank: int) -> None:
     gather_objects(rank, 3)
 
 
-@pytest.mark.parametrize("function", [slow_but_sure, elsewhere])
-def test_a_rank_that_gets_further_is_waited_for(function: Callable[[int], Any]) -> None:
-    assert on_watched_ranks(3, function) == [[0, 1, 2]] * 3
+def comes_late(_rank: int) -> None:
+    """Rank 2 never joins."""
+
+
+def test_a_rank_that_gets_further_is_waited_for() -> None:
+    assert on_watched_ranks(3, slow_but_sure) == [[0, 1, 2]] * 3
 
 
 def test_who_holds_the_others_up_is_named() -> None:
@@ -67,6 +69,11 @@ def test_who_holds_the_others_up_is_named() -> None:
     )
     assert "rank 0 waits where it began; rank 1 is in step 7, in its backward phase; rank 2 waits" in said
     assert time.monotonic() - began < 45
+
+
+def test_who_never_joins_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"Behind the others: rank 2; .* rank 2 does not answer\."):
+        on_watched_ranks(3, comes_late)
 
 
 @pytest.mark.parametrize(
