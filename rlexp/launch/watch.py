@@ -86,8 +86,7 @@ def begin(store: dist.Store, rank: int, ranks: int, seconds: float, *, on_gpu: b
     """Watch the ranks that meet at this store, until `end`."""
     global _watch
     end()
-    if on_gpu:
-        _progress.event = _recorded
+    _progress.event = _recorded if on_gpu else None
     if ranks > 1:
         _watch = Watch(store, rank, ranks, seconds)
         _watch.start()
@@ -105,6 +104,7 @@ def _recorded() -> Any:
 def end() -> None:
     global _watch
     watch, _watch = _watch, None
+    _progress.event = None
     if watch is not None:
         watch.ended.set()
         watch.join(timeout=5.0)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlexp.base.errors import ConfigError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Device, LaunchConfig
+from rlexp.launch import watch
 from rlexp.launch.joining import RankSpec, join, launch_on, prepare_environment
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import Terminated
@@ -176,6 +177,7 @@ def test_deepspeed_reads_the_gpu_that_the_rank_has(
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
     join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), launch_on("cuda", 10.0, ranks_per_gpu=each))
+    watch.end()
     assert taken == [own]
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
 

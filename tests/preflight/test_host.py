@@ -69,13 +69,8 @@ def test_pinned_memory_is_rounded_up() -> None:
 
 
 def test_ranks_of_a_machine() -> None:
-    cfg = elsewhere("launch.nproc=8", "launch.nodes=2", "parallel=ring8", "train.batch_size=8")
-    torchrun = {"RANK": "3", "WORLD_SIZE": "16", "MASTER_ADDR": "x", "LOCAL_WORLD_SIZE": "4"}
-    srun = {"SLURM_STEP_NUM_TASKS": "16", "SLURM_PROCID": "3", "SLURM_STEP_TASKS_PER_NODE": "5(x2),6"}
-    assert ranks_of_machine(cfg, {}) == 8
-    assert ranks_of_machine(cfg, torchrun) == 4
-    assert ranks_of_machine(cfg, srun) == 5
-    assert ranks_of_machine(cfg, {"LOCAL_WORLD_SIZE": "4"}) == 8, "no launcher started this process"
+    two = elsewhere("launch.nproc=8", "launch.nodes=2", "parallel=ring8", "train.batch_size=8")
+    assert ranks_of_machine(two) == 8
 
 
 # ---- counted ----
