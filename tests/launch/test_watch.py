@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlexp.launch import watch
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.watch import Standing, behind_of
+from rlexp.training.rollout.host import Host, build_host
+from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import gather_objects
 
 PATIENT = 1.0  # seconds
@@ -44,6 +51,15 @@ def elsewhere(rank: int) -> list[int]:
     return gather_objects(rank, 3)
 
 
+def suspended(rank: int) -> list[int]:
+    """All ranks stand still for longer than a rank waits, as in a job that Slurm suspends, and then go on."""
+    time.sleep(PATIENT / 2)
+    subprocess.Popen(["sh", "-c", f"sleep {3 * PATIENT}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(PATIENT / 2)
+    return gather_objects(rank, 3)
+
+
 def hangs(rank: int) -> None:
     if rank == 1:
         watch.at("in step 7, in its backward phase")
@@ -51,15 +67,24 @@ def hangs(rank: int) -> None:
     gather_objects(rank, 3)
 
 
-@pytest.mark.parametrize("function", [slow_but_sure, elsewhere])
+def hangs_while_the_others_have_drawn(rank: int) -> None:
+    host: Host = build_host(World(rank, 3, ALONE))
+    if rank == 1:
+        watch.at("in step 7, in its backward phase")
+        time.sleep(1000)
+    host.meet()
+
+
+@pytest.mark.parametrize("function", [slow_but_sure, elsewhere, suspended])
 def test_a_rank_that_gets_further_is_waited_for(function: Callable[[int], Any]) -> None:
     assert on_watched_ranks(3, function) == [[0, 1, 2]] * 3
 
 
-def test_who_holds_the_others_up_is_named() -> None:
+@pytest.mark.parametrize("function", [hangs, hangs_while_the_others_have_drawn])
+def test_who_holds_the_others_up_is_named(function: Callable[[int], Any]) -> None:
     began = time.monotonic()
     with pytest.raises(RankFailed) as error:
-        on_watched_ranks(3, hangs)
+        on_watched_ranks(3, function)
     said = str(error.value)
     assert (
         "Timed out waiting: no rank has got any further in launch.timeout_seconds=1. Behind the others: rank 1; "
@@ -67,6 +92,27 @@ def test_who_holds_the_others_up_is_named() -> None:
     )
     assert "rank 0 waits where it began; rank 1 is in step 7, in its backward phase; rank 2 waits" in said
     assert time.monotonic() - began < 45
+
+
+def _never_joins(spec: RankSpec) -> None:
+    if spec.rank == 1:
+        time.sleep(1000)
+    join(spec, launch_on("cpu", PATIENT))
+
+
+def test_a_rank_that_does_not_come_is_named() -> None:
+    with pytest.raises(RankFailed, match=r"Behind the others: rank 1; rank 0 waits .*; rank 1 does not answer"):
+        run_ranks(_never_joins, 3, preload=PRELOAD, timeout=60.0)
+
+
+def test_the_watch_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another GPU, looking would take the memory of a context."""
+    at: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", at.append)
+    looking = watch.Watch(dist.HashStore(), 1, 2, PATIENT, gpu=3)
+    looking.ended.set()
+    looking.run()
+    assert at == [3]
 
 
 @pytest.mark.parametrize(
