@@ -39,9 +39,10 @@ class Shell:
         return read_rows(self.folder / run / "metrics.jsonl")
 
     def command(self, module: str, *words: str) -> str:
+        own = {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+        around = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # of this process
         done = subprocess.run(
-            [sys.executable, "-m", module, *words],
-            cwd=self.folder, env=os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            [sys.executable, "-m", module, *words], cwd=self.folder, env=around | own,
             capture_output=True, text=True, timeout=PATIENCE, check=False,
         )  # fmt: skip
         if done.returncode:

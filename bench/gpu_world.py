@@ -8,6 +8,7 @@ where all of this is rehearsed, it goes the same way. If a rank fails, the other
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import json
 import math
@@ -109,6 +110,7 @@ LAYOUTS = {  # by name: the words, and the smallest ring
     "hybrid, neighbour": (("parallel.layout=hybrid", "parallel.ulysses_size=2", "parallel.transport=neighbour"), 4),
 }
 WINDOW = ("model.window=24",)
+WIDE, HEAD_SIZE = ("model.hidden_size=512",), 64  # heads that every kernel takes, however it was built
 SHORT = ("zigzag, direct", "allgather", "hybrid, neighbour")
 
 
@@ -121,11 +123,11 @@ def ring_cases(on: Machine) -> Iterator[Case]:
     for kernel, ring in itertools.product(kernels(on), RINGS[1:]):
         for more, name in (((), kernel), (WINDOW, f"{kernel}, windows")):
             words = ("parallel.layout=zigzag", f"parallel.kernel={kernel}")
-            yield Case(f"kernel {name}", words, ring, "bf16", exact=more)
+            yield Case(f"kernel {name}", words, ring, "bf16", exact=(*WIDE, *more))
     if on.device == "cuda" and find_spec("ring_flash_attn") and installed("flash_attn"):
-        for layout, ring in itertools.product(("zigzag", "allgather", "contiguous"), RINGS[1:]):
+        for layout, ring in itertools.product(("zigzag", "allgather"), RINGS[1:]):
             words = ("parallel.backend=ring_flash_attn", f"parallel.layout={layout}")
-            yield Case(f"ring-flash-attn, {layout}", words, ring, "bf16")
+            yield Case(f"ring-flash-attn, {layout}", words, ring, "bf16", exact=WIDE)
 
 
 def kernels(on: Machine) -> list[str]:
@@ -133,9 +135,6 @@ def kernels(on: Machine) -> list[str]:
         return ["cpu_flash", "plain"]
     there = able(max(gpu_generations()), HEAD_SIZE, deterministic=False)
     return [name for name in [*there, "plain"] if installed(name)]
-
-
-HEAD_SIZE = 16  # of model=tiny
 
 
 def option_cases(_on: Machine) -> Iterator[Case]:
@@ -193,6 +192,7 @@ def run_all(
             found[case] = {"failed": explain(error) or str(error)}
     exact, todo = exactly(configs, folder), list(configs)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once; equal bits need it
+    os.environ["DS_ACCELERATOR"] = on.device  # what has run on the CPU has left its own
     while todo:
         chosen = [(case, configs[case]) for case in todo]
         ended = started(rank or train_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
@@ -243,6 +243,9 @@ def train_rank(
         torch.use_deterministic_algorithms(False)
         if spec.rank == 0:
             Started.add(out, result)
+        gc.collect()
+        if torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # the ranks of a GPU share its memory
     leave_world()
 
 

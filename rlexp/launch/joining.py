@@ -95,9 +95,9 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
         store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
-    store.set_timeout(watch.FOR_EVER)  # NCCL waits by it for the first rank of a group
     watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds,
                 on_gpu=launch.device is Device.cuda)  # fmt: skip
+    store.set_timeout(watch.FOR_EVER)  # NCCL meets here when a group is first used
     training = spec.world_size - sampling
     if spec.rank < training:
         dataclasses.replace(spec, world_size=training).export()

@@ -23,16 +23,17 @@ from bench.gpu_foretell import foretell
 from bench.gpu_here import machine, stand_in
 from bench.gpu_longest import Option
 from rlexp.base.engine_facts import ENGINES
-from rlexp.base.kernel_needs import built, takes
+from rlexp.base.kernel_needs import built, installed, takes
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, LaunchConfig
 from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.model.head import Entropy, HeadLogps
 from rlexp.training.ring.kernels import Plain, available
 from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
 from tests.helpers.attention import CALLS, call_of
+from tests.helpers.beside_library import gaps
 from tests.helpers.faults.plant import plant
 from tests.helpers.fused_pieces import TOLERANCES as PIECES
 from tests.helpers.fused_pieces import compare as compare_pieces
@@ -444,6 +445,26 @@ def test_zero2_gives_a_gradient_away_while_it_is_reduced_if_nobody_keeps_it() ->
 
 def given_away(device: str, width: int) -> list[Found]:
     return as_rank(device, width, USUAL[:1], 0, keeping=False)
+
+
+# ---- another library's ring ----
+
+
+@pytest.mark.skipif(
+    HERE == "cpu" or not (installed("flash_attn") and find_spec("ring_flash_attn")),
+    reason="flash-attn 2 and ring-flash-attn are not installed; over a mock, tests/training/ring compares them",
+)
+def test_ring_flash_attn_is_our_layouts_to_the_rounding_of_bfloat16() -> None:
+    """On rings of 2 and 4. Ranks share a GPU where there are fewer than four."""
+    launch = launch_on(HERE, 120.0, ranks_per_gpu=-(-4 // GPUS))
+    for of_rank in run_ranks(_beside_library, 4, (launch,), device=HERE, preload=PRELOAD, timeout=500.0):
+        assert of_rank == []
+
+
+def _beside_library(spec: RankSpec, launch: LaunchConfig) -> list[str]:
+    join(spec, launch)
+    found = [gap for size in (2, 4) for gap in gaps(size, DEVICE, kernel="flash_attn")]
+    return [wrong for gap in found for wrong in gap.wrong]
 
 
 # ---- predictions ----

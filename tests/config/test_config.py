@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationResolutionError
 
 from rlexp.base.errors import ConfigError, DataError
-from rlexp.config import hardware, load
+from rlexp.config import hardware, load, resolvers
 from rlexp.config.checks import across_fields, deepspeed
 from rlexp.config.elsewhere import composed_for
 from rlexp.config.explain import explain
@@ -104,6 +104,7 @@ def test_every_launcher_composes(name: str) -> None:
         assert cfg.hydra.launcher.tasks_per_node == 4
         assert cfg.hydra.launcher.gpus_per_node is None
         assert (cfg.hydra.launcher.timeout_min, cfg.hydra.launcher.signal_delay_s) == (240, 150)
+        assert [resolvers.slurm_gpus("cuda", nproc, 4) for nproc in (8, 3)] == [2, 1], "four ranks share a GPU"
 
 
 def test_names_and_defaults_that_people_rely_on() -> None:

@@ -217,7 +217,7 @@ class LaunchConfig:
     # ranks that share each GPU, its time and its memory. It is slow, and shows on one GPU that a ring computes the same
     ranks_per_gpu: int = number(1, least=1, most=64)
     collectives: Collectives = Collectives.auto  # what carries tensors between ranks
-    # seconds that ranks wait for a missing rank, before the run ends with an error
+    # seconds in which no rank gets any further, before the run ends with an error that names who holds the others up
     timeout_seconds: float = number(600.0, above=0, most=WEEK)
     # CPU threads of each rank; a rank with a GPU uses its share of the cores, if that is more
     torch_threads: int = number(1, least=1, most=4096)

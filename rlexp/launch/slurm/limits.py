@@ -62,9 +62,11 @@ def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | Non
         return None
     where = f"partition {'/'.join(sorted({each.name for each in ours}))}"
     tasks = int(params["tasks_per_node"])
+    gpus = params.get("gpus_per_node") or 0
+    on_gpus = "launch.nproc={asked}" if gpus >= tasks else f"launch.nproc={tasks} on {{asked}} GPUs"  # ranks share them
     for asked, has, told in (
-        (params.get("gpus_per_node") or 0, max(each.gpus for each in ours),
-         "launch.nproc={asked}: no node of {where} has so many GPUs; the largest has {has}. Take fewer on more nodes "
+        (gpus, max(each.gpus for each in ours), on_gpus +
+         ": no node of {where} has so many GPUs; the largest has {has}. Take fewer on more nodes "
          "(launch.nodes), another partition, or launch.device=cpu."),
         (tasks * int(params["cpus_per_task"]), max(each.cpus for each in ours),
          "launch.nproc × launch.rank_cpus={asked}: no node of {where} has so many processors; the largest has {has}. "

@@ -72,7 +72,7 @@ def peak_of(cfg: Config, device: torch.device) -> float | None:
     sheet: Mapping[str, Any] = vars(cfg.hardware)
     if not peak_flops(sheet, cfg.train.precision):  # hardware=auto
         sheet = described(option_of(torch.cuda.get_device_name(device)) or "")
-    return peak_flops(sheet, cfg.train.precision) or None
+    return peak_flops(sheet, cfg.train.precision) / cfg.launch.ranks_per_gpu or None
 
 
 # ---- of a model ----

@@ -63,7 +63,7 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                 {"images and audio": "image"}),
         Ability("metrics go to", "`metrics.jsonl`, and " + quoted(each.value for each in LoggerName
                 if each is not LoggerName.none), {}),
-        Ability("GPUs", "every engine trained on one H100; [what was measured](docs/measured/gpu.md)",
+        Ability("GPUs", "every engine trained on one; [what has run where](#what-has-run-where)",
                 {"more than one GPU": ""}),
     ]  # fmt: skip
 

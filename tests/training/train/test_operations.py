@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
@@ -105,3 +106,6 @@ def test_the_peak_is_that_of_the_named_hardware_or_of_this_gpu(monkeypatch: pyte
     named = compose_config(["launch.device=cpu", "train.precision=fp32", "hardware=b200"])
     assert peak_of(named, gpu) == 75e12  # type: ignore[arg-type]
     assert peak_of(named, torch.device("cpu")) is None
+    with assumed_gpus(1):
+        shared = compose_config(["launch.ranks_per_gpu=4", "train.precision=fp32", "hardware=b200"])
+    assert peak_of(shared, gpu) == 75e12 / 4  # type: ignore[arg-type]
