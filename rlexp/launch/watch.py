@@ -85,16 +85,12 @@ def elsewhere() -> Iterator[None]:
         _progress.waits_elsewhere -= 1
 
 
-def begin(store: dist.Store, rank: int, ranks: int, seconds: float, *, on_gpu: bool) -> None:
+def begin(store: dist.Store, rank: int, ranks: int, seconds: float, gpu: int | None) -> None:
     """Watch the ranks that meet at this store, until `end`."""
     global _watch
     end()
-    gpu = None
-    if on_gpu:
-        import torch
-
-        gpu, _progress.event = torch.cuda.current_device(), _recorded
     if ranks > 1:
+        _progress.event = None if gpu is None else _recorded
         _watch = Watch(store, rank, ranks, seconds, gpu)
         _watch.start()
 
@@ -111,6 +107,7 @@ def _recorded() -> Any:
 def end() -> None:
     global _watch
     watch, _watch = _watch, None
+    _progress.event = None  # nobody would take the events away
     if watch is not None:
         watch.ended.set()
         watch.join(timeout=5.0)

@@ -91,6 +91,13 @@ def test_who_never_joins_is_named() -> None:
         on_watched_ranks(3, comes_late)
 
 
+def test_a_rank_alone_keeps_no_events_that_nobody_looks_at() -> None:
+    watch.begin(dist.HashStore(), 0, 1, PATIENT, gpu=0)
+    for _ in range(3):
+        watch.note()  # it would need a GPU to record one
+    assert watch._progress.done() == watch._progress.noted
+
+
 def test_the_watch_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """On another GPU, looking would take the memory of a context."""
     at: list[int] = []
