@@ -84,10 +84,11 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
 
     timeout = timedelta(seconds=launch.timeout_seconds)
     torch.set_num_threads(threads_of(launch))
+    gpu: int | None = None
     if launch.device is Device.cuda:
-        own = spec.local_rank // launch.ranks_per_gpu % gpus_of_torch()  # a site may show a rank only its own GPU
-        torch.cuda.set_device(own)
-        spec = dataclasses.replace(spec, local_rank=own)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
+        gpu = spec.local_rank // launch.ranks_per_gpu % gpus_of_torch()  # a site may show a rank only its own GPU
+        torch.cuda.set_device(gpu)
+        spec = dataclasses.replace(spec, local_rank=gpu)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
     elif spec.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
         # On one machine the ranks connect over loopback, even if the host name does not resolve.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -95,8 +96,7 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
         store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
-    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds,
-                on_gpu=launch.device is Device.cuda)  # fmt: skip
+    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds, gpu)
     store.set_timeout(watch.FOR_EVER)  # NCCL meets here when a group is first used
     training = spec.world_size - sampling
     if spec.rank < training:

@@ -188,8 +188,9 @@ def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
 
 def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decision:
     """Rehearse the run in a process of its own."""
-    patience = min(PREDICTING, cfg.launch.timeout_seconds / 2)  # other ranks may wait for this one
-    help_for = HELPING if helping else 0.0
+    waited = cfg.launch.timeout_seconds  # by other ranks
+    patience = min(PREDICTING, waited / 2)
+    help_for = min(HELPING, waited / 3) if helping else 0.0
     device = Device.cpu if cfg.launch.device is Device.cpu else Device.cuda  # auto: of jobs that run elsewhere
     cfg = dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
     asked = {"cfg": to_plain(cfg), "fitting": fitting, "seconds": patience, "helping": help_for}

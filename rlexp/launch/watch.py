@@ -4,6 +4,9 @@ No collective has a time limit of its own: replicas have different work, and a G
 rank notes how far it is, as often as a layer attends, and a thread of each passes that on to all. When no rank has got
 any further for `launch.timeout_seconds`, each says where it is, and all but those that are behind end with an error
 that names these.
+
+Who waits for another rank of the world notes nothing, or two ranks could wait for each other for ever. Who waits for
+anything else, such as a disk, the hub or a reward, says so by `elsewhere`, or notes each piece of it.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ if TYPE_CHECKING:  # at run time it would import torch, which the launcher does 
 
 FOR_EVER = timedelta(days=7)  # of a collective; who ends it is the watch
 MOST_BEAT = 15.0  # seconds between two looks
-BETWEEN_EVENTS = 0.1  # seconds of the host between two events of a GPU
+BETWEEN_EVENTS = 0.01  # seconds of the host between two events of a GPU: it launches whole layers in less
 WAITING = ("rlexp/launch/staged.py", "rlexp/training/ring/collectives.py")  # beside torch's own files
 GOT_FURTHER, PLACE = "watch/further", "watch/place"  # keys in the store
 
@@ -74,7 +77,7 @@ def at(place: str) -> None:
 
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
-    """Wait within it for what may take as long as it likes: for samples, for a reward."""
+    """Wait within it for what may take as long as it likes, and is no rank of this world: a disk, the hub, a reward."""
     _progress.waits_elsewhere += 1
     try:
         yield
@@ -82,13 +85,13 @@ def elsewhere() -> Iterator[None]:
         _progress.waits_elsewhere -= 1
 
 
-def begin(store: dist.Store, rank: int, ranks: int, seconds: float, *, on_gpu: bool) -> None:
+def begin(store: dist.Store, rank: int, ranks: int, seconds: float, gpu: int | None) -> None:
     """Watch the ranks that meet at this store, until `end`."""
     global _watch
     end()
-    _progress.event = _recorded if on_gpu else None
     if ranks > 1:
-        _watch = Watch(store, rank, ranks, seconds)
+        _progress.event = None if gpu is None else _recorded
+        _watch = Watch(store, rank, ranks, seconds, gpu)
         _watch.start()
 
 
@@ -104,7 +107,7 @@ def _recorded() -> Any:
 def end() -> None:
     global _watch
     watch, _watch = _watch, None
-    _progress.event = None
+    _progress.event = None  # nobody would take the events away
     if watch is not None:
         watch.ended.set()
         watch.join(timeout=5.0)
@@ -119,9 +122,9 @@ class Watch(threading.Thread):
 
     tell: Callable[[BaseException], None] = staticmethod(_alone)
 
-    def __init__(self, store: dist.Store, rank: int, ranks: int, seconds: float) -> None:
+    def __init__(self, store: dist.Store, rank: int, ranks: int, seconds: float, gpu: int | None = None) -> None:
         super().__init__(name="watch", daemon=True)
-        self._store, self._rank, self._ranks, self._seconds = store, rank, ranks, seconds
+        self._store, self._rank, self._ranks, self._seconds, self._gpu = store, rank, ranks, seconds, gpu
         self._beat = min(MOST_BEAT, seconds / 10)
         self.ended = threading.Event()
 
@@ -135,15 +138,22 @@ class Watch(threading.Thread):
         self._end(behind, said)
 
     def _nobody_gets_further(self) -> bool:
-        """Wait until it is so; return False if the watch ends before."""
-        mine, seen, since = -1, b"", time.monotonic()
+        """Wait until it is so; return False if the watch ends before.
+
+        Beats are counted, and no clock is read: a job that Slurm suspends for an hour goes on where it was.
+        """
+        if self._gpu is not None:
+            import torch
+
+            torch.cuda.set_device(self._gpu)  # a thread begins on the first GPU, and asking it would take memory there
+        mine, seen, quiet = -1, b"", 0.0
         while not self.ended.wait(self._beat):
             done = _progress.done()
             further, mine = done != mine or _progress.waits_elsewhere > 0, done
             now = self._passed_on(further=further)
             if further or now != seen:
-                seen, since = now, time.monotonic()
-            elif time.monotonic() - since > self._seconds:
+                seen, quiet = now, 0.0
+            elif (quiet := quiet + self._beat) > self._seconds:
                 return True
         return False
 

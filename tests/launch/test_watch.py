@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from rlexp.launch import watch
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.watch import Standing, behind_of
+from rlexp.training.rollout.host import Host, build_host
+from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import gather_objects
 
 PATIENT = 1.0  # seconds
@@ -31,7 +38,8 @@ def _joined(spec: RankSpec, function: Callable[[int], Any]) -> Any:
 
 
 def slow_but_sure(rank: int) -> list[int]:
-    """Rank 1 takes twice as long as a rank waits for one that hangs; then it waits for what has no limit."""
+    """Rank 1 takes twice as long as a rank waits for one that hangs; then it waits for what has no limit. In the end
+    all stand still for longer, as in a job that Slurm suspends."""
     if rank == 1:
         for _ in range(4):
             time.sleep(PATIENT / 2)
@@ -40,14 +48,21 @@ def slow_but_sure(rank: int) -> list[int]:
     if rank == 1:
         with watch.elsewhere():
             time.sleep(2 * PATIENT)
+    gather_objects(rank, 3)
+    time.sleep(PATIENT / 2)
+    subprocess.Popen(["sh", "-c", f"sleep {2 * PATIENT}; kill -CONT {os.getpid()}"])
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(PATIENT / 2)
     return gather_objects(rank, 3)
 
 
 def hangs(rank: int) -> None:
+    """The others wait where they wait for samples, which may take long to draw."""
+    host: Host = build_host(World(rank, 3, ALONE))
     if rank == 1:
         watch.at("in step 7, in its backward phase")
         time.sleep(1000)
-    gather_objects(rank, 3)
+    host.meet()
 
 
 def comes_late(_rank: int) -> None:
@@ -74,6 +89,23 @@ def test_who_holds_the_others_up_is_named() -> None:
 def test_who_never_joins_is_named() -> None:
     with pytest.raises(RankFailed, match=r"Behind the others: rank 2; .* rank 2 does not answer\."):
         on_watched_ranks(3, comes_late)
+
+
+def test_a_rank_alone_keeps_no_events_that_nobody_looks_at() -> None:
+    watch.begin(dist.HashStore(), 0, 1, PATIENT, gpu=0)
+    for _ in range(3):
+        watch.note()  # it would need a GPU to record one
+    assert watch._progress.done() == watch._progress.noted
+
+
+def test_the_watch_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another GPU, looking would take the memory of a context."""
+    at: list[int] = []
+    monkeypatch.setattr(torch.cuda, "set_device", at.append)
+    looking = watch.Watch(dist.HashStore(), 1, 2, PATIENT, gpu=3)
+    looking.ended.set()
+    looking.run()
+    assert at == [3]
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlexp.launch import watch
+
 # Bytes of a piece: many, so that copies are as fast as one; and a power of two, to which torch rounds pinned memory up.
 PIECE = 1 << 26
 LEAST = 1 << 12
@@ -125,13 +127,16 @@ class HostCopy:
             self._full.put(None)
 
     def _copy(self, laid: Laid) -> None:
-        self.prepare(laid)
+        with watch.elsewhere():  # until the memory of a machine is pinned
+            self.prepare(laid)
         device = laid.device
         kind = None if device is None else torch.get_device_module(device)
         waiting: list[_Piece] = []  # where all have memory: writing would only slow the copying down
         whole = self._made * self._size >= laid.size
         for parts in laid.pieces(self._size):
-            piece = _filled(self._free.get(), parts, kind)
+            with watch.elsewhere():  # until the disk has taken a piece
+                memory = self._free.get()
+            piece = _filled(memory, parts, kind)
             waiting.append(piece) if whole else self._full.put(piece)
         if kind is not None:
             kind.synchronize()

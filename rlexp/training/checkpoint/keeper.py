@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.config.schema import Best, CheckpointConfig
 from rlexp.config.schema.cadence import save_cadence
+from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.checkpoint.saver import Describe, Saver
@@ -73,8 +74,7 @@ class Keeper:
             if row is not None and self._cfg.on_exit and (self.failed or row["step"] != self._saved_step):
                 self._save(int(row["step"]), self._score(row))
                 self.settle()
-        if self._pruning is not None:
-            self._pruning.join()
+        self._pruned()
 
     def settle(self) -> None:
         if self._saver.pending:
@@ -127,11 +127,15 @@ class Keeper:
                 )
         elif self._world.rank == 0:
             self._saved(self._saved_step, checkpoint_folder.folder_of(self._run_dir, self._saved_step))
-            if self._pruning is not None:
-                self._pruning.join()
+            self._pruned()
             doomed = self._doomed()
             self._pruning = threading.Thread(target=_discard, args=(doomed,), daemon=True)
             self._pruning.start()
+
+    def _pruned(self) -> None:
+        if self._pruning is not None:
+            with watch.elsewhere():
+                self._pruning.join()
 
     def _room(self) -> str:
         whole = checkpoint_folder.latest_first(self._run_dir)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import CheckpointError
+from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint import tensors
 from rlexp.training.engine.base import Engine
@@ -56,9 +57,10 @@ def _agreed_fault(path: Path, world: World) -> str | None:
     """Let every rank check its part of the files. Return the first fault that any rank found."""
     fault = None
     try:
-        manifest = checkpoint_folder.check_sizes(path)
-        names = sorted(manifest["files"])
-        checkpoint_folder.check_contents(path, names[world.rank :: world.size], manifest)
+        with watch.elsewhere():  # all files are read whole
+            manifest = checkpoint_folder.check_sizes(path)
+            names = sorted(manifest["files"])
+            checkpoint_folder.check_contents(path, names[world.rank :: world.size], manifest)
     except CheckpointError as error:
         fault = str(error)
     except OSError as error:

@@ -67,7 +67,8 @@ class Saver:
         assert not self.pending, "the previous checkpoint is not settled yet"
         began = time.monotonic()
         if self._preparing is not None:
-            self._preparing.join()
+            with watch.elsewhere():
+                self._preparing.join()
         self._step, self._files, self._error = step, {}, None
         laid: Laid | None = None
         with self._handing_over():
@@ -119,7 +120,8 @@ class Saver:
         told = gather_objects((self._error, self._files), self._world.size)
         failed = next((error for error, _ in told if error), None)
         if self._world.rank == 0:
-            failed = self._commit(failed, {name: entry for _, files in told for name, entry in files.items()})
+            with watch.elsewhere():
+                failed = self._commit(failed, {name: entry for _, files in told for name, entry in files.items()})
         return from_rank0(failed, self._world.size)
 
     def _commit(self, failed: str | None, files: dict[str, dict[str, Any]]) -> str | None:

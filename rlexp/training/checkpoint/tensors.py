@@ -18,6 +18,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
+from rlexp.launch import watch
 from rlexp.training.checkpoint.host_copy import Laid
 from rlexp.training.engine.base import Engine, Fragment
 
@@ -101,6 +102,7 @@ def load(engine: Engine, reader: Reader, steps: int) -> None:
     check_shapes(reader, engine)
     for fragment in engine.fragments():
         for kind, tensor in fragment.tensors():
+            watch.note()
             tensor.copy_(reader.read(kind, fragment.name, fragment.start, fragment.start + tensor.numel()))
     engine.restored(steps)
 

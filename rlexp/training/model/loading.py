@@ -39,6 +39,7 @@ from rlexp.config.rope import TINY, parsed
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.schema.models import Precision, WeightsDtype
 from rlexp.config.schema.rollouts import ModelRewardConfig
+from rlexp.launch import watch
 from rlexp.training.model import hook, rope
 from rlexp.training.model.placing import Placing, arriving, put_all, round_all
 from rlexp.training.model.prepared import prepared
@@ -340,7 +341,8 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
 
 def _pretrained(factory: Any, cfg: HFModelConfig, **kwargs: Any) -> Any:
     """Load from what is prepared of the model, in its revision."""
-    asked = prepared(cfg)
+    with watch.elsewhere():
+        asked = prepared(cfg)
     assert isinstance(asked, HFModelConfig)
     revision = {} if asked.revision is None else {"revision": asked.revision}
     return _from_hub(factory, asked.path, asked.trust_remote_code, key=f"{cfg.group}.path", **revision, **kwargs)
@@ -358,7 +360,8 @@ def _from_hub(
     name = str(Path(path).expanduser()) if path.startswith("~") else path
     disable_progress_bar()
     try:
-        return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
+        with watch.elsewhere():  # it may be fetched from the hub, or read from a slow disk
+            return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
     except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ModelError(

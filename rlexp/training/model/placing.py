@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from rlexp.base.errors import ModelError
+from rlexp.launch import watch
 
 Part = Callable[[torch.Size], slice]  # of a flattened parameter
 _PLACED = "_rlexp_placed"  # an attribute of a parameter that is in its place
@@ -174,6 +175,7 @@ def put_all(model: nn.Module, placing: Placing) -> None:
     placed: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
+            watch.note()
             if id(parameter) not in placed:
                 placed[id(parameter)] = placing.put(parameter)
             module.register_parameter(name, placed[id(parameter)])

@@ -86,8 +86,8 @@ def build(store: Any, rank: int, training: int, sampling: int) -> Bridge:
 def _run(group: Any, tensor: Tensor, root: int) -> None:
     options = dist.BroadcastOptions()
     options.rootRank = root
-    with watch.elsewhere():  # a rollout may take long; a rank that dies closes its connections and is noticed at once
-        group.broadcast([tensor], options).wait()
+    group.broadcast([tensor], options).wait()  # a rank that dies closes its connections and is noticed at once
+    watch.note()
 
 
 def _broadcast(group: Any, message: Any, root: int, *, mine: bool) -> Any:

@@ -1,7 +1,8 @@
 """Process group for data in the host's memory, in which a rank may wait as long as it likes.
 
 One rank may still draw long answers, or wait for a slow reward, when the others are done. That is no hanging
-collective, so `launch.timeout_seconds` does not apply. A rank that dies closes its connections and is noticed at once.
+collective: each token counts as progress, and so does the wait for a reward. A rank that dies closes its connections
+and is noticed at once.
 """
 
 from __future__ import annotations
@@ -34,13 +35,12 @@ class Host:
     def sum(self, numbers: Tensor) -> None:
         """Sum over all ranks, in place."""
         if self.group is not None:
-            with watch.elsewhere():
-                dist.all_reduce(numbers, group=self.group)
+            dist.all_reduce(numbers, group=self.group)
+            watch.note()
 
     def gathered(self, mine: T) -> list[T]:
         """Return every rank's object, on every rank."""
-        with watch.elsewhere():
-            return gather_objects(mine, self.size, self.group)
+        return gather_objects(mine, self.size, self.group)
 
 
 def build_host(world: World) -> Host:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from rlexp.base.errors import ModelError
 from rlexp.config.schema.rollouts import RolloutConfig
+from rlexp.launch import watch
 from rlexp.training.rollout.deal import Request
 from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.noise import stream
@@ -71,16 +72,17 @@ class VLLMDrawer:
         with tempfile.TemporaryDirectory(prefix="rlexp-vllm-") as place:
             write_model(Path(place))
             try:
-                self._llm = LLM(
-                    model=place,
-                    load_format="dummy",
-                    dtype="bfloat16",
-                    max_model_len=max_length,
-                    gpu_memory_utilization=cfg.vllm_memory,
-                    distributed_executor_backend="external_launcher",
-                    logprobs_mode="processed_logprobs",
-                    seed=0,
-                )
+                with watch.elsewhere():  # it compiles, and measures the GPU
+                    self._llm = LLM(
+                        model=place,
+                        load_format="dummy",
+                        dtype="bfloat16",
+                        max_model_len=max_length,
+                        gpu_memory_utilization=cfg.vllm_memory,
+                        distributed_executor_backend="external_launcher",
+                        logprobs_mode="processed_logprobs",
+                        seed=0,
+                    )
             except ValueError as error:  # too little memory is free, or too little for one sequence
                 raise ModelError(
                     f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this GPU already holds "
@@ -98,6 +100,7 @@ class VLLMDrawer:
             )
         model = executor.driver_worker.model_runner.model
         for name, weight in weights():
+            watch.note()
             model.load_weights([(name, weight.to("cuda" if torch.cuda.is_available() else "cpu", torch.bfloat16))])
         self._llm.reset_prefix_cache()
 
@@ -105,11 +108,12 @@ class VLLMDrawer:
         """Yield the samples of each micro-batch. vLLM batches as it likes; the rewards receive micro-batches."""
         for requests in micro_batches:
             streams = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
-            answers = self._llm.generate(
-                [{"prompt_token_ids": request.prompt.tokens.tolist()} for request in requests],
-                [self._parameters(int(key % np.uint64(SEEDS))) for key in streams],
-                use_tqdm=False,
-            )
+            with watch.elsewhere():
+                answers = self._llm.generate(
+                    [{"prompt_token_ids": request.prompt.tokens.tolist()} for request in requests],
+                    [self._parameters(int(key % np.uint64(SEEDS))) for key in streams],
+                    use_tqdm=False,
+                )
             yield [self._sample(*each) for each in zip(requests, (a.outputs[0] for a in answers), strict=True)]
 
     def _parameters(self, seed: int) -> Any:

@@ -14,7 +14,7 @@ from rlexp.base.errors import CheckpointError
 from rlexp.base.files import sync
 from rlexp.config.checks.adapter import MERGED
 from rlexp.config.schema.models import Precision
-from rlexp.launch import run_folder
+from rlexp.launch import run_folder, watch
 from rlexp.training.model.export import Export, dtype_of
 from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
 from rlexp.training.model.policy import CRITIC
@@ -54,6 +54,7 @@ def export_run(run: Run, run_dir: Path, step: int) -> None:
 
     pauses = together(begin)
     for name, weight in weights_to_write(run):
+        watch.note()
         for out in began:
             out.add(name, weight)
         if name in pauses:

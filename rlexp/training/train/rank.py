@@ -19,7 +19,7 @@ from rlexp.config.model_names import called
 from rlexp.config.rates import rates_in_words
 from rlexp.config.schema import BackendName, Collectives, Config, CountTensors, LoggerName
 from rlexp.config.schema.cadence import eval_cadence, save_cadence
-from rlexp.launch import run_folder
+from rlexp.launch import run_folder, watch
 from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
 from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
@@ -94,7 +94,8 @@ def train_watched(
             export_run(run, run_dir, position.step)
         return leave(task, Outcome(), closing)
     curve = JsonlSink(run_dir / METRICS) if first else None
-    sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
+    with watch.elsewhere():  # a service on the network
+        sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
     phases.watch = sinks.within_step
     if first:
         run_folder.note(run_dir, **ledger(task), began_after_step=position.step)
@@ -115,7 +116,8 @@ def train_watched(
             keeper.settle()
         raise
     finally:
-        sinks.close(ending)
+        with watch.elsewhere():
+            sinks.close(ending)
         task.close()
     print_line(run, footer(run, run_dir, outcome))
     return leave(task, outcome, closing)

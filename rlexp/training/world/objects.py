@@ -21,6 +21,7 @@ def gather_objects(mine: T, size: int, group: dist.ProcessGroup | None = None) -
         return [mine]
     parts: list[Any] = [None] * size
     dist.all_gather_object(parts, mine, group=group)
+    watch.note()
     return parts
 
 
@@ -45,7 +46,8 @@ def some_do(work: Callable[[], T] | None, size: int, every: float) -> list[T | N
     takes. The first rank's error is raised on every rank.
     """
     if size == 1:
-        return [work() if work is not None else None]
+        with watch.elsewhere():  # ranks of another world may wait for this one
+            return [work() if work is not None else None]
     done: list[T] = []
     failed: list[Exception] = []
 
@@ -61,7 +63,6 @@ def some_do(work: Callable[[], T] | None, size: int, every: float) -> list[T | N
         thread.start()
     while True:
         thread.join(every) if work is not None else None
-        watch.note()
         if not any(gather_objects(thread.is_alive(), size)):
             break
     ended = gather_objects((done, [_told(each, dist.get_rank()) for each in failed]), size)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import ModelRewardConfig
+from rlexp.launch import watch
 from rlexp.training.rollout.rewards.base import Reward, named
 from rlexp.training.types import Sample
 
@@ -40,8 +41,9 @@ class Rewards:
             reward.submit(samples)
 
     def collect(self) -> None:
-        for reward in self.own:
-            reward.collect()
+        with watch.elsewhere():  # a call has a limit of its own, and there may be many
+            for reward in self.own:
+                reward.collect()
 
     def add(self, name: str, samples: Sequence[Sample], scores: Sequence[float]) -> None:
         for sample, score in zip(samples, scores, strict=True):
