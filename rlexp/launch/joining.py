@@ -95,6 +95,10 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
         store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
+    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds,
+                on_gpu=launch.device is Device.cuda)  # fmt: skip
+    # NCCL makes a communicator when it is first used, and asks this store for it: another rank may still compute.
+    store.set_timeout(watch.FOR_EVER)
     training = spec.world_size - sampling
     if spec.rank < training:
         dataclasses.replace(spec, world_size=training).export()
@@ -103,8 +107,6 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
             backend_of(launch), store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training,
             timeout=watch.FOR_EVER,
         )  # fmt: skip
-    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds,
-                on_gpu=launch.device is Device.cuda)  # fmt: skip
     return store
 
 

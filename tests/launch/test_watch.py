@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+import socket
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from rlexp.launch import watch
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
@@ -28,12 +31,16 @@ def _joined(spec: RankSpec, function: Callable[[int], Any]) -> Any:
     return found
 
 
+def computes_for_long() -> None:
+    """Take four times as long as a rank waits for one that hangs."""
+    for _ in range(16):
+        time.sleep(PATIENT / 4)
+        watch.note()
+
+
 def slow_but_sure(rank: int) -> list[int]:
-    """Rank 1 takes four times as long as a rank waits for one that hangs."""
     if rank == 1:
-        for _ in range(16):
-            time.sleep(PATIENT / 4)
-            watch.note()
+        computes_for_long()
     return gather_objects(rank, 3)
 
 
@@ -67,6 +74,39 @@ def test_who_holds_the_others_up_is_named() -> None:
     )
     assert "rank 0 waits where it began; rank 1 is in step 7, in its backward phase; rank 2 waits" in said
     assert time.monotonic() - began < 45
+
+
+def never_joins(spec: RankSpec) -> None:
+    if spec.rank == 1:
+        time.sleep(60.0)
+    join(spec, launch_on("cpu", PATIENT))
+
+
+def test_a_rank_that_never_joins_is_named() -> None:
+    """The others wait in the constructor of their process group, whose collectives have no limit."""
+    began = time.monotonic()
+    with pytest.raises(RankFailed, match=r"no rank has got any further .* Behind the others: rank 1"):
+        run_ranks(never_joins, 2, preload=PRELOAD, timeout=50.0)
+    assert time.monotonic() - began < 45
+
+
+def asks_the_store(spec: RankSpec, port: int) -> bytes:
+    """Wait for a key as NCCL waits for a communicator that another rank is about to make."""
+    join(dataclasses.replace(spec, init_method=f"tcp://127.0.0.1:{port}"), launch_on("cpu", PATIENT))
+    _, store = dist.distributed_c10d._world.pg_map[dist.group.WORLD]
+    if spec.rank == 1:
+        computes_for_long()
+        store.set("a communicator", "made")
+    found: bytes = store.get("a communicator")
+    leave_world()
+    return found
+
+
+def test_a_rank_that_computes_for_long_may_be_late_for_a_communicator() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert run_ranks(asks_the_store, 2, (port,), preload=PRELOAD, timeout=60.0) == [b"made"] * 2
 
 
 @pytest.mark.parametrize(
