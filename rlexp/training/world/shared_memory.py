@@ -12,7 +12,6 @@ import mmap
 import os
 import secrets
 import sys
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,17 @@ class Neighbours:
     @property
     def leads(self) -> bool:
         return self.rank == self.ranks[0]
+
+
+class Mapped(mmap.mmap):
+    """Memory that is mapped here. CUDA lets go of it before it is unmapped: a finalizer of `weakref` runs after."""
+
+    pinned: int | None = None  # the address that CUDA knows
+
+    def __del__(self) -> None:
+        if self.pinned is not None:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self.pinned)
 
 
 def meet(rank: int, world_size: int) -> Neighbours:
@@ -128,7 +138,7 @@ def _places(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
     return places, max(size, ALIGNED)
 
 
-def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: int, what: str) -> tuple[int, mmap.mmap]:
+def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: int, what: str) -> tuple[int, Mapped]:
     """Make the memory and copy the tensors there, which lose their own one by one."""
     memory = host_memory()
     if memory is not None and size > memory.available:  # the kernel would not refuse it, but kill a process
@@ -145,11 +155,11 @@ def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: in
     return fd, mapped
 
 
-def _mapped(fd: int, size: int) -> mmap.mmap:
-    return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+def _mapped(fd: int, size: int) -> Mapped:
+    return Mapped(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _views(mapped: mmap.mmap, places: Mapping[str, Place]) -> dict[str, Tensor]:
+def _views(mapped: Mapped, places: Mapping[str, Place]) -> dict[str, Tensor]:
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     views = {}
     for name, place in places.items():
@@ -158,13 +168,13 @@ def _views(mapped: mmap.mmap, places: Mapping[str, Place]) -> dict[str, Tensor]:
     return views
 
 
-def _pin(mapped: mmap.mmap, size: int, what: str) -> None:
+def _pin(mapped: Mapped, size: int, what: str) -> None:
     """Let the GPU copy from this memory by itself. Where CUDA refuses, copies are as right, and the host waits."""
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     runtime: Any = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, 0))
     if code == 0:
-        weakref.finalize(mapped, runtime.cudaHostUnregister, address)
+        mapped.pinned = address
         return
     with contextlib.suppress(RuntimeError):  # CUDA tells its last error to whoever asks next: here, and nowhere else
         torch.zeros(1, device="cuda")

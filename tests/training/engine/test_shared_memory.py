@@ -118,6 +118,37 @@ def test_too_little_memory_is_one_message_of_all_ranks() -> None:
     assert message.startswith("reference.offload=true: needs 0.0 GiB of this machine's memory")
 
 
+def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's runtime is a stub here: it notes whether there is memory at the address that it is given."""
+    from rlexp.training.world import shared_memory
+    from rlexp.training.world.shared_memory import Neighbours
+
+    calls: list[tuple[str, bool]] = []
+
+    def is_mapped(address: int) -> bool:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        ours = (line.split()[0].split("-") for line in maps if "memfd:rlexp" in line)
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in ours)
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, _size: int, _flags: int) -> int:  # noqa: N802
+            calls.append(("register", is_mapped(address)))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            calls.append(("unregister", is_mapped(address)))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(shared_memory, "gather_objects", lambda own, _size: [own])
+    made = shared_memory.share({"one": torch.ones(LARGE)}, Neighbours(0, (0,), 1), what="a test", pinned=True)
+    part = made["one"][5:]
+    del made
+    assert calls == [("register", True)], "a part of it is still used"
+    del part
+    assert calls == [("register", True), ("unregister", True)]
+
+
 def of_a_reference(_spec: RankSpec, cfg: Config) -> tuple[str, int, int, int]:
     import torch.distributed as dist
 
