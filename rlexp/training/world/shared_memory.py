@@ -140,19 +140,30 @@ def _places(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
 
 def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: int, what: str) -> tuple[int, Mapped]:
     """Make the memory and copy the tensors there, which lose their own one by one."""
-    memory = host_memory()
-    if memory is not None and size > memory.available:  # the kernel would not refuse it, but kill a process
-        raise UserError(
-            f"{what}: needs {size / GIB:.1f} GiB of this machine's memory, of which {memory.available / GIB:.1f} GiB "
-            f"are free. Leave it out, or use a machine with more memory."
-        )
     fd = os.memfd_create("rlexp-shared")
-    os.truncate(fd, size)
-    mapped = _mapped(fd, size)
-    for name, view in _views(mapped, places).items():
-        view.copy_(tensors[name].detach())
-        tensors[name].data = view
+    try:
+        os.truncate(fd, size)
+        mapped = _mapped(fd, size)
+        for name, view in _views(mapped, places).items():
+            _refuse_more_than_is_free(view.nbytes, size, what)
+            view.copy_(tensors[name].detach())
+            tensors[name].data = view
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, mapped
+
+
+def _refuse_more_than_is_free(more: int, size: int, what: str) -> None:
+    """Refuse to write so many bytes more: the kernel would not refuse it, but kill a process. It is asked before each
+    tensor, whose own memory is then free for the next."""
+    memory = host_memory()
+    if memory is not None and more > memory.available:
+        raise UserError(
+            f"{what}: shares {size / GIB:.1f} GiB of this machine's memory among its ranks, of which the next "
+            f"{more / GIB:.1f} GiB are missing: {memory.available / GIB:.1f} GiB are free. Leave it out, or use a "
+            f"machine with more memory."
+        )
 
 
 def _mapped(fd: int, size: int) -> Mapped:

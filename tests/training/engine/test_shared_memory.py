@@ -115,7 +115,23 @@ def refused(spec: RankSpec) -> str:
 def test_too_little_memory_is_one_message_of_all_ranks() -> None:
     """The kernel would kill a process instead: it promises memory that it does not have."""
     (message,) = set(on_ranks(RANKS, refused))
-    assert message.startswith("reference.offload=true: needs 0.0 GiB of this machine's memory")
+    assert message.startswith("reference.offload=true: shares 0.0 GiB of this machine's memory")
+
+
+def moved(spec: RankSpec) -> bool:
+    """Share four times as much as is free. The leader's tensors are there already, and leave their memory in turn."""
+    from rlexp.training.world import shared_memory
+
+    own = {str(each): torch.full((1 << 20,), float(each)) for each in range(8)}
+    shared_memory.host_memory = lambda: HostMemory(1 << 30, 2 * own["0"].nbytes)
+    among = shared_memory.meet(spec.rank, RANKS)
+    made = shared_memory.share(own, among, what="a test", pinned=False)
+    left = all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in made.items())
+    return (left or not among.leads) and all(bool((made[name] == float(name)).all()) for name in own)
+
+
+def test_memory_that_the_tensors_leave_is_free_for_the_next() -> None:
+    assert on_ranks(RANKS, moved) == [True] * RANKS
 
 
 def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
