@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlexp.launch import watch
+
 # Bytes of a piece: many, so that copies are as fast as one; and a power of two, to which torch rounds pinned memory up.
 PIECE = 1 << 26
 LEAST = 1 << 12
@@ -131,7 +133,9 @@ class HostCopy:
         waiting: list[_Piece] = []  # where all have memory: writing would only slow the copying down
         whole = self._made * self._size >= laid.size
         for parts in laid.pieces(self._size):
-            piece = _filled(self._free.get(), parts, kind)
+            with watch.elsewhere():  # a slow disk is no rank that hangs
+                memory = self._free.get()
+            piece = _filled(memory, parts, kind)
             waiting.append(piece) if whole else self._full.put(piece)
         if kind is not None:
             kind.synchronize()
@@ -167,7 +171,7 @@ def sizes(held: int, most: int | None) -> tuple[int, int]:
 
     There are at least two if one is not enough: one is copied while the other is written.
     """
-    size = PIECE if most is None else max(min(PIECE, most // 2 // WIDEST * WIDEST), LEAST)
+    size = PIECE if most is None else max(min(PIECE, 1 << max((most // 2).bit_length() - 1, 0)), LEAST)
     size = max(min(size, -(-held // WIDEST) * WIDEST), WIDEST)
     needed = -(-held // size)
     return size, needed if most is None else min(needed, max(most // size, 2))
