@@ -273,8 +273,8 @@ def build_policy(
     if fuses(cfg.model.fused, device, DTYPES[cfg.train.precision]):
         policy.fuse()
     memory = sources.memory(device)
-    own = memory // cfg.launch.ranks_per_gpu if memory is not None else None
-    policy.logps.most = logits_at_once(own, fused=policy.fused is not None)
+    share = None if memory is None else memory // cfg.launch.ranks_per_gpu
+    policy.logps.most = logits_at_once(share, fused=policy.fused is not None)
     policy.freeze(cfg.model.freeze)
     if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)
