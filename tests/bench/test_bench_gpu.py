@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -22,6 +23,8 @@ from bench.gpu_rates import Rate, kept, write_kept
 from bench.kept_rows import page_of
 from rlexp.base import kernel_rates
 from rlexp.base.engine_facts import ENGINES
+from rlexp.base.kernel_needs import takes
+from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
 from tests.helpers.faults.plant import plant
@@ -185,6 +188,21 @@ def test_engines_and_rings_are_right_on_cpu_ranks(tmp_path: Path) -> None:
     assert {f"`{engine}`" for engine in ENGINES} < {case.name for case in cases}
     found = gpu_world.run_all(on, cases, tmp_path)
     assert {case.label: why for case in cases if (why := gpu_world.wrong(on, case, found[case]))} == {}
+
+
+def test_a_part_of_flash_attn_has_the_heads_of_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    on = dataclasses.replace(stand_in(), device="cuda")
+    monkeypatch.setattr(gpu_world, "gpu_generations", lambda: {9})
+    monkeypatch.setattr(gpu_world, "installed", lambda _: True)
+    monkeypatch.setattr(gpu_world, "find_spec", lambda _: True)
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: "2.8.3.post2+bf16.d64.d128.sm90")
+    cases = [case for case in gpu_world.ring_cases(on) if "flash_attn" in " ".join(case.words)]
+    assert {"kernel flash_attn", "ring-flash-attn, zigzag"} < {case.name for case in cases}
+    for case in cases:
+        model = compose_config(["launch.device=cpu", "launch.nproc=4", *case.exact]).model
+        kernel = case.words[-1].partition("=")[2]
+        size = model.hidden_size // model.heads
+        assert takes(kernel if kernel.startswith("flash_attn") else "flash_attn", size, 9), case
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import pytest
 from rlexp.base.errors import ConfigError
 from rlexp.config import resolvers
 from rlexp.config.checks.layout import choose, heads_of, near
+from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, TransportName
 
@@ -93,3 +94,32 @@ def test_ranks_on_a_node_are_counted_where_each_sees_its_own_gpu_only(monkeypatc
 def test_a_launcher_that_says_nothing_of_nodes_leaves_them_to_the_user(monkeypatch) -> None:
     assert composed(monkeypatch, TORCHRUN).launch.nodes == 1
     assert composed(monkeypatch, TORCHRUN, "launch.nodes=2").launch.nodes == 2
+
+
+@pytest.mark.parametrize(
+    ("gpus", "mask", "args", "refused"),
+    [
+        (2, None, [], True),
+        (2, "0,1", ["launch.ranks_per_gpu=2"], True),
+        (1, None, ["launch.ranks_per_gpu=4"], True),
+        (1, "3", [], False),  # a script may show each rank its own
+        (4, None, ["launch.ranks_per_gpu=2"], False),
+        (8, None, [], False),
+    ],
+)
+def test_more_ranks_of_torchrun_than_gpus(
+    gpus: int, mask: str | None, args: list[str], refused: bool, monkeypatch
+) -> None:
+    """NCCL would refuse two ranks on a GPU late, and with launch.ranks_per_gpu too many would share one unseen."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if mask is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", mask)
+    words = ["launch.device=cuda", "logger=none", "parallel.ring_size=4", *args]
+    for name, value in by_torchrun(1).items():
+        monkeypatch.setenv(name, value)
+    with assumed_gpus(gpus):
+        if not refused:
+            assert compose_config(words).launch.nproc == 8
+            return
+        with pytest.raises(ConfigError, match=rf"launch\.nproc=8: .* {gpus} (is|are) visible\. Use torchrun --nproc-"):
+            compose_config(words)

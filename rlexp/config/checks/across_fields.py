@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 from rlexp.base import engine_facts
 from rlexp.base.engine_facts import ENGINES
@@ -122,14 +123,21 @@ def _check_launch(cfg: Config) -> None:
 
 def _check_gpus(launch: LaunchConfig, *, joined: bool) -> None:
     gpus, each = visible_gpus(), launch.ranks_per_gpu
-    if launch.device is not Device.cuda or joined or launch.nproc <= gpus * each:
+    if launch.device is not Device.cuda or launch.nproc <= gpus * each or (joined and not _all_see(gpus)):
         return
     shared = -(-launch.nproc // gpus)
     held = "one GPU per rank" if each == 1 else f"launch.ranks_per_gpu={each} ranks on each GPU"
+    fewer = f"torchrun --nproc-per-node={gpus * each}" if joined else f"launch.nproc={gpus * each}"
     raise ConfigError(
-        f"launch.nproc={launch.nproc}: {held}, and {gpus} {'is' if gpus == 1 else 'are'} visible. Use launch.nproc="
-        f"{gpus * each}, or launch.device=cpu; launch.ranks_per_gpu={shared} lets ranks share a GPU, which is slow."
+        f"launch.nproc={launch.nproc}: {held}, and {gpus} {'is' if gpus == 1 else 'are'} visible. Use {fewer}, or "
+        f"launch.device=cpu; launch.ranks_per_gpu={shared} lets ranks share a GPU, which is slow."
     )
+
+
+def _all_see(gpus: int) -> bool:
+    """Say whether all ranks of this node see these same GPUs: torchrun gives its ranks one environment. A script of the
+    user's that torchrun starts may show each rank one GPU, and Slurm may too."""
+    return "LOCAL_WORLD_SIZE" in os.environ and (gpus > 1 or (gpus == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ))
 
 
 def _check_collectives(launch: LaunchConfig) -> None:

@@ -91,6 +91,13 @@ def _check_vllm(cfg: Config, *, here: bool) -> None:
             f"rollout.engine=vllm: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, "
             f"when it loads them, and cannot be given new ones. Use rollout.engine=native."
         )
+    on_a_gpu = min(cfg.launch.ranks_per_gpu, rollout.sampling_ranks or cfg.launch.ranks_per_gpu)
+    if on_a_gpu * rollout.vllm_memory >= 1:
+        raise ConfigError(
+            f"rollout.vllm_memory={rollout.vllm_memory:g}: each rank that samples takes this share of its GPU, and "
+            f"launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} puts {on_a_gpu} of them on one. Use less than "
+            f"{1 / on_a_gpu:.2g}, or launch.ranks_per_gpu=1."
+        )
     if here and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "rollout.engine=vllm: the package vllm is not installed. Install it on a GPU machine with "

@@ -172,7 +172,7 @@ def sizes(held: int, most: int | None) -> tuple[int, int]:
 
     There are at least two if one is not enough: one is copied while the other is written.
     """
-    size = PIECE if most is None else max(min(PIECE, most // 2 // WIDEST * WIDEST), LEAST)
+    size = PIECE if most is None else max(min(PIECE, 1 << max((most // 2).bit_length() - 1, 0)), LEAST)
     size = max(min(size, -(-held // WIDEST) * WIDEST), WIDEST)
     needed = -(-held // size)
     return size, needed if most is None else min(needed, max(most // size, 2))

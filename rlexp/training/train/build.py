@@ -272,7 +272,9 @@ def build_policy(
     policy.critic_lr_scale = needs.critic_lr_scale
     if fuses(cfg.model.fused, device, DTYPES[cfg.train.precision]):
         policy.fuse()
-    policy.logps.most = logits_at_once(sources.memory(device), fused=policy.fused is not None)
+    memory = sources.memory(device)
+    share = None if memory is None else memory // cfg.launch.ranks_per_gpu
+    policy.logps.most = logits_at_once(share, fused=policy.fused is not None)
     policy.freeze(cfg.model.freeze)
     if not ENGINES[cfg.engine.name.value].replicated:
         policy.refuse_listed_experts(cfg.engine.name.value)

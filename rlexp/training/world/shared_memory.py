@@ -12,7 +12,6 @@ import mmap
 import os
 import secrets
 import sys
-import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +48,17 @@ class Neighbours:
     @property
     def leads(self) -> bool:
         return self.rank == self.ranks[0]
+
+
+class Mapped(mmap.mmap):
+    """Memory that is mapped here. CUDA lets go of it before it is unmapped: a finalizer of `weakref` runs after."""
+
+    pinned: int | None = None  # the address that CUDA knows
+
+    def __del__(self) -> None:
+        if self.pinned is not None:
+            runtime: Any = torch.cuda.cudart()
+            runtime.cudaHostUnregister(self.pinned)
 
 
 def meet(rank: int, world_size: int) -> Neighbours:
@@ -128,28 +138,39 @@ def _places(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
     return places, max(size, ALIGNED)
 
 
-def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: int, what: str) -> tuple[int, mmap.mmap]:
+def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: int, what: str) -> tuple[int, Mapped]:
     """Make the memory and copy the tensors there, which lose their own one by one."""
-    memory = host_memory()
-    if memory is not None and size > memory.available:  # the kernel would not refuse it, but kill a process
-        raise UserError(
-            f"{what}: needs {size / GIB:.1f} GiB of this machine's memory, of which {memory.available / GIB:.1f} GiB "
-            f"are free. Leave it out, or use a machine with more memory."
-        )
     fd = os.memfd_create("rlexp-shared")
-    os.truncate(fd, size)
-    mapped = _mapped(fd, size)
-    for name, view in _views(mapped, places).items():
-        view.copy_(tensors[name].detach())
-        tensors[name].data = view
+    try:
+        os.truncate(fd, size)
+        mapped = _mapped(fd, size)
+        for name, view in _views(mapped, places).items():
+            _refuse_more_than_is_free(view.nbytes, size, what)
+            view.copy_(tensors[name].detach())
+            tensors[name].data = view
+    except BaseException:
+        os.close(fd)
+        raise
     return fd, mapped
 
 
-def _mapped(fd: int, size: int) -> mmap.mmap:
-    return mmap.mmap(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+def _refuse_more_than_is_free(more: int, size: int, what: str) -> None:
+    """Refuse to write so many bytes more: the kernel would not refuse it, but kill a process. It is asked before each
+    tensor, whose own memory is then free for the next."""
+    memory = host_memory()
+    if memory is not None and more > memory.available:
+        raise UserError(
+            f"{what}: shares {size / GIB:.1f} GiB of this machine's memory among its ranks, of which the next "
+            f"{more / GIB:.1f} GiB are missing: {memory.available / GIB:.1f} GiB are free. Leave it out, or use a "
+            f"machine with more memory."
+        )
 
 
-def _views(mapped: mmap.mmap, places: Mapping[str, Place]) -> dict[str, Tensor]:
+def _mapped(fd: int, size: int) -> Mapped:
+    return Mapped(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def _views(mapped: Mapped, places: Mapping[str, Place]) -> dict[str, Tensor]:
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
     views = {}
     for name, place in places.items():
@@ -158,13 +179,13 @@ def _views(mapped: mmap.mmap, places: Mapping[str, Place]) -> dict[str, Tensor]:
     return views
 
 
-def _pin(mapped: mmap.mmap, size: int, what: str) -> None:
+def _pin(mapped: Mapped, size: int, what: str) -> None:
     """Let the GPU copy from this memory by itself. Where CUDA refuses, copies are as right, and the host waits."""
     address = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
     runtime: Any = torch.cuda.cudart()
     code = int(runtime.cudaHostRegister(address, size, 0))
     if code == 0:
-        weakref.finalize(mapped, runtime.cudaHostUnregister, address)
+        mapped.pinned = address
         return
     with contextlib.suppress(RuntimeError):  # CUDA tells its last error to whoever asks next: here, and nowhere else
         torch.zeros(1, device="cuda")

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from torch import Tensor
 
+from rlexp.launch import watch
 from rlexp.training.checkpoint import host_copy
 from rlexp.training.checkpoint.host_copy import LEAST, HostCopy, Laid, sizes
 
@@ -106,6 +107,24 @@ def test_training_waits_for_the_disk_only_where_the_memory_is_short(monkeypatch:
     assert slow * 20 < seconds(32 * LEAST), "half of the state waits"
 
 
+def test_a_rank_that_waits_for_the_disk_is_not_taken_for_one_that_hangs() -> None:
+    host, tensors = HostCopy(2 * LEAST), state(0, [4 * LEAST])
+    laid = Laid.of(tensors, dict.fromkeys(tensors, 0))
+    waits: list[int] = []
+
+    def slow(_: memoryview) -> None:
+        time.sleep(0.05)
+        waits.append(watch._progress.waits_elsewhere)
+
+    host.begin()
+    thread = threading.Thread(target=host.drain, args=(slow,))
+    thread.start()
+    host.copy(laid)
+    thread.join()
+    assert waits[0] == 1, "training waits for the first piece's memory"
+    assert waits[-1] == 0, "all is copied, and training goes on"
+
+
 def test_a_failed_write_ends_the_copy_and_the_next_save_has_its_memory(tmp_path: Path) -> None:
     host, tensors = HostCopy(2 * LEAST), state(1, [9 * LEAST])
     laid = Laid.of(tensors, dict.fromkeys(tensors, 0))
@@ -140,6 +159,7 @@ def test_a_failed_write_ends_the_copy_and_the_next_save_has_its_memory(tmp_path:
         (96 << 30, None, (1 << 26, 1536)),
         (96 << 30, 8 << 30, (1 << 26, 128)),
         (96 << 30, 1 << 20, (1 << 19, 2)),
+        (96 << 30, 100 << 20, (1 << 25, 3)),  # torch would take 64 MiB for a pinned piece of 50
         (1000, None, (1000, 1)),
         (1001, 1 << 30, (1008, 1)),
         (0, None, (8, 0)),

@@ -115,7 +115,54 @@ def refused(spec: RankSpec) -> str:
 def test_too_little_memory_is_one_message_of_all_ranks() -> None:
     """The kernel would kill a process instead: it promises memory that it does not have."""
     (message,) = set(on_ranks(RANKS, refused))
-    assert message.startswith("reference.offload=true: needs 0.0 GiB of this machine's memory")
+    assert message.startswith("reference.offload=true: shares 0.0 GiB of this machine's memory")
+
+
+def moved(spec: RankSpec) -> bool:
+    """Share four times as much as is free. The leader's tensors are there already, and leave their memory in turn."""
+    from rlexp.training.world import shared_memory
+
+    own = {str(each): torch.full((1 << 20,), float(each)) for each in range(8)}
+    shared_memory.host_memory = lambda: HostMemory(1 << 30, 2 * own["0"].nbytes)
+    among = shared_memory.meet(spec.rank, RANKS)
+    made = shared_memory.share(own, among, what="a test", pinned=False)
+    left = all(own[name].data_ptr() == tensor.data_ptr() for name, tensor in made.items())
+    return (left or not among.leads) and all(bool((made[name] == float(name)).all()) for name in own)
+
+
+def test_memory_that_the_tensors_leave_is_free_for_the_next() -> None:
+    assert on_ranks(RANKS, moved) == [True] * RANKS
+
+
+def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's runtime is a stub here: it notes whether there is memory at the address that it is given."""
+    from rlexp.training.world import shared_memory
+    from rlexp.training.world.shared_memory import Neighbours
+
+    calls: list[tuple[str, bool]] = []
+
+    def is_mapped(address: int) -> bool:
+        maps = Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        ours = (line.split()[0].split("-") for line in maps if "memfd:rlexp" in line)
+        return any(int(begin, 16) <= address < int(end, 16) for begin, end in ours)
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, _size: int, _flags: int) -> int:  # noqa: N802
+            calls.append(("register", is_mapped(address)))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+            calls.append(("unregister", is_mapped(address)))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(shared_memory, "gather_objects", lambda own, _size: [own])
+    made = shared_memory.share({"one": torch.ones(LARGE)}, Neighbours(0, (0,), 1), what="a test", pinned=True)
+    part = made["one"][5:]
+    del made
+    assert calls == [("register", True)], "a part of it is still used"
+    del part
+    assert calls == [("register", True), ("unregister", True)]
 
 
 def of_a_reference(_spec: RankSpec, cfg: Config) -> tuple[str, int, int, int]:

@@ -34,6 +34,8 @@ from transformers import (
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import windows_in
+from rlexp.config.hardware import assumed_gpus
+from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig, OptimConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_sequences
@@ -42,6 +44,7 @@ from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model import rope
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.float64 import StayFloat64
+from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.hook import NAME, attention, register
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.policy import Policy, cast_parameters
@@ -51,6 +54,8 @@ from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
+from rlexp.training.train.build import Sources, build_policy
+from rlexp.training.train.task import Needs
 from rlexp.training.world.groups import ALONE, World, build_world
 from tests.conftest import ROOT
 from tests.helpers import warm
@@ -370,3 +375,14 @@ def test_what_freezes_fits_something_and_leaves_something() -> None:
         policy.freeze(["embedding"])
     with pytest.raises(ModelError, match="nothing is left to train"):
         policy.freeze(["1.*"])
+
+
+def test_ranks_that_share_a_gpu_share_the_memory_for_logits() -> None:
+    most = []
+    for each in (1, 4):
+        with assumed_gpus(1):
+            cfg = compose_config(["logger=none", "data.size=8", f"launch.ranks_per_gpu={each}", "train.precision=fp32"])
+        sources = Sources(memory=lambda _: 80 << 30)
+        config = load_config(cfg.model, cfg.data.max_length)
+        most.append(build_policy(cfg, config, torch.device("cpu"), Needs(), None, sources).logps.most)
+    assert most[0] == 4 * most[1] == logits_at_once(80 << 30)

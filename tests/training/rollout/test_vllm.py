@@ -19,6 +19,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from rlexp.base.errors import ConfigError, ModelError
+from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.config.schema.rollouts import RolloutConfig, RolloutEngine
@@ -143,6 +144,18 @@ def test_what_it_cannot_have_is_named(make: Callable[[], Any], monkeypatch: pyte
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     with pytest.raises(ModelError, match="VLLM_ENABLE_V1_MULTIPROCESSING"):
         make()
+
+
+def test_ranks_that_share_a_gpu_have_their_shares_together() -> None:
+    asked = ["loss=ppo", "reward.rule=length", "rollout.engine=vllm", "rollout.batch_size=4", "rollout.n_samples=2"]
+    with (
+        assumed_gpus(1),
+        pytest.raises(ConfigError, match=r"vllm_memory=0\.4: .* puts 3 of them on one\. Use less than 0"),
+    ):
+        compose_config([*asked, "launch.ranks_per_gpu=3"])
+    pipelined = ("rollout.mode=pipelined", "rollout.sampling_ranks=1")
+    with assumed_gpus(1), pytest.raises(ConfigError, match="the package vllm is not installed"):  # one rank samples
+        compose_config([*asked, "launch.ranks_per_gpu=3", *pipelined])
 
 
 SMALL = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4,
