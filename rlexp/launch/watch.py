@@ -140,20 +140,21 @@ class Watch(threading.Thread):
     def _nobody_gets_further(self) -> bool:
         """Wait until it is so; return False if the watch ends before.
 
-        Beats are counted, and no clock is read: a job that Slurm suspends for an hour goes on where it was.
+        Between two looks no more than two beats count: a job that Slurm suspends for an hour goes on where it was.
         """
         if self._gpu is not None:
             import torch
 
             torch.cuda.set_device(self._gpu)  # a thread begins on the first GPU, and asking it would take memory there
-        mine, seen, quiet = -1, b"", 0.0
+        mine, seen, quiet, looked = -1, b"", 0.0, time.monotonic()
         while not self.ended.wait(self._beat):
             done = _progress.done()
             further, mine = done != mine or _progress.waits_elsewhere > 0, done
             now = self._passed_on(further=further)
-            if further or now != seen:
-                seen, quiet = now, 0.0
-            elif (quiet := quiet + self._beat) > self._seconds:
+            before, looked = looked, time.monotonic()
+            quiet = 0.0 if further or now != seen else quiet + min(looked - before, 2 * self._beat)
+            seen = now
+            if quiet > self._seconds:
                 return True
         return False
 

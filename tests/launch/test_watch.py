@@ -49,10 +49,9 @@ def slow_but_sure(rank: int) -> list[int]:
         with watch.elsewhere():
             time.sleep(2 * PATIENT)
     gather_objects(rank, 3)
-    time.sleep(PATIENT / 2)
+    time.sleep(PATIENT / 4)
     subprocess.Popen(["sh", "-c", f"sleep {2 * PATIENT}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
-    time.sleep(PATIENT / 2)
     return gather_objects(rank, 3)
 
 

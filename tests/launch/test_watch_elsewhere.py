@@ -11,11 +11,13 @@ import pytest
 import torch
 
 from rlexp.config.schema import HFModelConfig
+from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint import keeper, restore, saver
 from rlexp.training.checkpoint.host_copy import HostCopy, Laid
 from rlexp.training.model import loading
+from rlexp.training.rollout.rewards import build
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import some_do
@@ -44,6 +46,11 @@ def seen() -> Any:
 
 def test_a_reward(seen: Seen) -> None:
     Rewards([SimpleNamespace(collect=seen)], [], {}).collect()  # type: ignore[list-item]
+
+
+def test_the_import_of_a_reward(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "PythonReward", seen)
+    build.build_reward(PythonRewardConfig(function="x:y"))
 
 
 def test_a_model_of_the_hub_or_of_a_slow_disk(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

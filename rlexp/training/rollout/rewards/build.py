@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleRewardConfig
+from rlexp.launch import watch
 from rlexp.training.rollout.rewards.base import Reward
 from rlexp.training.rollout.rewards.python import PythonReward
 from rlexp.training.rollout.rewards.rule import RuleReward, rule_of
@@ -21,7 +22,8 @@ def build_reward(cfg: RewardConfig) -> Rewards:
                 case RuleRewardConfig() as rule:
                     own.append(RuleReward(term.name, rule_of(rule, term.key)))
                 case PythonRewardConfig() as function:
-                    own.append(PythonReward(term.name, function, term.key))
+                    with watch.elsewhere():  # an import has a limit of its own
+                        own.append(PythonReward(term.name, function, term.key))
                 case ModelRewardConfig() as model:
                     models.append(ModelTerm(term.name, term.key, model))
                 case _:
