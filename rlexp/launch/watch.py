@@ -2,8 +2,8 @@
 
 No collective has a time limit of its own: replicas have different work, and a GPU may be minutes behind its host. Each
 rank notes how far it is, as often as a layer attends, and a thread of each passes that on to all. When no rank has got
-any further for `launch.timeout_seconds`, each says where it is, and all but those that are behind end with an error
-that names these.
+any further for `launch.timeout_seconds`, each says where it is. If some wait, all but those that are behind end with an
+error that names these; if none waits, all compute, and are left alone.
 
 Who waits for another rank of the world notes nothing, or two ranks could wait for each other for ever. Who waits for
 anything else, such as a disk, the hub or a reward, says so by `elsewhere`, or notes each piece of it.
@@ -129,23 +129,20 @@ class Watch(threading.Thread):
         self.ended = threading.Event()
 
     def run(self) -> None:
-        if not self._nobody_gets_further():
-            return
-        behind: list[int] = []
-        said = "The store in which ranks meet does not answer: rank 0, which holds it, may be gone"
-        with contextlib.suppress(Exception):
-            behind, said = self._verdict()
-        self._end(behind, said)
-
-    def _nobody_gets_further(self) -> bool:
-        """Wait until it is so; return False if the watch ends before.
-
-        Between two looks no more than two beats count: a job that Slurm suspends for an hour goes on where it was.
-        """
         if self._gpu is not None:
             import torch
 
             torch.cuda.set_device(self._gpu)  # a thread begins on the first GPU, and asking it would take memory there
+        while (since := self._nobody_gets_further()) is not None:
+            verdict = self._verdict(since)
+            if verdict is not None:
+                self._end(*verdict)
+
+    def _nobody_gets_further(self) -> bytes | None:
+        """Wait until it is so, and return what has not changed since; None if the watch ends before.
+
+        Between two looks no more than two beats count: a job that Slurm suspends for an hour goes on where it was.
+        """
         mine, seen, quiet, looked = -1, b"", 0.0, time.monotonic()
         while not self.ended.wait(self._beat):
             done = _progress.done()
@@ -155,8 +152,8 @@ class Watch(threading.Thread):
             quiet = 0.0 if further or now != seen else quiet + min(looked - before, 2 * self._beat)
             seen = now
             if quiet > self._seconds:
-                return True
-        return False
+                return seen
+        return None
 
     def _passed_on(self, *, further: bool) -> bytes:
         """Tell all ranks that this one has got further, and return what changes as soon as any has."""
@@ -167,18 +164,38 @@ class Watch(threading.Thread):
         except Exception:  # the store has gone with rank 0, or with its folder: then this rank's own progress counts
             return b""
 
-    def _verdict(self) -> tuple[list[int], str]:
-        """Return the ranks that are behind, and where all are, in words."""
-        key = f"{PLACE}/{{rank}}"
-        mine = Standing(waits(), _progress.noted, begun(), _progress.place)
-        self._store.set(key.format(rank=self._rank), json.dumps(mine))
-        time.sleep(2 * self._beat)  # until each has looked
-        there = [rank for rank in range(self._ranks) if self._store.check([key.format(rank=rank)])]
-        known = {rank: Standing(*json.loads(self._store.get(key.format(rank=rank)))) for rank in there}
+    def _verdict(self, since: bytes) -> tuple[list[int], str] | None:
+        """Return the ranks that are behind, and where all are, in words. None if no rank waits, and so all compute, or
+        if one has got further meanwhile."""
+        mine = Standing(waits() or self._gpu_waits(), _progress.noted, begun(), _progress.place)
+        try:
+            known = self._standings(mine, since.decode())
+            further = self._store.get(GOT_FURTHER) != since
+        except Exception:
+            return ([], "Their store does not answer: rank 0, which holds it, may be gone") if mine.waits else None
+        if further or (len(known) == self._ranks and not any(each.waits for each in known.values())):
+            return None
         behind = behind_of(known, self._ranks)
         told = [f"rank {rank} {known[rank].in_words() if rank in known else 'does not answer'}"
                 for rank in range(self._ranks)]  # fmt: skip
         return behind, "; ".join([f"Behind the others: {_listed(behind)}"] * bool(behind) + told)
+
+    def _standings(self, mine: Standing, since: str) -> dict[int, Standing]:
+        keys = [f"{PLACE}/{since}/{rank}" for rank in range(self._ranks)]
+        self._store.set(keys[self._rank], json.dumps(mine))
+        self.ended.wait(2 * self._beat)  # until each has looked
+        there = [rank for rank, key in enumerate(keys) if self._store.check([key])]
+        return {rank: Standing(*json.loads(self._store.get(keys[rank]))) for rank in there}
+
+    def _gpu_waits(self) -> bool:
+        """Say whether the GPU works on something that does not end: the host may wait for it, and no call tells."""
+        if self._gpu is None:
+            return False
+        import torch
+
+        event = torch.cuda.default_stream(self._gpu).record_event()
+        self.ended.wait(self._beat)
+        return not event.query()
 
     def _end(self, behind: list[int], said: str) -> None:
         """End this process. Those that are behind wait, so that others are taken for those that waited."""

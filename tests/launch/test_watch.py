@@ -55,6 +55,11 @@ def slow_but_sure(rank: int) -> list[int]:
     return gather_objects(rank, 3)
 
 
+def all_compute(rank: int) -> list[int]:
+    time.sleep(3 * PATIENT)
+    return gather_objects(rank, 2)
+
+
 def hangs(rank: int) -> None:
     """The others wait where they wait for samples, which may take long to draw."""
     host: Host = build_host(World(rank, 3, ALONE))
@@ -70,6 +75,11 @@ def comes_late(_rank: int) -> None:
 
 def test_a_rank_that_gets_further_is_waited_for() -> None:
     assert on_watched_ranks(3, slow_but_sure) == [[0, 1, 2]] * 3
+
+
+def test_ranks_that_all_compute_are_left_alone() -> None:
+    """As long as none waits for another: they load a model, say, and note nothing."""
+    assert on_watched_ranks(2, all_compute) == [[0, 1]] * 2
 
 
 def test_who_holds_the_others_up_is_named() -> None:
