@@ -223,7 +223,7 @@ def fingerprint(cfg: Config, *, fitting: bool) -> str:
     plain = {group: value for group, value in to_plain(cfg).items() if group not in UNPREDICTED}
     saving = ("host_memory_gib", "save_every", "on_exit", "keep_best", "export", "export_dtype")
     plain["checkpoint"] = {key: to_plain(cfg)["checkpoint"][key] for key in saving}
-    launch = ("nproc", "nodes", "ranks_per_gpu", "deterministic")
+    launch = ("nproc", "nodes", "ranks_per_gpu", "collectives", "deterministic")
     plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
     told = json.dumps([__version__, plain, fitting], sort_keys=True)
     return hashlib.sha256(told.encode()).hexdigest()[:16]

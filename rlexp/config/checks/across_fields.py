@@ -44,6 +44,7 @@ from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import check_sources
 
 MOST_RANKS = 512  # on one machine
+MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
 
 
 def check(cfg: Config, *, here: bool = True) -> None:
@@ -127,10 +128,11 @@ def _check_gpus(launch: LaunchConfig, *, joined: bool) -> None:
         return
     shared = -(-launch.nproc // gpus)
     held = "one GPU per rank" if each == 1 else f"launch.ranks_per_gpu={each} ranks on each GPU"
+    share = f"; launch.ranks_per_gpu={shared} lets ranks share a GPU, which is slow" if shared <= MOST_SHARING else ""
     fewer = f"torchrun --nproc-per-node={gpus * each}" if joined else f"launch.nproc={gpus * each}"
     raise ConfigError(
         f"launch.nproc={launch.nproc}: {held}, and {gpus} {'is' if gpus == 1 else 'are'} visible. Use {fewer}, or "
-        f"launch.device=cpu; launch.ranks_per_gpu={shared} lets ranks share a GPU, which is slow."
+        f"launch.device=cpu{share}."
     )
 
 

@@ -7,7 +7,7 @@ import importlib.util
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import experts_in
-from rlexp.config.schema import Config, Device
+from rlexp.config.schema import Collectives, Config, Device
 from rlexp.config.schema.data import ArithmeticDataConfig
 from rlexp.config.schema.rollouts import RolloutEngine, RolloutMode
 
@@ -90,6 +90,12 @@ def _check_vllm(cfg: Config, *, here: bool) -> None:
         raise ConfigError(
             f"rollout.engine=vllm: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, "
             f"when it loads them, and cannot be given new ones. Use rollout.engine=native."
+        )
+    if rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged:
+        raise ConfigError(
+            f"rollout.engine=vllm: with rollout.mode=colocated it makes its own groups of ranks, which "
+            f"launch.collectives=staged has never carried (launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} takes it). "
+            f"Use rollout=pipelined, or rollout.engine=native."
         )
     on_a_gpu = min(cfg.launch.ranks_per_gpu, rollout.sampling_ranks or cfg.launch.ranks_per_gpu)
     if on_a_gpu * rollout.vllm_memory >= 1:

@@ -82,7 +82,7 @@ AUTO = "auto"
 class Device(Enum):
     auto = "auto"  # `cuda` on a machine with GPUs, else `cpu`
     cpu = "cpu"  # all ranks on the CPU
-    cuda = "cuda"  # each rank on a GPU of its own
+    cuda = "cuda"  # each rank on a GPU, which is its own unless launch.ranks_per_gpu says otherwise
 
 
 class Collectives(Enum):

@@ -49,9 +49,13 @@ class SlurmLauncher(Submitting):
             return job_overrides
         gpus = max((each.gpus for each in kinds(partitions(), self.params.get("partition"))), default=0)
         added = [f"launch.device={'cuda' if gpus else 'cpu'}"] if device == "auto" else []
-        if gpus and "launch.nproc" not in said and OmegaConf.is_interpolation(launch, "nproc"):
-            added.append(f"launch.nproc={gpus * launch.ranks_per_gpu}")
-        return [[*job, *added] for job in job_overrides]
+        derived = gpus and "launch.nproc" not in said and OmegaConf.is_interpolation(launch, "nproc")
+
+        def ranks(job: Sequence[str]) -> list[str]:
+            named = [each.partition("=")[2] for each in job if each.startswith("launch.ranks_per_gpu=")]
+            return [f"launch.nproc={gpus * int(named[-1] if named else launch.ranks_per_gpu)}"] if derived else []
+
+        return [[*job, *added, *ranks(job)] for job in job_overrides]
 
     def prepare(self, jobs: Sequence[Planned]) -> None:
         there = partitions()
