@@ -161,7 +161,7 @@ def _of_reference(cfg: Config) -> Iterator[tuple[str, Config]]:
 def _for_machine(cfg: Config, host: Host) -> Iterator[tuple[str, Config]]:
     """Yield what takes less of the host's memory: smaller copies for a checkpoint, or nothing moved there."""
     copies = host.by_kind[COPIES]
-    left = max((host.limit or 0) - host.bytes + copies, host.ranks * LEAST_COPIES)
+    left = max((host.limit or 0) - host.counted + copies, host.ranks * LEAST_COPIES)
     if left < copies:
         gib = max(math.floor(left / GIB * 100) / 100, 0.01)
         checkpoint = dataclasses.replace(cfg.checkpoint, host_memory_gib=gib)

@@ -8,7 +8,7 @@ are memory-mapped, and what Python holds of drawn ones.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlexp.config.schema import Config, Device, ExportDtype
@@ -57,7 +57,7 @@ class Host:
     ranks: int
     by_kind: Mapping[str, int]
     limit: int | None
-    assumed: int = 0  # of these, what nobody has measured: it is printed, and refuses no run
+    assumed: Collection[str] = ()  # kinds that nobody has measured: they are printed, and refuse no run
 
     @property
     def bytes(self) -> int:
@@ -65,7 +65,11 @@ class Host:
 
     @property
     def fits(self) -> bool:
-        return self.limit is None or self.bytes - self.assumed <= self.limit
+        return self.limit is None or self.counted <= self.limit
+
+    @property
+    def counted(self) -> int:
+        return self.bytes - sum(self.by_kind[kind] for kind in self.assumed)
 
 
 def host_of(cfg: Config, held: Held, peak: int) -> Host:
@@ -84,7 +88,7 @@ def host_of(cfg: Config, held: Held, peak: int) -> Host:
             EXPORT: min(SHARD, held.elements * _exported(cfg)) if cfg.checkpoint.export else 0,
         },
         limit_of(cfg),
-        assumed=0 if on_cpu else ranks * PROCESS[Device.cuda],
+        assumed=() if on_cpu else (PROCESSES,),
     )
 
 
@@ -95,7 +99,8 @@ def limit_of(cfg: Config) -> int | None:
 
 def in_words(host: Host) -> str:
     """Return the largest parts: `96.0 GiB copies for a checkpoint, 24.0 GiB processes`."""
-    parts = sorted(((count, kind) for kind, count in host.by_kind.items() if count), reverse=True)
+    known = {kind: count for kind, count in host.by_kind.items() if count and kind not in host.assumed}
+    parts = sorted(((count, kind) for kind, count in known.items()), reverse=True)
     return ", ".join(f"{size(count)} {kind}" for count, kind in parts[:3])
 
 
@@ -103,7 +108,7 @@ def told_short(host: Host, cfg: Config) -> str:
     """Say what a machine has too little memory for, with the key that says how much it has."""
     need = "its rank needs" if host.ranks == 1 else f"its {host.ranks} ranks on a machine need"
     return (
-        f"{need} {size(host.bytes)} of the host's memory ({in_words(host)}), and may take {size(host.limit or 0)}: "
+        f"{need} {size(host.counted)} of the host's memory ({in_words(host)}), and may take {size(host.limit or 0)}: "
         f"{1 - FREE:.0%} of hardware.host_memory_gib={cfg.hardware.host_memory_gib:g}"
     )
 

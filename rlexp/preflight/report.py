@@ -117,7 +117,7 @@ def _host(host: Host) -> Iterator[str]:
     yield f"the host's memory on one machine, with {ranks}, GiB"
     for kind in KINDS:
         if count := host.by_kind[kind]:
-            yield f"  {kind:35}{count / GIB:9,.2f}"
+            yield f"  {kind:35}{count / GIB:9,.2f}{', assumed: it refuses no run' if kind in host.assumed else ''}"
     yield f"  {'total':35}{host.bytes / GIB:9,.2f}{known}"
 
 
@@ -195,7 +195,7 @@ def _beside(change: Change) -> str:
     notes = ["and a pass before training"] * (PRECOMPUTE in change.words)
     notes += ["and copies from the host"] * offloads(change.words)
     if (short := change.prediction.short) is not None:
-        notes += [f"needs {size(short.bytes)} of a machine's memory, of {size(short.limit or 0)}"]
+        notes += [f"needs {size(short.counted)} of a machine's memory, of {size(short.limit or 0)}"]
     notes += ["trains other weights"] * trains_otherwise(change.words)
     return f"  {', '.join(notes)}" if notes else ""
 

@@ -148,11 +148,12 @@ def test_what_it_cannot_have_is_named(make: Callable[[], Any], monkeypatch: pyte
 
 def test_ranks_that_share_a_gpu_have_their_shares_together() -> None:
     asked = ["loss=ppo", "reward.rule=length", "rollout.engine=vllm", "rollout.batch_size=4", "rollout.n_samples=2"]
-    with (
-        assumed_gpus(1),
-        pytest.raises(ConfigError, match=r"vllm_memory=0\.4: .* puts 3 of them on one\. Use less than 0"),
-    ):
+    with assumed_gpus(1), pytest.raises(ConfigError, match="it makes its own groups of ranks"):
         compose_config([*asked, "launch.ranks_per_gpu=3"])
+    pipelined = ("rollout.mode=pipelined", "rollout.sampling_ranks=3")
+    said = r"vllm_memory=0\.4: .* puts 3 of them on one\. Use less than 0"
+    with assumed_gpus(1), pytest.raises(ConfigError, match=said):
+        compose_config([*asked, "launch.ranks_per_gpu=4", *pipelined])
     pipelined = ("rollout.mode=pipelined", "rollout.sampling_ranks=1")
     with assumed_gpus(1), pytest.raises(ConfigError, match="the package vllm is not installed"):  # one rank samples
         compose_config([*asked, "launch.ranks_per_gpu=3", *pipelined])
