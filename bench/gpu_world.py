@@ -164,7 +164,7 @@ def option_cases(_on: Machine) -> Iterator[Case]:
         yield Case(name, words, ring, precision, exact=exact)
     for engine in ENGINES:
         if there(engine):
-            yield Case(f"the same bits twice, `{engine}`", (f"engine={engine}",), RANKS, "bf16", twice=True)
+            yield Case(f"`{engine}`", (f"engine={engine}",), RANKS, "bf16", twice=True)
 
 
 CASES = {"engines": engine_cases, "rings": ring_cases, "options": option_cases}
@@ -312,9 +312,11 @@ def table(on: Machine, found: dict[Case, Found]) -> str:
     for name in dict.fromkeys(case.name for case in compared_ones):
         cells = {case.column: _cell(on, case, each) for case, each in compared_ones.items() if case.name == name}
         lines.append(f"| {name} | {' | '.join(cells.get(column, '–') for column in columns)} |")
-    lines += [
-        f"\n{case.name}, {case.column}: {wrong(on, case, each) or 'yes'}." for case, each in found.items() if case.twice
-    ]
+    again = {case: each for case, each in found.items() if case.twice}
+    if again:
+        same = [case.name for case, each in again.items() if wrong(on, case, each) is None]
+        lines += ["", f"The same bits twice, with `launch.deterministic=true`: {', '.join(same) or 'none'}."]
+    lines += [f"\nWrong: {case.label}: {why}." for case, each in again.items() if (why := wrong(on, case, each))]
     return "\n".join(lines)
 
 
