@@ -87,7 +87,8 @@ def _check(cfg: Config, gpus: int) -> None:
     if cfg.launch.nproc > gpus * each:
         of_each = "one for each rank" if each == 1 else f"and launch.ranks_per_gpu={each} ranks on each"
         raise ConfigError(
-            f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} GPU{'s' * (gpus > 1)}, {of_each}. Use "
+            f"launch.nproc={cfg.launch.nproc}: a node of hardware={cfg.hardware.name} has {gpus} "
+            f"GPU{'s' * (gpus > 1)}, {of_each}. Use "
             f"launch.nproc={gpus * each}, more launch.nodes, or hardware.gpus={-(-cfg.launch.nproc // each)}."
         )
     for key in ("memory_gib", "bf16_tflops", "fp32_tflops", "memory_tb_s", "link_gb_s", "network_gb_s"):
