@@ -112,7 +112,7 @@ LAYOUTS = {  # by name: the words, and the smallest ring
 WINDOW = ("model.window=24",)
 # Models have heads of 64 or 128, and a part of flash-attn 2 may be built for these alone. Those of model=tiny have 8.
 HEADS_OF_64 = ("model.hidden_size=256", "model.heads=4")
-SHORT = ("zigzag, direct", "allgather", "hybrid, neighbour")
+SHORT = ("zigzag, direct", "hybrid, neighbour")
 
 
 def ring_cases(on: Machine) -> Iterator[Case]:
