@@ -197,11 +197,11 @@ def test_two_changes_are_tried_where_one_is_not_enough(two_gpus: None) -> None:
 def test_ranks_that_share_a_gpu_share_its_memory(two_gpus: None) -> None:
     """What fits once on a GPU fits four times on one that is four times as large, and not on a smaller one."""
     words = ("launch.device=cuda", "parallel=ring2", "logger=none", "engine=torch", "train.batch_size=8",
-             "hardware.host_memory_gib=1000")  # fmt: skip
+             "train.max_tokens_per_micro_batch=2048", "hardware.host_memory_gib=1000")  # fmt: skip
     peak = prepared(compose_config([*words, "hardware.memory_gib=1"]))[1].peak / (1 << 30)
-    four = (*words, "launch.ranks_per_gpu=4")
+    four = (*words, "launch.ranks_per_gpu=4", "train.batch_size=32")  # on four times as many replicas
     assert prepared(compose_config([*four, f"hardware.memory_gib={4.1 * peak}"]))[1].fits
-    said = r"a rank may take .* on this GPU, of which launch\.ranks_per_gpu=4 gives it 1/4"
+    said = r"a rank may take .* on h100, of which launch\.ranks_per_gpu=4 gives it 1/4"
     with pytest.raises(DoesNotFitError, match=said):
         prepared(compose_config([*four, f"hardware.memory_gib={3.9 * peak}"]), helping=False)
 
