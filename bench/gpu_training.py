@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from bench.gpu_foretell import Asked, Foretold, foretell
 from bench.gpu_here import GIB, Machine
@@ -37,6 +37,7 @@ SHARE = 0.35  # of the memory, for what is held
 LAYERS = range(5, 33)
 CLOSE, SMALL = 0.05, 0.25 * GIB  # how far a peak may lie from its prediction: of the peak, or in bytes
 PATIENCE = 120.0  # predicted seconds of a step: the longest pair is not tried if it takes longer
+T = TypeVar("T")
 Result = dict[str, Any]  # {"peaks", "seconds"} or {"failed"}
 
 
@@ -193,17 +194,27 @@ def measure_all(trial: Trial, configs: dict[Option, Config], steps: int = STEPS)
     """Train all of them, an engine at a time; what fails says why, and the others go on in new processes."""
     results: dict[Option, Result] = {}
     for _, group in itertools.groupby(configs, key=lambda option: option.engine):
-        todo = list(group)
-        while todo:
+
+        def start(todo: Sequence[Option]) -> Started:
             chosen = [configs[option] for option in todo]
-            ended = started(measure_rank, trial.machine.ring, (chosen, steps), chosen[0].launch, trial.folder)
-            for option, result in zip(todo, ended.results, strict=False):
-                results[option] = result
-                print(f"{option.key}: {json.dumps(result)}", file=sys.stderr, flush=True)
-            todo = todo[len(ended.results) :]
-            if ended.error is not None and todo:
-                results[todo[0]] = {"failed": ended.error}
-                print(f"{todo.pop(0).key} failed: {ended.error}", file=sys.stderr, flush=True)
+            return started(measure_rank, trial.machine.ring, (chosen, steps), chosen[0].launch, trial.folder)
+
+        results |= in_turn(list(group), start, lambda option: option.key)
+    return results
+
+
+def in_turn(todo: Sequence[T], start: Callable[[Sequence[T]], Started], named: Callable[[T], str]) -> dict[T, Result]:
+    """Run all of these in one world of ranks; what fails says why, and those after it go on in new processes."""
+    results: dict[T, Result] = {}
+    while todo:
+        ended = start(todo)
+        found = list(ended.results)
+        if ended.error is not None and len(found) < len(todo):
+            found.append({"failed": ended.error})
+        for each, result in zip(todo, found, strict=False):
+            results[each] = result
+            print(f"{named(each)}: {json.dumps(result)}", file=sys.stderr, flush=True)
+        todo = todo[len(found) :]
     return results
 
 

@@ -10,10 +10,8 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
-import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -22,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_here import Machine
-from bench.gpu_training import Started, has_deepspeed, started
+from bench.gpu_training import Started, has_deepspeed, in_turn, started
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.kernel_needs import able, installed
 from rlexp.config.explain import explain
@@ -191,19 +189,15 @@ def run_all(
             configs[case] = case.config(on)
         except Exception as error:  # a resolver's is wrapped
             found[case] = {"failed": explain(error) or str(error)}
-    exact, todo = exactly(configs, folder), list(configs)
+    exact = exactly(configs, folder)
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it once; equal bits need it
     os.environ["DS_ACCELERATOR"] = on.device  # what has run on the CPU has left its own
-    while todo:
+
+    def start(todo: Sequence[Case]) -> Started:
         chosen = [(case, configs[case]) for case in todo]
-        ended = started(rank or train_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
-        for case, result in zip(todo, ended.results, strict=False):
-            found[case] = result
-            print(f"{case.label}: {json.dumps(result)}", file=sys.stderr, flush=True)
-        todo = todo[len(ended.results) :]
-        if ended.error is not None and todo:
-            found[todo[0]] = {"failed": ended.error}
-            print(f"{todo.pop(0).label} failed: {ended.error}", file=sys.stderr, flush=True)
+        return started(rank or train_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
+
+    found |= in_turn(list(configs), start, lambda case: case.label)
     return {case: found[case] for case in cases}
 
 
@@ -237,10 +231,12 @@ def train_rank(
     import torch
 
     from rlexp.launch.joining import join, leave_world
+    from rlexp.training.world.objects import gather_objects
 
     join(spec, cases[0][1].launch)
     for case, cfg in cases:
-        result = bits(cfg) if case.twice else compared(cfg, exact[case.exact])
+        mine = bits(cfg) if case.twice else compared(cfg, exact[case.exact])
+        result = worst(gather_objects(mine, RANKS))
         torch.use_deterministic_algorithms(False)
         if spec.rank == 0:
             Started.add(out, result)
@@ -248,6 +244,15 @@ def train_rank(
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the ranks of a GPU share its memory
     leave_world()
+
+
+def worst(of_ranks: Sequence[Found]) -> Found:
+    """Return what the rank that is furthest off has found: an engine may be right on one rank alone."""
+    if "bits" in of_ranks[0]:
+        return {"bits": all(each["bits"] for each in of_ranks)}
+    return {
+        name: max((each[name] for each in of_ranks), key=lambda gap: (math.isnan(gap), gap)) for name in of_ranks[0]
+    }
 
 
 def compared(cfg: Config, file: Path) -> Found:

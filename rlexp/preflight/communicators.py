@@ -18,8 +18,8 @@ MIB = 1 << 20
 CONTEXT = 512 * MIB
 # Measured on an H100 (docs/measured/gpu.md): two workspaces of 32 MiB, of cuBLAS and of cuBLASLt.
 CUBLAS = 64 * MIB
-# Of one channel to one rank, on the receiving side: NCCL's buffers for its protocols, 4 MiB (NCCL_BUFFSIZE), 4.7 MiB
-# (LL128) and 0.5 MiB (LL), rounded up to 2 MiB together (NCCL 2.30, src/transport/p2p.cc and src/init.cc).
+# What one channel to one rank takes on the receiving side: NCCL's buffers for its protocols, 4 MiB (NCCL_BUFFSIZE),
+# 4.7 MiB (LL128) and 0.5 MiB (LL), rounded up to 2 MiB together (NCCL 2.30, src/transport/p2p.cc and src/init.cc).
 CONNECTION = 10 * MIB
 # Channels of a collective, and connections for each: one of a ring, and one more of a tree. NVLS, which larger sums may
 # take on NVSwitch, is not counted.

@@ -231,6 +231,14 @@ def test_a_case_that_is_wrong_says_so_and_the_others_go_on(tmp_path: Path) -> No
     assert "| bad | **failed** |" in text
 
 
+def test_a_rank_that_is_wrong_alone_is_not_overlooked() -> None:
+    right = {"loss": 1e-16, "gradient": 1e-15}
+    assert gpu_world.worst([right, right | {"gradient": 0.5}]) == right | {"gradient": 0.5}
+    case = gpu_world.Case("nan", (), 2, "fp64")
+    assert gpu_world.wrong(stand_in(), case, gpu_world.worst([right, right | {"loss": float("nan")}])) is not None
+    assert gpu_world.worst([{"bits": True}, {"bits": False}]) == {"bits": False}
+
+
 def forgetful_rank(spec: RankSpec, *args: Any) -> None:
     """Rank 2 leaves out a collective of the engine: the sum of the gradient's norm."""
     if spec.rank == 2:

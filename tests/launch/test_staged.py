@@ -82,7 +82,7 @@ def messages(spec: RankSpec) -> tuple[float, bool, float]:
     going, coming = torch.tensor([float(spec.rank)]), torch.tensor([-1.0])
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, going, right), dist.P2POp(dist.irecv, coming, left)])
     going.fill_(77.0)  # what is copied at once cannot be written too early
-    dist.barrier()  # the bytes are there, and nobody has waited for them
+    dist.barrier()  # time for the bytes to come, and nobody has waited for them
     before = float(coming)
     for work in works:
         work.wait()
