@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
-from rlexp.config.checks.layout import experts_in
-from rlexp.config.schema import Collectives, Config, Device
+from rlexp.config.checks.vllm import check_vllm
+from rlexp.config.schema import Config
 from rlexp.config.schema.data import ArithmeticDataConfig
 from rlexp.config.schema.rollouts import RolloutEngine, RolloutMode
 
@@ -75,42 +73,4 @@ def _check_mode(cfg: Config, *, here: bool) -> None:
             f"rollout.mode={'colocated' if pipelined else 'pipelined'}."
         )
     if rollout.engine is RolloutEngine.vllm:
-        _check_vllm(cfg, here=here)
-
-
-def _check_vllm(cfg: Config, *, here: bool) -> None:
-    rollout = cfg.rollout
-    if cfg.launch.device is Device.cpu:
-        raise ConfigError(
-            "rollout.engine=vllm: samples on GPUs, and launch.device=cpu. Use launch.device=cuda, or "
-            "rollout.engine=native."
-        )
-    experts = experts_in(cfg.model)
-    if experts is not None:
-        raise ConfigError(
-            f"rollout.engine=vllm: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, "
-            f"when it loads them, and cannot be given new ones. Use rollout.engine=native."
-        )
-    if rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged:
-        raise ConfigError(
-            f"rollout.engine=vllm: with rollout.mode=colocated it makes its own groups of ranks, which "
-            f"launch.collectives=staged has never carried (launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} takes it). "
-            f"Use rollout=pipelined, or rollout.engine=native."
-        )
-    on_a_gpu = min(cfg.launch.ranks_per_gpu, rollout.sampling_ranks or cfg.launch.ranks_per_gpu)
-    if on_a_gpu * rollout.vllm_memory >= 1:
-        raise ConfigError(
-            f"rollout.vllm_memory={rollout.vllm_memory:g}: each rank that samples takes this share of its GPU, and "
-            f"launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} puts {on_a_gpu} of them on one. Use less than "
-            f"{1 / on_a_gpu:.2g}, or launch.ranks_per_gpu=1."
-        )
-    if here and importlib.util.find_spec("vllm") is None:
-        raise ConfigError(
-            "rollout.engine=vllm: the package vllm is not installed. Install it on a GPU machine with "
-            "`pip install vllm`, or use rollout.engine=native."
-        )
-    if (rollout.top_k, rollout.top_p, rollout.min_p) != (0, 1.0, 0.0):
-        raise ConfigError(
-            "rollout.engine=vllm: renormalizes log-probabilities after top_k, top_p and min_p; training needs those of "
-            "the whole distribution. Leave rollout.top_k=0, top_p=1, min_p=0, or use rollout.engine=native."
-        )
+        check_vllm(cfg, here=here)

@@ -22,7 +22,7 @@ class RolloutMode(Enum):
 
 class RolloutEngine(Enum):
     native = "native"  # rlexp's own sampling, with the engine's weights
-    vllm = "vllm"  # vLLM, on GPUs; it must be installed
+    vllm = "vllm"  # vLLM; it must be installed
 
 
 class Overlong(Enum):
@@ -74,6 +74,8 @@ class RolloutConfig:
     importance_cap: float | None = number(None, above=0)
     # share of a GPU's memory that vLLM may take, with rollout.engine=vllm
     vllm_memory: float = number(0.4, above=0, below=1)
+    # give vLLM's memory back while the ranks train, with rollout.engine=vllm
+    vllm_sleep: bool = False
     sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined
     # number of rollouts after which samples are shown again, in the terminal and in W&B; 0: never
     show_every: int = number(10, least=0)

@@ -33,7 +33,8 @@ class Colocated:
             mine += samples
         self.seconds = time.monotonic() - began
         self.spans = [(clock, clock + self.seconds)]
-        return mine
+        places = {request.place: at for at, request in enumerate(hand)}
+        return sorted(mine, key=lambda sample: places[sample.place])  # in the order of requests, whichever ended first
 
     def waiting(self) -> list[Sample] | None:
         return None

@@ -19,4 +19,4 @@ class Draws(Protocol):
         """Take the policy's weights before a rollout, if the engine keeps a copy. All ranks call `weights`, or none."""
 
     def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
-        """Yield the samples of each micro-batch, in the order of its requests. Every rank must exhaust it."""
+        """Yield the samples of all requests, those together that end together. Every rank must exhaust it."""

@@ -23,9 +23,9 @@ def stream(seed: int, rollout: int, prompts: Sequence[int], numbers: Sequence[in
     return key
 
 
-def uniform(stream_B: npt.NDArray[np.uint64], position: int) -> npt.NDArray[np.float64]:
-    """Return the number for each sample's token at `position` of its answer."""
-    bits = _mixed(stream_B ^ _mixed(np.full(len(stream_B), position + 1, dtype=np.uint64)))
+def uniform(stream_B: npt.NDArray[np.uint64], position: int | npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+    """Return the number for each sample's token at `position` of its answer: one for all, or one each."""
+    bits = _mixed(stream_B ^ _mixed((np.zeros(len(stream_B), dtype=np.int64) + position + 1).astype(np.uint64)))
     return (bits >> np.uint64(64 - _BITS)) * np.float64(2.0**-_BITS)
 
 

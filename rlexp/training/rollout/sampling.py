@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -114,10 +114,7 @@ class Drawer:
         staying = []
         for place, (row, token, logp) in enumerate(zip(rows, tokens, logps, strict=True)):
             if not math.isfinite(logp):
-                raise DrawError(
-                    f"{drawn.requests[row].prompt.origin}: the policy's log-probabilities are not finite after "
-                    f"{len(drawn.answers[row])} tokens of an answer. A smaller optim.lr or a warm-up may help."
-                )
+                refuse_not_finite(drawn.requests[row], len(drawn.answers[row]))
             drawn.answers[row].append(token)
             drawn.logps[row].append(logp)
             drawn.stopped[row] = token in self._ends or self._stops(drawn.answers[row])
@@ -179,6 +176,13 @@ def sample_of(request: Request, answer: Ids, behaviour: Floats, *, stopped: bool
         stopped=stopped,
         text=text,
         behaviour=behaviour,
+    )
+
+
+def refuse_not_finite(request: Request, tokens: int) -> NoReturn:
+    raise DrawError(
+        f"{request.prompt.origin}: the policy's log-probabilities are not finite after {tokens} tokens of an answer. A "
+        f"smaller optim.lr or a warm-up may help."
     )
 
 

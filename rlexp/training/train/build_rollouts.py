@@ -48,6 +48,8 @@ from rlexp.training.train.rollout_supply import Rollouts, Source
 from rlexp.training.types import Pack
 from rlexp.training.world.groups import World
 
+VLLM_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float32}
+
 
 @dataclass(frozen=True)
 class Parts:
@@ -159,7 +161,7 @@ def build_drawer(
                 in_step=in_step,
             )
         case RolloutEngine.vllm:
-            from rlexp.training.rollout.vllm import VLLMDrawer
+            from rlexp.training.rollout.vllm.drawer import VLLMDrawer
 
             refuse_renamed(model)
 
@@ -173,6 +175,8 @@ def build_drawer(
                 cfg=cfg.rollout,
                 seed=cfg.seed,
                 max_length=cfg.data.max_length,
+                device=device,
+                precision=VLLM_DTYPES[cfg.train.precision],
                 dtype=kept_dtype(cfg),
             )
 

