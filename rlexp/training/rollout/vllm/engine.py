@@ -53,7 +53,11 @@ def started(
                 skip_tokenizer_init=not cfg.stop,
                 **share,
             )
-    except ValueError as error:  # too little memory is free, or too little for one sequence
+    except ValueError as error:
+        if "memory" not in str(error).lower():
+            raise ModelError(
+                f"rollout.engine=vllm: it cannot run this model ({error}). Use rollout.engine=native."
+            ) from error
         raise ModelError(
             f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this GPU already holds "
             f"({error}). Set another share, let other ranks sample (rollout=pipelined), or use "

@@ -77,9 +77,9 @@ class HandOver:
         with _Copies(weight) as copies:
             model.load_weights([(name, weight)])
         own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-        if all(made.to.untyped_storage().data_ptr() in own for made in copies.made):
-            if sum(made.to.numel() for made in copies.made) == weight.numel():
-                self.copies[name] = copies.made
+        into_own = all(made.to.untyped_storage().data_ptr() in own for made in copies.made)
+        if into_own and sum(made.to.numel() for made in copies.made) == weight.numel():
+            self.copies[name] = copies.made
 
     def _copy(self) -> None:
         if self._to:
