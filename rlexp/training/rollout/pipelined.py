@@ -6,6 +6,8 @@ delay is always the same, so the configuration alone fixes the curve, as in the 
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,13 +62,16 @@ class Pipelined:
             self.staleness = 0
         assert self._ahead is not None
         assert self._ahead.number == number, (self._ahead.number, number)
-        mine = self._received()
-        refuse_other_prompts(mine, prompts, n_samples)
+
+        def judge(samples: list[Sample]) -> None:
+            refuse_other_prompts(samples, prompts, n_samples)
+            rewards.submit(samples)
+
+        mine = self._received(judge)
         if number + 1 < self.rollouts:
             self._ask(number + 1)
         else:
             self._ahead = None
-        rewards.submit(mine)
         return mine
 
     def _ask(self, number: int) -> None:
@@ -78,22 +83,30 @@ class Pipelined:
                 self.bridge.hand_over(weight.to(self.dtype))
         self._ahead = Ahead(number)
 
-    def _received(self) -> list[Sample]:
-        """Wait for the rollout that is drawn ahead, and return this rank's samples of it."""
+    def _received(self, judge: Callable[[list[Sample]], None] | None = None) -> list[Sample]:
+        """Wait for the rollout that is drawn ahead, and return this rank's samples of it. They are judged as they come,
+        or all together if they had come before."""
         assert self._ahead is not None
-        if self._ahead.samples is None:
+        mine = self._ahead.samples
+        if mine is None:
             began = time.monotonic()
             self.spans, mine = [], []
             for sampler in range(self.bridge.sampling):
                 for message in self.bridge.shown(sampler):
                     if isinstance(message, tuple):
                         self.spans.append(message)
-                    else:
-                        mine += [s for s in message if s.place % self.world.size == self.world.rank]
-            self._ahead.samples = sorted(mine, key=lambda sample: sample.place)
+                        continue
+                    part = [s for s in message if s.place % self.world.size == self.world.rank]
+                    mine += part
+                    if judge is not None:
+                        judge(part)
+            mine.sort(key=lambda sample: sample.place)
+            self._ahead.samples = mine
             self.waited = time.monotonic() - began
             self.seconds = max(ended - began_at for began_at, ended in self.spans)
-        return self._ahead.samples
+        elif judge is not None:
+            judge(mine)
+        return mine
 
     def waiting(self) -> list[Sample] | None:
         return None if self._ahead is None else list(self._received())
@@ -130,17 +143,47 @@ def serve(
         for parameter in handed_over.values():
             bridge.take_over(parameter.data)
         drawer.renew(weights)
-        began = time.time()
         hand = deal(prompts_of(number), cfg.n_samples, bridge.sampling)[bridge.sampler]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
-        drawn = list(drawer.draw(parts, number))
-        span = (began, time.time())
-        for sampler in range(bridge.sampling):
-            if sampler != bridge.sampler:
-                for _ in bridge.shown(sampler):
-                    pass
-                continue
-            for samples in drawn:
-                bridge.show(sampler, samples)
-            bridge.show(sampler, span)
-            bridge.show(sampler)
+        showing = Showing(bridge)
+        began = time.time()
+        for samples in drawer.draw(parts, number):
+            showing.add(samples)
+        showing.finish((began, time.time()))
+
+
+class Showing(threading.Thread):
+    """Shows a sampling rank's samples as they end, while it draws on: the training ranks take them when they can."""
+
+    def __init__(self, bridge: Bridge) -> None:
+        super().__init__(name="showing", daemon=True)
+        self._bridge = bridge
+        self._drawn: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._error: Exception | None = None
+        self.start()
+
+    def run(self) -> None:
+        try:
+            for sampler in range(self._bridge.sampling):
+                if sampler != self._bridge.sampler:
+                    for _ in self._bridge.shown(sampler):
+                        pass
+                    continue
+                while (message := self._drawn.get()) is not None:
+                    self._bridge.show(sampler, message)
+                self._bridge.show(sampler)
+        except Exception as error:
+            self._error = error
+
+    def add(self, message: Any) -> None:
+        if self._error is not None:
+            raise self._error
+        self._drawn.put(message)
+
+    def finish(self, span: tuple[float, float]) -> None:
+        """Show when the rollout was drawn, and wait until all is shown."""
+        self.add(span)
+        self.add(None)
+        self.join()
+        if self._error is not None:
+            raise self._error

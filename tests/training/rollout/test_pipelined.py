@@ -6,11 +6,15 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from bench.curves import differences, draw
 from rlexp.config.load import compose_config
@@ -18,6 +22,12 @@ from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
+from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.colocated import Colocated
+from rlexp.training.rollout.pipelined import Ahead, Pipelined, Showing
+from rlexp.training.rollout.rewards.weighted import Rewards
+from rlexp.training.types import Prompt, Sample
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers import warm
 from tests.helpers.refusals import refusal_of
 from tests.helpers.rollout_runs import PIPELINED
@@ -163,3 +173,72 @@ def test_answers_to_other_prompts_than_this_rank_has_are_refused() -> None:
     refuse_other_prompts([sample(1, prompt(1, 2)), sample(2, prompt(3))], mine, 2)
     with pytest.raises(DrawError, match=r"rows\.jsonl:3: a sampling rank drew .* another prompt \(rows\.jsonl:1\)"):
         refuse_other_prompts([sample(3, prompt(1, 2))], mine, 2)
+
+
+class Doors:
+    """A bridge's end on a sampling rank, whose training ranks take nothing before `open` is set."""
+
+    sampling, sampler = 2, 1
+
+    def __init__(self) -> None:
+        self.open = threading.Event()
+        self.through: list[Any] = []
+
+    def show(self, sampler: int, message: Any = None) -> Any:
+        assert self.open.wait(60)
+        self.through.append((sampler, message))
+        return message
+
+    def shown(self, sampler: int) -> Iterator[Any]:
+        for message in ("theirs", None):
+            self.show(sampler, message)
+            yield message
+
+
+def test_a_sampling_rank_draws_on_while_nobody_takes_its_samples() -> None:
+    doors = Doors()
+    showing = Showing(cast(Bridge, doors))
+    for number in range(50):
+        showing.add([number])
+    assert doors.through == []
+    doors.open.set()
+    showing.finish((1.0, 2.0))
+    theirs, mine = doors.through[:2], doors.through[2:]
+    assert theirs == [(0, "theirs"), (0, None)]
+    assert mine == [*((1, [number]) for number in range(50)), (1, (1.0, 2.0)), (1, None)]
+
+
+def test_what_ends_the_showing_reaches_the_rank() -> None:
+    class Gone(Doors):
+        def show(self, sampler: int, message: Any = None) -> Any:  # noqa: ARG002
+            raise RuntimeError("Connection closed by peer")
+
+    with pytest.raises(RuntimeError, match="Connection closed"):
+        Showing(cast(Bridge, Gone())).finish((1.0, 2.0))
+
+
+def test_samples_are_judged_as_they_come() -> None:
+    prompts = [Prompt(index, np.array([0, index], dtype=np.int32), "p", None, f"row {index}") for index in range(4)]
+    samples = [
+        Sample(place, prompts[place], 0, np.array([1], dtype=np.int32), True, "", np.zeros(1)) for place in range(4)
+    ]
+    judged: list[list[int]] = []
+
+    def arriving(_: int) -> Iterator[Any]:
+        for place in (2, 0, 3, 1):
+            yield [samples[place]]
+            assert [place] in judged
+        yield (1.0, 3.0)
+
+    rewards = SimpleNamespace(submit=lambda taken: judged.append([each.place for each in taken]))
+    bridge = SimpleNamespace(rank=1, sampling=1, shown=arriving)
+    ahead = Pipelined(
+        cast(Bridge, bridge), World(0, 1, ALONE), lambda: iter(()), torch.float32, 2, cast(Colocated, None)
+    )
+    mine = ahead.draw(0, prompts, 1, cast(Rewards, rewards))
+    assert [sample.place for sample in mine] == [0, 1, 2, 3]
+    assert judged == [[2], [0], [3], [1]]
+    assert ahead.seconds == 2.0
+    ahead._ahead = Ahead(1, samples)  # they had come before a checkpoint was written
+    ahead.draw(1, prompts, 1, cast(Rewards, rewards))
+    assert judged[4:] == [[0, 1, 2, 3]]

@@ -39,8 +39,9 @@ class Notes:
     logps: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens = torch.zeros(0, self.longest, dtype=torch.int64, device=self.device)
-        self.logps = torch.zeros(0, self.longest, dtype=torch.float64, device=self.device)
+        wide = self.longest + 1  # a step may be on its way when vLLM learns that an answer has ended
+        self.tokens = torch.zeros(0, wide, dtype=torch.int64, device=self.device)
+        self.logps = torch.zeros(0, wide, dtype=torch.float64, device=self.device)
 
     def line_of(self, request: int) -> int:
         """Return a request's line. vLLM may take a request out of its batch and put it in again."""
@@ -53,8 +54,8 @@ class Notes:
     def _grow(self) -> None:
         had = len(self.tokens)
         more = max(16, had)
-        self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(more, self.longest)))
-        self.logps = torch.cat((self.logps, self.logps.new_zeros(more, self.longest)))
+        self.tokens = torch.cat((self.tokens, self.tokens.new_zeros(more, self.tokens.shape[1])))
+        self.logps = torch.cat((self.logps, self.logps.new_zeros(more, self.logps.shape[1])))
         self._free += range(had, had + more)
 
     def write(self, lines: Sequence[int], places: Sequence[int], token_B: Tensor, logp_B: Tensor) -> None:
