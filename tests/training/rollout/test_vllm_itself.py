@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
 from rlexp.config.load import compose_config
+from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.launch import run_folder
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from rlexp.run import job
+from rlexp.training.rollout.vllm.engine import started
+from rlexp.training.rollout.vllm.weights import HandOver
 
 pytestmark = [
     pytest.mark.slow,
@@ -63,3 +72,62 @@ def test_its_samples_are_those_of_native(tmp_path: Path, case: str) -> None:
     for one, other in zip(rows(tmp_path / "native"), rows(tmp_path / "vllm"), strict=True):
         for name in ("train/loss", "train/grad_norm", "train/objective/scores", "eval/objective/scores"):
             np.testing.assert_allclose(other.get(name, 0.0), one.get(name, 0.0), rtol=1e-4, atol=1e-6)
+
+
+SIZES = {"hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "vocab_size": 259, "max_position_embeddings": 256}  # fmt: skip
+FAMILIES = {
+    "llama, with one matrix for both ends": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "qwen2": Qwen2Config(**SIZES),
+}
+TOKENS = [3, 5, 7, 11, 2]
+
+
+def differences(_: RankSpec, family: str) -> tuple[int, list[float]]:
+    """Hand over three times, and return how many weights are copied without vLLM's loader, and how far its logits are
+    from transformers' each time. It must compute with what its loader writes, as it does on a GPU."""
+    from vllm import SamplingParams
+    from vllm.model_executor.layers import utils
+    from vllm.v1.sample.logits_processor import LogitsProcessor
+
+    utils.dispatch_cpu_unquantized_gemm = lambda layer, **_: setattr(layer, "cpu_linear", functional.linear)
+    seen: list[Tensor] = []
+
+    class Look(LogitsProcessor):
+        def __init__(self, *_: Any) -> None: ...
+        def is_argmax_invariant(self) -> bool:
+            return False
+
+        def update_state(self, batch_update: Any) -> None: ...
+        def apply(self, logits: Tensor) -> Tensor:
+            seen.append(logits.clone())
+            return logits
+
+    config = copy.deepcopy(FAMILIES[family])
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config.architectures = [type(model).__name__]
+    cfg = RolloutConfig(minibatches=1, sampling_ranks=0)
+    with tempfile.TemporaryDirectory() as place:
+        config.save_pretrained(place)
+        llm = started(place, cfg, precision=torch.float32, device=torch.device("cpu"), max_length=64, choosing=Look)
+    hand_over, far = HandOver(packed=False), []
+    for _ in range(3):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(0, 0.1)
+        llm.collective_rpc(hand_over, args=(lambda: ((n, p.detach()) for n, p in model.named_parameters()),))
+        llm.reset_prefix_cache()
+        asked = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        llm.generate([{"prompt_token_ids": TOKENS}], asked, use_tqdm=False)
+        with torch.no_grad():
+            far.append(float((seen[-1][0, :259] - model(torch.tensor([TOKENS])).logits[0, -1]).abs().max()))
+    return len(hand_over.copies) - len([*model.named_parameters()]), far
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_its_logits_are_those_of_the_weights_it_was_handed(tmp_path: Path, family: str) -> None:
+    """Measured: at most 9e-8, of logits up to 0.5."""
+    ((left, far),) = run_ranks(differences, 1, (family,), log_dir=tmp_path, timeout=300)
+    assert left == 0
+    assert max(far) < 1e-6
