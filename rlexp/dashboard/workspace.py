@@ -58,6 +58,7 @@ SECTIONS = (
             Panel("Divergence from the reference", "train/objective/kl"),
             Panel("Entropy of the policy", "train/policy/entropy_avg"),
             Panel("Ratio to the policy that drew them", "train/val/ratio"),
+            Panel("Gap to the model that drew them", "train/sampling/sampling_logp_difference/mean"),
             Panel("Tokens of an answer", "train/response/length"),
             Panel("Answers that came to an end", "train/response/stopped"),
         ),

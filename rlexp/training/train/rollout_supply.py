@@ -27,6 +27,7 @@ from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Table, fetch, table_of
+from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values
 from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.rollout.scoring import Scorer
@@ -173,11 +174,11 @@ class Rollouts:
                 assert sample.old is not None
                 numbers |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
                 d_L = self._log_ratio(sample)
-                numbers |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum())}
+                numbers |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum()), **gap_of(sample)}
             return numbers
 
         names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
-        names += ["surprise", "kl", "kl_estimate"] if scored else []
+        names += ["surprise", "kl", "kl_estimate", *COLUMNS] if scored else []
         return table_of(mine, total, self.host, row, names)
 
     def _log_ratio(self, sample: Sample) -> Tensor:
@@ -224,6 +225,7 @@ class Rollouts:
             "rollout/staleness": self.source.staleness,
             "rollout/without_signal": float(without_signal_of(table["score"], self.cfg.n_samples).double().mean()),
         }
+        values |= gap_values(table)
         values |= {name: value for name, value in mean.items() if name.startswith("reward/")}
         if self.loss.needs_critic:
             values |= {"val/explained_variance": self._explained_variance()}

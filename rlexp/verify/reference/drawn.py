@@ -185,6 +185,7 @@ class OfSamples(Stepped):
         self._credit(made)
         lengths = [len(each) for each in made.old]
         made.row |= rules.of_rollout(cfg, drawn.number, made.kl_coef, made.scores, lengths, made.old, made.reference)
+        made.row |= rules.of_gap(made.old, made.behaviour)
         if made.returns is not None and made.values is not None:
             made.row["val/explained_variance"] = rules.explained_variance(made.returns, made.values)
         self.beta = rules.next_coefficient(cfg, self.beta, made.row["objective/kl"])

@@ -21,6 +21,7 @@ from rlexp.verify.reference import rules
 
 ALIKE = 1e-9  # scores of a group this close, relatively, count as equal
 OF_VARIANCE = 1e-8  # added to the variance in whitening, as by TRL
+BEYOND = 0.2  # a token's gap from here on is as large as what clipping lets a policy move
 MOST = 0.2  # the largest relative change of the divergence's coefficient after a rollout
 
 
@@ -164,6 +165,25 @@ def of_answers(terms: Mapping[str, Array], scores_N: Array, lengths_N: Sequence[
         "response/length": float(np.mean(lengths_N)),
         "response/stopped": float(np.mean(stopped_N)),
     } | {f"reward/{name}": float(np.mean(each)) for name, each in terms.items()}
+
+
+def of_gap(old: Sequence[Array], behaviour: Sequence[Array]) -> dict[str, float]:
+    """Values of how far the model that draws lies from the model that is trained, over all tokens of a rollout."""
+    of_sample = [a.astype(np.float64) - b.astype(np.float64) for a, b in zip(old, behaviour, strict=True)]
+    gaps = np.concatenate(of_sample)
+    return {
+        "sampling/sampling_logp_difference/mean": math.fsum(abs(gaps)) / len(gaps),
+        "sampling/sampling_logp_difference/max": float(abs(gaps).max()),
+        "rollout/gap_beyond": float(np.mean(abs(gaps) > BEYOND)),
+        "rollout/effective_tokens": effective(gaps),
+        "rollout/effective_answers": effective(np.array([each.sum() for each in of_sample])),
+    }
+
+
+def effective(logs: Array) -> float:
+    """The effective share of importance weights, from their logarithms: (Σw)² / (n Σw²)."""
+    weights = np.exp(logs - logs.max())
+    return math.fsum(weights) ** 2 / (len(logs) * math.fsum(weights**2))
 
 
 def of_rollout(

@@ -218,6 +218,8 @@ def _of_rollout(step: SampleStep) -> dict[str, float]:
     scores, lengths = np.array([sample.score for sample in samples]), [len(sample.answer) for sample in samples]
     row = rollouts.of_answers(samples)
     row |= rules.of_rollout(cfg, run.number, run.seen[0].kl_coef, scores, lengths, run.old or [], run.reference)
+    if run.old is not None:
+        row |= rules.of_gap(run.old, [sample.behaviour for sample in samples])
     returns, values = run.returns, run.values
     if returns is not None and values is not None:
         row["val/explained_variance"] = rules.explained_variance(returns, values)

@@ -81,6 +81,12 @@ def test_a_step_behind_is_weighed_by_what_is_now_likely() -> None:
     assert max(ratios[0][:4]) < 1e-12
     assert min(ratios[0][4:]) > 1e-6
     assert max(ratios[1]) < 1e-12
+    gaps = [[row.get("train/sampling/sampling_logp_difference/mean") for row in curve.rows[::4]]
+            for curve in (ahead, along)]  # fmt: skip
+    assert gaps[0][0] < 1e-12 < 1e-6 < min(gaps[0][1:]), "the gap is that of the weights' age"
+    assert max(gaps[1]) < 1e-12
+    shares = [[row["train/rollout/effective_tokens"] for row in curve.rows[::4]] for curve in (ahead, along)]
+    assert max(shares[0][1:]) < 1 - 1e-9 < min(shares[1])
 
 
 @pytest.fixture(scope="module")
