@@ -17,7 +17,7 @@ from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import Config
-from rlexp.config.schema.rollouts import RolloutEngine, RolloutMode
+from rlexp.config.schema.rollouts import RolloutMode
 
 
 def compose_elsewhere(overrides: Sequence[str]) -> Config:
@@ -98,20 +98,10 @@ def _check(cfg: Config, gpus: int) -> None:
 
 def unrehearsable(cfg: Config) -> str | None:
     """Return why a run cannot be rehearsed, with what can be done; None if it can."""
-    rollout, hardware = cfg.rollout, cfg.hardware
-    if not cfg.loss.draws:
+    if not cfg.loss.draws or cfg.rollout.mode is not RolloutMode.pipelined:
         return None
-    if rollout.engine is RolloutEngine.vllm:
-        share = rollout.vllm_memory * hardware.memory_gib
-        kept = f"hardware.reserve_gib={hardware.reserve_gib + share:g}"
-        return (
-            f"rollout.engine=vllm: cannot be rehearsed. vLLM takes rollout.vllm_memory={rollout.vllm_memory:g} of each "
-            f"GPU, {share:.1f} GiB. For the rest, predict rollout.engine=native rollout.micro_batch_size=1 {kept}."
-        )
-    if rollout.mode is RolloutMode.pipelined:
-        return (
-            "rollout.mode=pipelined: cannot be rehearsed, since its ranks differ. With rollout=default preflight tells "
-            "what a rank holds that does both: a rank that only trains has no cache of keys and values, one that only "
-            "samples has weights and that cache alone."
-        )
-    return None
+    return (
+        "rollout.mode=pipelined: cannot be rehearsed, since its ranks differ. With rollout=default preflight tells "
+        "what a rank holds that does both: a rank that only trains has no cache of keys and values and no vLLM, one "
+        "that only samples has weights and that cache, or vLLM alone."
+    )

@@ -46,7 +46,8 @@ FREE = (
     ),
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("reference.name", "reference.offload", "adapter.dropout"),
-    *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "reward.timeout_seconds", "reward.workers"),
+    *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "rollout.vllm_sleep"),
+    *("reward.timeout_seconds", "reward.workers"),
 )
 OF_FOLDER = tuple(f"adapter.{key}" for key in SAYS)  # free where adapter.path names a folder
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlexp import __version__
+from rlexp.base.byte_counts import GIB, size
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
 from rlexp.base.host_memory import host_memory
@@ -28,12 +29,13 @@ from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable
 from rlexp.config.gpu_descriptions import gpu_of
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, Device, EngineName, HardwareConfig, LayoutName, Preflight
+from rlexp.config.schema import AUTO, Config, Device, EngineName, HardwareConfig, LayoutName, Preflight
+from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
+from rlexp.config.vllm_memory import share_beside_training, share_of_sampling, share_on_cpu, uses_vllm
 
 FILE = "preflight.json"  # in a run's folder
 PREDICTING, HELPING = 180.0, 180.0  # seconds at most for the prediction, and for the changes that would help
 ENDING = 20.0  # seconds that the process may take beyond that
-GIB = 1 << 30
 UNPREDICTED = ("seed", "logger", "checkpoint", "resume")  # groups on which no prediction depends
 NOT_REHEARSED = "the run was not rehearsed before it starts:"
 UNKNOWN = (
@@ -76,6 +78,8 @@ class Decision:
     layout: str | None = None
     ulysses_size: int = 1
     layout_chosen: str | None = None
+    vllm_memory: float | None = None  # the share that vLLM has of a device, where it draws the samples
+    vllm: str | None = None  # why vLLM and training do not both fit
     table: str = ""
     remedy: str = ""  # a sentence
 
@@ -88,6 +92,13 @@ def prepared(
     A decision in the run's folder, or of this process, on the same configuration is taken again. With `here`, this
     machine runs it. Without `helping` no change that would fit is looked for.
     """
+    if here and cfg.launch.device is Device.cpu:
+        cfg = with_vllm_memory(cfg)
+    cfg, decision = decided(cfg, run_dir, here=here, helping=helping)
+    return (with_vllm_memory(cfg, decision.vllm_memory) if here else cfg), decision
+
+
+def decided(cfg: Config, run_dir: Path | None, *, here: bool, helping: bool) -> tuple[Config, Decision]:
     hardware, why_not = device_of(cfg, here=here)
     if hardware is None and not here:
         print_line(why_not)
@@ -165,6 +176,26 @@ def chosen(cfg: Config, decision: Decision) -> Config:
     return cfg
 
 
+def with_vllm_memory(cfg: Config, predicted: float | None = None) -> Config:
+    """Return the configuration with a number in the place of rollout.vllm_memory=auto: what was predicted to be left,
+    or what can be told without a prediction."""
+    if not uses_vllm(cfg):
+        return cfg
+    if cfg.launch.device is Device.cpu:
+        share, why = share_on_cpu(cfg, host_memory()), "keys and values of a rank's rollout"
+    elif cfg.rollout.vllm_memory != AUTO:
+        return cfg
+    elif cfg.rollout.sampling_ranks:
+        share, why = share_of_sampling(cfg), "only samples are drawn there"
+    elif predicted is not None:
+        share, why = predicted, "what training leaves"
+    else:
+        share, why = share_beside_training(cfg), "what training leaves was not predicted"
+    if cfg.rollout.vllm_memory == AUTO:
+        print_line(f"{VLLM_MEMORY}=auto takes {share:g}: {why}")
+    return dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, vllm_memory=share))
+
+
 def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
     gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
     there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
@@ -175,7 +206,7 @@ def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
         f"it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take {size(decision.limit)} "
         f"{there}"
     )
-    told = [device] * (decision.peak > decision.limit) + ([decision.short] if decision.short else [])
+    told = [device] * (decision.peak > decision.limit) + [each for each in (decision.vllm, decision.short) if each]
     reason = (
         f"the run does not fit: {'; and '.join(told)}. {engine}{decision.remedy}To start it all the same: "
         f"launch.preflight=off."
@@ -251,11 +282,6 @@ def keep(run_dir: Path, decision: Decision) -> None:
         write_text(run_dir / FILE, json.dumps(dataclasses.asdict(decision), indent=1) + "\n")
     except OSError as error:  # a full disk must not keep the run from starting
         sys.stderr.write(f"rlexp: {run_dir / FILE} could not be written ({error.strerror}).\n")
-
-
-def size(count: int) -> str:
-    """`76.6 GiB`, or `5.2 MiB` below one."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / (1 << 20):.1f} MiB"
 
 
 def print_line(line: str) -> None:

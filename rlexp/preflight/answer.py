@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from rlexp.config.checks.micro_batches import tokens_of_ring
 from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.checks.sharing import shares
@@ -23,7 +21,7 @@ from rlexp.config.sizes import divisors
 from rlexp.launch.preflight_check import print_line
 from rlexp.preflight.changes import Change, cost, pass_before, singles
 from rlexp.preflight.children import Calls, at_once
-from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, room, with_length
+from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
 from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
@@ -31,7 +29,8 @@ from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rehearse import preload
 from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
 from rlexp.preflight.remedy import attempt, first_that_fits, laid_out
-from rlexp.training.model.loading import load_config, random_model
+from rlexp.preflight.vllm import count_parameters, room
+from rlexp.training.model.loading import load_config
 
 
 @dataclass(frozen=True)
@@ -94,7 +93,8 @@ def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = shared_out(cfg, model, *logs) if logs else None
-    return Answer(cfg, count_parameters(model), asked.prediction, lengths, sharing, tried, sharding, engine.chosen)
+    prediction = asked.prediction.with_share()
+    return Answer(cfg, count_parameters(model), prediction, lengths, sharing, tried, sharding, engine.chosen)
 
 
 def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
@@ -163,11 +163,6 @@ def alone(cfg: Config) -> Config:
         parallel = dataclasses.replace(parallel, layout=type(cfg.parallel.layout).zigzag)
     train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens_of_ring(cfg))
     return dataclasses.replace(cfg, parallel=parallel, train=train)
-
-
-def count_parameters(model: Any) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in random_model(model, 2).parameters())
 
 
 def _ring_sizes(cfg: Config) -> Iterator[int]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from rlexp.base.byte_counts import GIB, size
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, first_line
 from rlexp.config.checks.across_fields import check_engine
@@ -20,17 +21,19 @@ from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.micro_batches import BUDGET, at_once, longest_sample
 from rlexp.config.checks.reference import check_reference
-from rlexp.config.schema import Checkpointing, Config, Device, EngineName, LoraConfig, Offload
+from rlexp.config.schema import AUTO, Checkpointing, Config, Device, EngineName, LoraConfig, Offload
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
-from rlexp.launch.preflight_check import size
-from rlexp.preflight.host import COPIES, GIB, Host
+from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
+from rlexp.config.vllm_memory import uses_vllm
+from rlexp.preflight.host import COPIES, Host
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller
 from rlexp.training.checkpoint.host_copy import PIECE
 
 CHEAPEST = ("zero1", "zero2", "fsdp2", "zero3")  # engines, from the one that sends least to those that hold least
 LORA, PRECOMPUTE, KEPT = "adapter=lora", "reference=precompute", "reference.offload=true"
+SLEEP = "rollout.vllm_sleep=true"
 OTHERWISE = "it trains small matrices beside the model, and not the model's weights"
 LEAST_COPIES = 2 * PIECE  # bytes of each rank: one piece is copied while the other is written
 LESS_KEPT = {  # what recomputes more, the fastest first
@@ -134,11 +137,24 @@ def singles(cfg: Config, *, engines: bool = True, short: Host | None = None) -> 
         key, _, value = words.removeprefix("rollout.").partition("=")
         changed: dict[str, Any] = {key: int(value)}
         yield words, dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changed))
+    yield from _of_vllm(cfg)
     yield from _of_reference(cfg)
     if short is not None:
         yield from _for_machine(cfg, short)
     if not isinstance(cfg.adapter, LoraConfig):
         yield from _with_adapter(cfg)
+
+
+def _of_vllm(cfg: Config) -> Iterator[tuple[str, Config]]:
+    """Yield other shares of a GPU for vLLM: what training leaves, and none while the ranks train."""
+    if not uses_vllm(cfg) or cfg.launch.device is Device.cpu:
+        return
+    rollout = cfg.rollout
+    if rollout.vllm_memory != AUTO:
+        auto = dataclasses.replace(rollout, vllm_memory=AUTO)
+        yield f"{VLLM_MEMORY}={AUTO}", dataclasses.replace(cfg, rollout=auto)
+    if not rollout.vllm_sleep:
+        yield SLEEP, dataclasses.replace(cfg, rollout=dataclasses.replace(rollout, vllm_sleep=True))
 
 
 def _of_reference(cfg: Config) -> Iterator[tuple[str, Config]]:

@@ -11,14 +11,13 @@ import dataclasses
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.config.schema import Config, Device, ExportDtype
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import ranks_of_machine
-from rlexp.launch.preflight_check import size
 from rlexp.training.checkpoint.host_copy import sizes
 from rlexp.training.model.export import SHARD
 
-GIB, MIB = 1 << 30, 1 << 20
 # A rank's own: Python, torch, DeepSpeed and, on a GPU, CUDA's and NCCL's host side. On CPU 100 to 260 MiB were measured
 # (PSS of 1 to 4 forked ranks of model=tiny, with and without DeepSpeed). On a GPU it is an assumption.
 PROCESS = {Device.cpu: 320 * MIB, Device.cuda: 3 * GIB}

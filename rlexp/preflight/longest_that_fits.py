@@ -7,11 +7,13 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from rlexp.base.byte_counts import GIB
 from rlexp.config.checks.micro_batches import longest_sample
 from rlexp.config.schema import Config
 from rlexp.preflight.children import Calls
-from rlexp.preflight.predict import GIB, Found, Prediction, predict, predict_again, predict_fuller
-from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES
+from rlexp.preflight.predict import Found, Prediction, predict, predict_again, predict_fuller
+from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES, VLLM
+from rlexp.preflight.vllm import room
 
 STEP = 1024  # tokens of a rank: a length that is closer to the longest is not looked for
 CLOSE = 0.99  # of the room: a length that fills as much is long enough
@@ -100,11 +102,6 @@ class Longest:
         return {"tokens": self.tokens, "peak_gib": round(self.peak / GIB, 2)}
 
 
-def room(cfg: Config) -> int:
-    """Return the bytes of a device that a rank's tensors may take. Each rank keeps its own reserve."""
-    return int((cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu - cfg.hardware.reserve_gib) * GIB)
-
-
 def with_length(cfg: Config, length: int) -> Config:
     """Change the length of prompt and answer together. An answer keeps its own, unless no prompt had room then."""
     rollout, tokens = cfg.rollout, cfg.rollout.micro_batch_tokens
@@ -163,6 +160,8 @@ def _longest(cfg: Config, model: Any, found: Found, slope: float, answers: int |
     for _ in range(1 + TRIES):
         predictions[length] = found.prediction
         search.peaks[length] = {phase: peak.bytes for phase, peak in found.prediction.peaks.items()}
+        if (vllm := found.prediction.vllm) is not None and not vllm.auto:  # an answer must fit into the share
+            search.peaks[length][VLLM] = search.limit * vllm.holds.least // vllm.holds.bytes
         if search.done or len(predictions) > TRIES:
             break
         length = search.guess(slope)

@@ -15,15 +15,15 @@ from rlexp.config.checks.micro_batches import fullest_micro_batch, micro_batches
 from rlexp.config.schema import Config, Device
 from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.preflight.children import Calls
-from rlexp.preflight.communicators import Group
+from rlexp.preflight.communicators import Group, beside
 from rlexp.preflight.host import Held, Host, host_of
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
-from rlexp.preflight.rehearsal.log import COLLECT, STORAGE_KINDS, Counts, Log, Pass, passes, peak_of
+from rlexp.preflight.rehearsal.log import COLLECT, STORAGE_KINDS, VLLM, Counts, Log, Pass, passes, peak_of
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
+from rlexp.preflight.vllm import Share, share_of
 
-GIB = 1 << 30
 # Layers from which on each adds the same to every peak, even where its work is in another order, and peaks go on along
 # straight lines. ZeRO-3 gathers up to three layers ahead.
 STEADY, STEADY_ZERO3 = 3, 5
@@ -52,10 +52,14 @@ class Prediction:
     rank: int = 0
     groups: Mapping[str, Group] = field(default_factory=dict)  # of ranks, over which the device's messages go
     host: Host | None = None  # what one machine holds in the host's memory; None where only a build was rehearsed
+    vllm: Share | None = None  # where vLLM draws the samples, beside the ranks that train
 
     def fits(self, limit: float) -> bool:
         """Say whether the run has room on its devices, with so many bytes for each rank, and in its machines."""
-        return self.peak.bytes <= limit and self.short is None
+        return self.fits_devices(limit) and self.short is None
+
+    def fits_devices(self, limit: float) -> bool:
+        return self.peak.bytes <= limit and (self.vllm is None or self.vllm.suffices)
 
     @property
     def short(self) -> Host | None:
@@ -65,7 +69,9 @@ class Prediction:
     def on(self, cfg: Config, held: Held, log: Log) -> Prediction:
         """Return the prediction with what a machine holds, of which a rank holds so much in the host's memory, and with
         the groups of the log."""
-        return dataclasses.replace(self, host=host_of(cfg, held, self.peak.bytes), groups=log.groups)
+        nccl = beside(cfg, log.groups)
+        vllm = self.vllm and dataclasses.replace(self.vllm, kept=max(nccl.bytes - nccl.reserve, 0))
+        return dataclasses.replace(self, host=host_of(cfg, held, self.peak.bytes), groups=log.groups, vllm=vllm)
 
     @cached_property
     def peaks(self) -> dict[str, Peak]:
@@ -74,6 +80,8 @@ class Prediction:
         live = dict.fromkeys(STORAGE_KINDS, 0)
         for each in self.passes:
             at = Peak(each.phase, {kind: live[kind] + each.highest[kind] for kind in STORAGE_KINDS})
+            if self.vllm is not None:
+                at.by_kind[VLLM] = self.vllm.in_phase(each.phase)
             if each.phase not in highest or at.bytes > highest[each.phase].bytes:
                 highest[each.phase] = at
             live = {kind: live[kind] + each.net[kind] for kind in STORAGE_KINDS}
@@ -91,6 +99,26 @@ class Prediction:
     def peak(self) -> Peak:
         return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
+    @property
+    def beside_vllm(self) -> Peak:
+        """What the rank itself holds at most while vLLM holds its share."""
+        held = [each for each in self.peaks.values() if each.by_kind[VLLM]]
+        most = max(held, key=lambda peak: peak.bytes)
+        return Peak(most.phase, most.by_kind | {VLLM: 0})
+
+    @property
+    def refused(self) -> str | None:
+        """Why vLLM and training do not both fit; None if they do, or if vLLM draws nothing."""
+        if self.vllm is None:
+            return None
+        return self.vllm.refused(self.beside_vllm.bytes, self.beside_vllm.phase)
+
+    def with_share(self) -> Prediction:
+        """Return the prediction with the share that rollout.vllm_memory=auto takes: until then, vLLM has the least."""
+        if self.vllm is None or self.build_alone:
+            return self
+        return dataclasses.replace(self, vllm=self.vllm.given(self.beside_vllm.bytes))
+
     def counts(self, *phases: str) -> Counts:
         """Add up the counts of these phases, or of all phases of the step."""
         total = Counts()
@@ -106,7 +134,8 @@ class Prediction:
         phases = {each.phase for each in self.passes} - {"build", "export"}
         apart = [phase for phase in ("rollout", "score", COLLECT, "optimizer") if phase in phases]
         parts = [(phase,) for phase in apart] + [tuple(phases.difference(apart))]
-        return sum(self.counts(*part).took for part in parts if part)
+        drawn = self.vllm.given(self.beside_vllm.bytes).seconds if self.vllm is not None else 0.0
+        return sum(self.counts(*part).took for part in parts if part) + drawn
 
 
 @dataclass(frozen=True)
@@ -163,12 +192,14 @@ def predict(
             grows = dataclasses.replace(grows, held=held)
             passed = grown(growth, grows.times(model))
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
-            prediction = Prediction(passed, layers, micro_batches(cfg), rank=ranks[0]).on(cfg, held, logs[few])
-            return Found(prediction, again, logs[few])
+            vllm = share_of(cfg, model)
+            prediction = Prediction(passed, layers, micro_batches(cfg), rank=ranks[0], vllm=vllm)
+            return Found(prediction.on(cfg, held, logs[few]), again, logs[few])
     plans = [dataclasses.replace(plan_of(cfg, model, each, None, answers), limit=limit) for each in ranks]
     whole = yield from rehearsals(plans)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
-    prediction = Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank)
+    vllm = share_of(cfg, model)
+    prediction = Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank, vllm=vllm)
     return Found(prediction if log.build_alone else prediction.on(cfg, log.held, log), None, log)
 
 
@@ -219,7 +250,8 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers, answers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
-            prediction = Prediction(passed, int(model.num_hidden_layers), micro_batches(cfg), rank=rank)
+            layers, vllm = int(model.num_hidden_layers), share_of(cfg, model)
+            prediction = Prediction(passed, layers, micro_batches(cfg), rank=rank, vllm=vllm)
             return Found(prediction.on(cfg, grows.held, log), grows, log)
     found: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
     return found

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rlexp.base.byte_counts import size
 from rlexp.config.checks.layout import heads_in, with_layout
 from rlexp.config.schema import Config, LayoutName
-from rlexp.launch.preflight_check import size
 from rlexp.preflight.changes import (
     OTHERWISE,
     Change,
@@ -30,8 +30,8 @@ from rlexp.preflight.changes import (
 )
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.fastest_layout import choosing
-from rlexp.preflight.longest_that_fits import room
 from rlexp.preflight.predict import Found, Prediction, predict
+from rlexp.preflight.vllm import room
 
 Result = Found | Exception
 
@@ -48,7 +48,7 @@ class Taken:
 
     def fits(self, limit: int) -> bool:
         """Say whether it fits on its devices: engines and micro-batches change little of what a machine holds."""
-        return self.found is not None and self.found.prediction.peak.bytes <= limit
+        return self.found is not None and self.found.prediction.fits_devices(limit)
 
 
 def first_that_fits(cfg: Config, model: Any) -> Calls:
@@ -92,13 +92,13 @@ def _first_engine(cfg: Config, model: Any) -> Calls:
         return Taken(cfg)
     options, limit = engines_for(cfg), room(cfg)
     (first,) = yield [attempt(options[0], model, limit)]
-    if whole(first).prediction.peak.bytes <= limit:
+    if whole(first).prediction.fits_devices(limit):
         return Taken(options[0], "the default, and it fits", (), first)
     rest = yield [attempt(each, model, limit) for each in options[1:]]
     names = [each.engine.name.value for each in options]
     results: dict[str, Result] = dict(zip(names, [first, *rest], strict=True))
     found = {name: each.prediction for name, each in results.items() if isinstance(each, Found)}
-    fitting = [name for name, each in found.items() if each.peak.bytes <= limit]
+    fitting = [name for name, each in found.items() if each.fits_devices(limit)]
     best = fitting[0] if fitting else min(found, key=lambda name: (found[name].build_alone, found[name].peak.bytes))
     before = list(found)[: list(found).index(best)] if fitting else list(found)
     needs = ", ".join(f"{name} needs {needed(found[name])}" for name in before)

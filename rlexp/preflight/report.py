@@ -5,18 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from rlexp.base.byte_counts import GIB, size
 from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.schema import Checkpointing, Config
-from rlexp.launch.preflight_check import size
+from rlexp.config.vllm_memory import KEY, uses_vllm
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
 from rlexp.preflight.communicators import beside
 from rlexp.preflight.host import KINDS, Host, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
-from rlexp.preflight.predict import GIB, Peak, Prediction
+from rlexp.preflight.predict import Peak, Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
+from rlexp.preflight.vllm import Share
 from rlexp.training.train.choose_task import task_class
 
 CHECKPOINTING = {
@@ -25,12 +27,13 @@ CHECKPOINTING = {
     Checkpointing.attention: ", activation checkpointing that keeps attention",
 }
 PHASES = ("build", "rollout", "score", "collect", "forward", "reference", "backward", "optimizer", "export")
-HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.")
+HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.", "vLLM")
 
 
 def text(answer: Answer) -> str:
-    parts = (_memory(answer.prediction), _beside_tensors(answer), [*_verdict(answer), *_fitting(answer)], _work(answer),
-             _sharding(answer))  # fmt: skip
+    vllm = answer.prediction.vllm
+    parts = (_memory(answer.prediction), *([] if vllm is None else [_vllm(vllm)]), _beside_tensors(answer),
+             [*_verdict(answer), *_fitting(answer)], _work(answer), _sharding(answer))  # fmt: skip
     return "\n".join([*_head(answer), "", *(line for part in parts for line in (*part, ""))])
 
 
@@ -65,9 +68,10 @@ def _rollout(cfg: Config) -> Iterator[str]:
     if cfg.loss.draws:
         rollout = cfg.rollout
         steps = rollout.epochs * rollout.minibatches
+        drawn = "by vLLM" if uses_vllm(cfg) else f"by native decoding {drawn_at_once(cfg)} at once on a rank"
         yield (
             f"  rollout of {rollout.batch_size} prompts × {rollout.n_samples} answers for {steps} "
-            f"step{'s' * (steps > 1)}, drawn by {rollout.engine.value} decoding {drawn_at_once(cfg)} at once on a rank"
+            f"step{'s' * (steps > 1)}, drawn {drawn}"
         )
 
 
@@ -93,6 +97,18 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     if prediction.host is not None:
         yield ""
         yield from _host(prediction.host)
+
+
+def _vllm(vllm: Share) -> Iterator[str]:
+    """Say what vLLM holds with its share, as part of the sums above."""
+    holds = vllm.holds
+    when = "while samples are drawn" if vllm.sleeps else "to the end of the run"
+    yield f"vLLM's share of the GPU, which it holds {when}, GiB (arithmetic, not rehearsed)"
+    yield f"  {'weights':52}{holds.weights / GIB:9.2f}"
+    yield f"  {'activations and CUDA graphs':52}{holds.working / GIB:9.2f}, assumed"
+    yield f"  {'keys and values':52}{holds.keys / GIB:9.2f}, {holds.room_in_words()}"
+    auto = " (auto: what training leaves)" if vllm.auto else ""
+    yield f"  {'total':52}{holds.bytes / GIB:9.2f}, {KEY}={holds.share:g}{auto}"
 
 
 def _beside_tensors(answer: Answer) -> Iterator[str]:
@@ -131,8 +147,10 @@ def _verdict(answer: Answer) -> Iterator[str]:
     room = f"{peak.bytes / GIB:.1f} GiB at the peak ({peak.phase}), of {limit / GIB:.1f}"
     if answer.fits:
         yield f"fits: {room}."
-    elif peak.bytes > answer.limit:
+    elif not answer.prediction.fits_devices(limit):
         yield f"does not fit: {room}."
+    if (refused := answer.prediction.refused) is not None:
+        yield f"{refused}."
     if (short := answer.prediction.short) is not None:
         yield f"does not fit: {told_short(short, answer.cfg)}."
     if answer.engine_chosen is not None:
@@ -160,7 +178,8 @@ def _fitting(answer: Answer) -> Iterator[str]:
 
 
 def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
-    yield "one change at a time" + " " * 21 + "peak   time of a step"
+    auto = asked.vllm is not None and asked.vllm.auto
+    yield "one change at a time" + " " * 21 + "peak   time of a step" + "   with the least that vLLM needs" * auto
     for change in changes:
         yield f"  {change.words:30}" + _changed(change, seconds(asked)) + _beside(change)
 
@@ -197,6 +216,8 @@ def _beside(change: Change) -> str:
     if (short := change.prediction.short) is not None:
         notes += [f"needs {size(short.counted)} of a machine's memory, of {size(short.limit or 0)}"]
     notes += ["trains other weights"] * trains_otherwise(change.words)
+    if (vllm := change.prediction.with_share().vllm) is not None and vllm.auto and change.prediction.refused is None:
+        notes += [f"vLLM gets {vllm.holds.share:g}"]
     return f"  {', '.join(notes)}" if notes else ""
 
 
@@ -216,7 +237,11 @@ def _work(answer: Answer) -> Iterator[str]:
     )
     if answer.cfg.loss.draws:
         drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))
-        yield (f"    of these       {drawn.took:.3g} s draw a rollout and {scored.took:.3g} s score it")
+        vllm = answer.prediction.vllm
+        took = drawn.took + (0.0 if vllm is None else vllm.seconds)
+        yield f"    of these       {took:.3g} s draw a rollout and {scored.took:.3g} s score it"
+        if vllm is not None:
+            yield f"    vLLM            {vllm.seconds:.3g} s to draw, an estimate from what it reads for each token"
     yield from _waiting(answer)
 
 
@@ -252,6 +277,7 @@ def plain(answer: Answer) -> dict[str, Any]:
         "peak_phase": answer.prediction.peak.phase,
         "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
         "beside_bytes": dict(beside(answer.cfg, answer.prediction.groups).assumed),
+        "vllm": None if answer.prediction.vllm is None else answer.prediction.vllm.plain(),
         "host_bytes": {} if answer.prediction.host is None else dict(answer.prediction.host.by_kind),
         "host_room_bytes": None if answer.prediction.host is None else answer.prediction.host.limit,
         "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlexp.base.byte_counts import size
 from rlexp.base.errors import ModelError, UserError, first_line
 from rlexp.config.checks.layout import Choice, heads_in, heads_of
 from rlexp.config.gpu_descriptions import TYPICAL, described
 from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName
-from rlexp.launch.preflight_check import size
 from rlexp.launch.stops import end_with_parent
 from rlexp.preflight.fastest_layout import fastest
 from rlexp.preflight.quiet import quietly
@@ -104,14 +104,15 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     from rlexp.preflight.changes import trains_otherwise
     from rlexp.preflight.children import at_once
     from rlexp.preflight.host import told_short
-    from rlexp.preflight.longest_that_fits import room
     from rlexp.preflight.other_reference import refuse_unlike_reference
     from rlexp.preflight.rehearsal.rehearse import preload
+    from rlexp.preflight.vllm import room
 
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     (taken,) = at_once([remedy.first_that_fits(cfg, model)], len(os.sched_getaffinity(0)))
     asked = (taken.found or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction
+    asked = asked.with_share()
     peak, limit = asked.peak, room(cfg)
     answer |= {
         "fits": asked.fits(limit),
@@ -121,6 +122,8 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
         "host": {} if asked.host is None else dict(asked.host.by_kind),
         "host_limit": None if asked.host is None else asked.host.limit,
         "short": None if asked.short is None else told_short(asked.short, cfg),
+        "vllm_memory": None if asked.vllm is None else asked.vllm.holds.share,
+        "vllm": asked.refused,
         "peaks": {phase: each.by_kind for phase, each in asked.peaks.items() if phase},
         "engine": taken.cfg.engine.name.value,
         "engine_chosen": taken.chosen,

@@ -42,6 +42,7 @@ from rlexp.config.schema.bounds import as_typed, check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import check_sources
+from rlexp.config.vllm_memory import check_vllm_memory
 
 MOST_RANKS = 512  # on one machine
 MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
@@ -74,6 +75,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     check_reference(cfg, here=here)
     check_rope(cfg)
     check_rollout(cfg, here=here)
+    check_vllm_memory(cfg)
     check_loss(cfg)
     check_evaluation(cfg)
     check_reward(cfg)

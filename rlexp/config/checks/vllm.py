@@ -44,13 +44,6 @@ def _check_ranks(cfg: Config) -> None:
             f"has never carried (launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} takes it). Use rollout=pipelined, "
             f"{NATIVE}."
         )
-    on_a_gpu = min(cfg.launch.ranks_per_gpu, rollout.sampling_ranks or cfg.launch.ranks_per_gpu)
-    if on_a_gpu * rollout.vllm_memory >= 1:
-        raise ConfigError(
-            f"rollout.vllm_memory={rollout.vllm_memory:g}: each rank that samples takes this share of its GPU, and "
-            f"launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} puts {on_a_gpu} of them on one. Use less than "
-            f"{1 / on_a_gpu:.2g}, or launch.ranks_per_gpu=1."
-        )
 
 
 def _check_installed(device: Device) -> None:

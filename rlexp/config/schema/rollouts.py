@@ -72,8 +72,9 @@ class RolloutConfig:
     # limit on a token's importance weight, which corrects for samples drawn by older weights or by vLLM; null: no such
     # weight
     importance_cap: float | None = number(None, above=0)
-    # share of a GPU's memory that vLLM may take, with rollout.engine=vllm
-    vllm_memory: float = number(0.4, above=0, below=1)
+    # share of a GPU's memory that vLLM may take, with rollout.engine=vllm, or on CPU: share of the machine's memory for
+    # its keys and values; auto: what training leaves, or on CPU what a rollout needs
+    vllm_memory: int | float | str = number("auto", above=0, below=1)
     # give vLLM's memory back while the ranks train, with rollout.engine=vllm
     vllm_sleep: bool = False
     sampling_ranks: int = MISSING  # ranks that only sample; 0 unless pipelined

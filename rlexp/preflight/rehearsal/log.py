@@ -18,7 +18,8 @@ Array = npt.NDArray[np.int64]
 WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE = "weights", "gradients", "optimizer state", "reference"
 ACTIVATIONS, BUFFERS, TEMPORARIES = "saved activations", "communication buffers", "temporaries"
 CACHE = "cache of keys and values"
-STORAGE_KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, CACHE, TEMPORARIES, BUFFERS)
+VLLM = "vLLM"  # all that it holds: none of it is rehearsed
+STORAGE_KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, REFERENCE, ACTIVATIONS, CACHE, TEMPORARIES, BUFFERS, VLLM)
 COLLECT = "collect"  # the phase in which a loss of the whole batch is given its values, once for all micro-batches
 
 

@@ -22,6 +22,8 @@ from rlexp.config.checks.micro_batches import fullest_micro_batch, longest_lengt
 from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig
+from rlexp.config.vllm_memory import uses_vllm
+from rlexp.preflight.rehearsal.drawn_by_vllm import GivenDrawer
 from rlexp.preflight.rehearsal.log import CACHE, Log
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.training.dataset.sampler import Batch
@@ -56,21 +58,24 @@ class Wordless:
         return self.vocabulary
 
 
-def parts_of(cfg: Config, mode: Counting, made: list[nn.Module]) -> Parts:
+def parts_of(cfg: Config, mode: Counting, made: list[nn.Module], vocabulary: int) -> Parts:
     """Return the parts of rollouts. Real ranks draw and score every sample, a rehearsal only those that differ.
 
-    `made` is given the reward models.
+    `made` is given the reward models, and `vocabulary` is the size of the policy's.
     """
+    by_vllm, most = uses_vllm(cfg), scored_at_once(cfg)
+    given = functools.partial(GivenDrawer, vocabulary=vocabulary)
     parts = Parts(
         rewards=constant_rewards,
         reward_model=functools.partial(longest_reward_model, log=mode.log, made=made),
-        drawer=functools.partial(LoggedDrawer, mode=mode),
+        drawer=functools.partial(given, most=None) if by_vllm else functools.partial(LoggedDrawer, mode=mode),
     )
     if not isinstance(mode, Rehearsing):
         return parts
+    short = functools.partial(ShortDrawer, mode=mode, most=most)
     return dataclasses.replace(
         parts,
-        drawer=functools.partial(ShortDrawer, mode=mode, most=scored_at_once(cfg)),
+        drawer=functools.partial(given, most=most) if by_vllm else short,
         scorer=functools.partial(ShortScorer, log=mode.log, samples=per_rank(cfg) * cfg.parallel.ring_size),
         rollouts=functools.partial(AlikeRollouts, lengths=fullest_micro_batch(cfg)),
         host=lambda world: Host(world.size, dist.group.WORLD if world.size > 1 else None),
@@ -98,7 +103,7 @@ def smaller(cfg: Config) -> Iterator[str]:
     """Yield changes by which drawing or scoring a rollout needs less memory."""
     if not cfg.loss.draws:
         return
-    rows = drawn_at_once(cfg)
+    rows = 1 if uses_vllm(cfg) else drawn_at_once(cfg)
     for fewer in sorted({rows // 2, 1}, reverse=True) if rows > 1 else ():
         yield f"rollout.micro_batch_size={fewer}"
     if (scored := min(scored_at_once(cfg), per_rank(cfg) * cfg.parallel.ring_size)) > 1:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config
+from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.preflight.host import Held, power_of_two
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
@@ -123,7 +124,9 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
         precomputed=Unknown,
     )
     with phases("build"):
-        task = build(plan.cfg, phases, probing=unprobed, task_of=longest_task(plan, mode, judging), sources=sources)
+        task = build(
+            as_native(plan.cfg), phases, probing=unprobed, task_of=longest_task(plan, mode, judging), sources=sources
+        )
         engine = task.run.engine
         held = of_host(mode, task)  # makes the moments, as the first optimizer step does
     log.build_alone = peak_of(log) > plan.limit
@@ -146,6 +149,11 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
                     pass
     log.held = dataclasses.replace(held, beside=log.host_peak - built)
     log.closed = True
+
+
+def as_native(cfg: Config) -> Config:
+    """Return the configuration without vLLM, which is not rehearsed: its drawer is another part of the run."""
+    return dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine=RolloutEngine.native))
 
 
 def of_host(mode: Counting, task: Task) -> Held:
@@ -225,6 +233,7 @@ def longest_task(plan: RehearsalPlan, mode: Counting, judging: list[nn.Module]) 
     def task_of(cfg: Config, _tokenizer: Any, _world: World, bridge: Bridge | None) -> Task:
         kind = task_class(cfg.loss)
         longest = kind.longest(cfg) if plan.answers is None else sharing_examples(cfg, plan.answers)
-        return kind.of(cfg, longest, bridge, parts_of(cfg, mode, judging))
+        vocabulary = int(plan.model.get_text_config().vocab_size)
+        return kind.of(cfg, longest, bridge, parts_of(plan.cfg, mode, judging, vocabulary))
 
     return task_of

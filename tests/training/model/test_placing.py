@@ -126,7 +126,7 @@ BUILT = {"torch": 2 + 2 + 12, "zero0": 2 + 2 + 12, "zero1": 2 + 2 + 3, "zero2": 
 
 def most(engine: str, cfg) -> float:
     """The bytes that a build may need at its peak."""
-    from rlexp.preflight.answer import count_parameters
+    from rlexp.preflight.vllm import count_parameters
 
     return BUILT[engine] * count_parameters(plan(cfg, 1).model) + LARGEST
 

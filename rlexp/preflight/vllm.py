@@ -1,0 +1,169 @@
+"""What vLLM adds to a prediction: its share of the device's memory, and the seconds of a rollout.
+
+vLLM itself is not rehearsed. What it holds is arithmetic (`config/vllm_memory.py`), and so are its seconds: for each
+token of an answer, it reads the weights, and the keys and values of all answers that it computes at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rlexp.base.byte_counts import GIB, size
+from rlexp.base.host_memory import host_memory
+from rlexp.config.schema import Config, Device
+from rlexp.config.vllm_memory import KEY, Holding, held_by_vllm, requests, uses_vllm
+from rlexp.preflight.rehearsal.rates import Rates
+from rlexp.training.model.loading import random_model
+
+INSTEAD = (
+    "Use a change that needs less memory beside it, rollout=pipelined, where vLLM has GPUs of its own, or "
+    "rollout.engine=native"
+)
+_counted: dict[str, int] = {}
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What a rank draws, and the rates at which it does."""
+
+    answers: int
+    prompts: int
+    new: int  # tokens of an answer
+    read: int  # tokens of a prompt
+    parameters: int
+    rates: Rates
+
+    def seconds(self, holds: Holding) -> float:
+        """Estimate the seconds of a rollout whose answers are all as long as they may be."""
+        at_once = min(self.answers, max(holds.at_once, 1))
+        keys = at_once * holds.token * (self.read + self.new / 2)
+        step = self.rates.operator(2 * self.parameters * at_once, int(holds.weights + keys))
+        reading = self.rates.operator(2 * self.parameters * self.prompts * self.read, holds.weights)
+        return reading + math.ceil(self.answers / at_once) * self.new * step
+
+
+@dataclass(frozen=True)
+class Share:
+    """vLLM's share of a device, beside a rank's own tensors."""
+
+    holds: Holding
+    rollout: Rollout
+    room: int  # bytes of the device that a rank may take
+    memory: int  # bytes of the device
+    auto: bool  # the share is what training leaves
+    sleeps: bool  # it holds memory in rollouts only
+    on_cpu: bool
+    kept: int = 0  # bytes that `auto` leaves free too: more is assumed to lie beside tensors than the reserve has
+
+    def in_phase(self, phase: str) -> int:
+        """Return the bytes that vLLM holds in a phase."""
+        return 0 if self.sleeps and phase != "rollout" else self.holds.bytes
+
+    @property
+    def seconds(self) -> float:
+        return self.rollout.seconds(self.holds)
+
+    def left(self, most: int) -> float:
+        """Return the share of the GPU that is left, in whole percents, beside so many bytes of the rank's own."""
+        return max(100 * (self.room - most) // self.memory, 0) / 100
+
+    def given(self, most: int) -> Share:
+        """Return vLLM with what is left beside so many bytes of the rank's own, where its share is `auto`."""
+        share = self.left(most + self.kept)
+        if not self.auto or self.on_cpu or share <= self.holds.share:
+            return self
+        return dataclasses.replace(self, holds=self.holds.with_share(share, self.memory))
+
+    def plain(self) -> dict[str, Any]:
+        holds = self.holds
+        return {
+            "share": holds.share,
+            "auto": self.auto,
+            "sleeps": self.sleeps,
+            "bytes": holds.bytes,
+            "weights_bytes": holds.weights,
+            "working_bytes_assumed": holds.working,
+            "keys_bytes": holds.keys,
+            "bytes_of_a_token": holds.token,
+            "tokens": holds.tokens,
+            "answers_at_once": holds.at_once,
+            "least_bytes": holds.least,
+            "estimated_seconds": self.seconds,
+        }
+
+    @property
+    def suffices(self) -> bool:
+        """Whether vLLM can start. On CPU, that was decided before."""
+        return self.on_cpu or self.holds.suffices
+
+    @property
+    def asked(self) -> str:
+        return f"{KEY}={'auto' if self.auto else f'{self.holds.share:g}'}"
+
+    def refused(self, most: int, phase: str) -> str | None:
+        """Say why vLLM and the rank's own tensors, so many bytes in the phase that has most, do not both fit."""
+        holds, share = self.holds, self.left(most)
+        fits = not self.on_cpu and share * self.memory >= holds.least
+        if not self.suffices:
+            least = math.ceil(100 * holds.least / self.memory) / 100
+            use = f"Use {KEY}={least:g} to {share:g}, or auto" if fits else INSTEAD
+            return f"{self.asked}: vLLM has {size(holds.bytes)}, and needs {_least(holds)}. {use}"
+        if most + holds.bytes <= self.room:
+            return None
+        own = f"the rank itself holds {size(most)} ({phase}) of the {size(self.room)} that it may take"
+        if fits:
+            return f"{self.asked}: vLLM takes {size(holds.bytes)}, and {own}. Use {KEY}={share:g} or less, or auto"
+        return f"{self.asked}: vLLM needs {_least(holds)}; {own}. {INSTEAD}"
+
+
+def _least(holds: Holding) -> str:
+    keys = holds.least - holds.weights - holds.working
+    return (
+        f"{size(holds.least)} at least: {size(holds.weights)} weights, {size(holds.working)} assumed for activations "
+        f"and CUDA graphs, {size(keys)} keys and values of one answer of {holds.longest:,} tokens"
+    )
+
+
+def share_of(cfg: Config, model: Any) -> Share | None:
+    """Return vLLM's share beside a rank of this run, and of an `auto` the least; None if vLLM draws nothing there."""
+    if not uses_vllm(cfg):
+        return None
+    on_cpu = cfg.launch.device is Device.cpu
+    memory = _of_machine(cfg) if on_cpu else int(cfg.hardware.memory_gib * GIB)
+    parameters, answers = count_parameters(model), requests(cfg)
+    rollout = Rollout(
+        answers=answers,
+        prompts=-(-answers // cfg.rollout.n_samples),
+        new=cfg.rollout.max_new_tokens,
+        read=cfg.data.max_length - cfg.rollout.max_new_tokens,
+        parameters=parameters,
+        rates=Rates.of(cfg, cfg.parallel.ring_size),
+    )
+    return Share(
+        held_by_vllm(cfg, model.to_dict(), parameters, memory), rollout, room(cfg), memory,
+        auto=isinstance(cfg.rollout.vllm_memory, str), sleeps=cfg.rollout.vllm_sleep, on_cpu=on_cpu,
+    )  # fmt: skip
+
+
+def _of_machine(cfg: Config) -> int:
+    known = host_memory()
+    return known.total if known is not None else int(cfg.hardware.host_memory_gib * GIB)
+
+
+def room(cfg: Config) -> int:
+    """Return the bytes of a device that a rank's tensors may take. Each rank keeps its own reserve."""
+    return int((cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu - cfg.hardware.reserve_gib) * GIB)
+
+
+def count_parameters(model: Any) -> int:
+    """Count the parameters of a model of this configuration."""
+    key = model.to_json_string()
+    if key not in _counted:
+        with torch.device("meta"):
+            _counted[key] = sum(parameter.numel() for parameter in random_model(model, 2).parameters())
+    return _counted[key]
