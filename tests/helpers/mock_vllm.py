@@ -79,8 +79,9 @@ class Table(nn.Module):
                     self.table.data[::2].copy_(weight.t())
                 case "scale":
                     self.scale.data.copy_(weight + 1)  # not simply copied
-                case _:
-                    pass  # a policy's: the mock has no place for them
+                case _:  # a policy's
+                    self.table.data.copy_(self.table.clone())
+                    self.scale.data.copy_(self.scale.clone())
 
     def forward(self, tokens: Sequence[int]) -> Tensor:
         at = torch.tensor(tokens) % WORDS
@@ -185,12 +186,8 @@ class LLM:
         self.made.append(self)
 
     def collective_rpc(self, method: Callable[..., Any], timeout: float | None = None, args: Any = ()) -> list[Any]:  # noqa: ARG002
-        def reload_weights(weights_iterator: Iterator[tuple[str, Tensor]]) -> None:
-            self.told.append("reload_weights")
-            self.table.load_weights(weights_iterator)
-
-        runner = SimpleNamespace(model=self.table, reload_weights=reload_weights)
-        return [method(SimpleNamespace(model_runner=runner), *args)]
+        self.told.append("collective_rpc")
+        return [method(SimpleNamespace(model_runner=SimpleNamespace(model=self.table)), *args)]
 
     def sleep(self, level: int = 1) -> None:
         self.told.append(f"sleep {level}")
@@ -207,6 +204,8 @@ def modules() -> dict[str, ModuleType]:
     """Return the mock by the names under which rlexp imports it, for `sys.modules`."""
     made = {name: ModuleType(name) for name in ("vllm", "vllm.v1", "vllm.v1.sample", "vllm.sampling_params")}
     made["vllm"].__dict__.update(LLM=LLM, SamplingParams=SamplingParams)
+    layers = made["vllm.model_executor.layers"] = ModuleType("vllm.model_executor.layers")
+    layers.__dict__.update(utils=SimpleNamespace(dispatch_cpu_unquantized_gemm=None))
     made["vllm.sampling_params"].__dict__.update(RequestOutputKind=RequestOutputKind)
     processors = made["vllm.v1.sample.logits_processor"] = ModuleType("vllm.v1.sample.logits_processor")
     processors.__dict__.update(LogitsProcessor=LogitsProcessor)

@@ -19,12 +19,12 @@ PATH = ROOT / "tests/files/vllm_signatures.json"
 METHODS = {
     "entrypoints/llm.py": {"LLM": ("__init__", "collective_rpc", "sleep", "wake_up", "reset_prefix_cache")},
     "v1/engine/llm_engine.py": {"LLMEngine": ("add_request", "step", "has_unfinished_requests")},
-    "v1/worker/gpu_model_runner.py": {"GPUModelRunner": ("reload_weights",)},
     "v1/sample/logits_processor/interface.py": {
         "LogitsProcessor": ("__init__", "apply", "is_argmax_invariant", "update_state")
     },
     "outputs.py": {"RequestOutput": ("__init__",)},
 }
+FUNCTIONS = {"model_executor/layers/utils.py": ("dispatch_cpu_unquantized_gemm",)}
 FIELDS = {
     "engine/arg_utils.py": ("EngineArgs",),
     "sampling_params.py": ("SamplingParams", "RequestOutputKind"),
@@ -41,6 +41,10 @@ def signatures(package: Path) -> Signatures:
         for node in _classes(package / path, classes):
             methods = {each.name: each for each in node.body if isinstance(each, ast.FunctionDef)}
             found |= {f"{node.name}.{name}": _parameters(methods[name]) for name in classes[node.name]}
+    for path, functions in FUNCTIONS.items():
+        tree = ast.parse((package / path).read_text(encoding="utf-8"))
+        named = [each for each in tree.body if isinstance(each, ast.FunctionDef) and each.name in functions]
+        found |= {each.name: [part.arg for part in each.args.args] for each in named}
     for path, names in FIELDS.items():
         found |= {node.name: _fields(node) for node in _classes(package / path, names)}
     environment = ast.walk(ast.parse((package / "envs.py").read_text(encoding="utf-8")))

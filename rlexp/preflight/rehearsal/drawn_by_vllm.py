@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema.rollouts import RolloutConfig
+from rlexp.config.vllm_memory import AT_ONCE
 from rlexp.training.rollout.choose import choose
 from rlexp.training.rollout.deal import Request
 from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.sampling import sample_of
 from rlexp.training.rollout.vllm.chooser import ELEMENTS, Notes
-from rlexp.training.rollout.vllm.engine import MOST_AT_ONCE
 from rlexp.training.rollout.vllm.weights import BUCKET
 from rlexp.training.types import Sample
 
@@ -51,7 +51,7 @@ class GivenDrawer:
 
     def draw(self, micro_batches: Iterable[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:  # noqa: ARG002
         requests = [request for part in micro_batches for request in part]
-        self._choose(min(len(requests), MOST_AT_ONCE))
+        self._choose(min(len(requests), AT_ONCE))
         yield [self._sample(request) for request in requests[: self._most]]
 
     def _choose(self, rows: int) -> None:

@@ -41,6 +41,7 @@ from tests.helpers.mock_vllm import LLM, ROWS, WORDS, Table
 
 PROMPTS = [Prompt(index, np.array([0, 5 + index], dtype=np.int32), "p", None, f"row {index}") for index in range(4)]
 REQUESTS = [Request(place, PROMPTS[place // 3], place % 3) for place in range(12)]
+ONE = torch.ones(1)
 ENDS = [1, *range(100, 140)]
 READ = (*SETTINGS, "RANK", "WORLD_SIZE", "LOCAL_RANK", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -139,7 +140,6 @@ def test_a_sample_does_not_depend_on_the_samples_beside_it(make: Callable[..., A
 
 def test_its_loader_is_watched_once_and_then_left_out(make: Callable[..., Any]) -> None:
     drawer = make()
-    drawer._hand_over.packed = False
     model = table(drawer)
     generator = torch.Generator().manual_seed(5)
 
@@ -157,13 +157,12 @@ def test_its_loader_is_watched_once_and_then_left_out(make: Callable[..., Any]) 
     assert model.calls == ["odd", "scale", "even"]
     renewed()
     assert model.calls == ["scale"]  # it is changed on its way: not simply a copy
-    assert drawer._llm.told == ["reset_prefix_cache"] * 2
+    assert drawer._llm.told == ["collective_rpc", "reset_prefix_cache"] * 2
 
 
 def test_weights_are_held_until_a_bucket_is_full(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     drawer = make()
-    drawer._hand_over.packed = False
-    new = {"odd": torch.ones(WORDS, WORDS), "even": torch.ones(WORDS, WORDS, dtype=torch.bfloat16)}
+    new = {"odd": torch.ones(WORDS, WORDS), "even": torch.ones(WORDS, WORDS, dtype=torch.bfloat16), "scale": ONE}
     drawer.renew(lambda: iter(new.items()))
     copied: list[int] = []
     copy = torch._foreach_copy_
@@ -179,11 +178,10 @@ def test_weights_are_held_until_a_bucket_is_full(make: Callable[..., Any], monke
     assert copied == [2, 1, 1]
 
 
-def test_where_it_packs_its_weights_they_go_through_its_own_reloading(make: Callable[..., Any]) -> None:
+def test_a_parameter_of_its_model_that_nothing_is_written_to_is_named(make: Callable[..., Any]) -> None:
     drawer = make()
-    drawer.renew(lambda: iter({"scale": torch.ones(1)}.items()))
-    assert drawer._llm.told == ["reload_weights", "reset_prefix_cache"]
-    assert table(drawer).scale == 2
+    with pytest.raises(ModelError, match=r"parameters for which the policy has no weights \(table, 1 of 2\)"):
+        drawer.renew(lambda: iter({"scale": ONE}.items()))
 
 
 def test_it_sleeps_while_the_ranks_train(make: Callable[..., Any]) -> None:
@@ -192,8 +190,8 @@ def test_it_sleeps_while_the_ranks_train(make: Callable[..., Any]) -> None:
     assert drawer._llm.options["enable_sleep_mode"]
     assert told == ["sleep 2"]
     told.clear()
-    drawer.renew(lambda: iter(()))
-    assert told == ["wake_up ['weights']", "reload_weights", "wake_up ['kv_cache']", "reset_prefix_cache"]
+    drawer.renew(lambda: iter({"any": ONE}.items()))
+    assert told == ["wake_up ['weights']", "collective_rpc", "wake_up ['kv_cache']", "reset_prefix_cache"]
     drawn(drawer)
     assert told[4:] == ["sleep 2"]
 
@@ -334,7 +332,7 @@ def test_ranks_that_share_a_gpu_have_their_shares_together() -> None:
     asked = ["loss=ppo", "reward.rule=length", "rollout.engine=vllm", "rollout.batch_size=4", "rollout.n_samples=2"]
     with assumed_gpus(1), pytest.raises(ConfigError, match="it makes its own groups of ranks"):
         compose_config([*asked, "launch.ranks_per_gpu=3"])
-    pipelined = ("rollout.mode=pipelined", "rollout.sampling_ranks=3")
+    pipelined = ("rollout.mode=pipelined", "rollout.sampling_ranks=3", "rollout.vllm_memory=0.4")
     said = r"vllm_memory=0\.4: .* puts 3 of them on one\. Use less than 0"
     with assumed_gpus(1), pytest.raises(ConfigError, match=said):
         compose_config([*asked, "launch.ranks_per_gpu=4", *pipelined])
@@ -379,7 +377,9 @@ def trained_with_it(tmp_path: Path, *overrides: str) -> list[Any]:
         data.max_length=160 rollout.max_new_tokens=4 train.max_steps=2 data.size=16 data.eval_size=2 train.eval_every=2
         engine=torch logger=none checkpoint.export=false"""
     cfg: Config = compose_config([*small.split(), *overrides])
-    cfg = dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine=RolloutEngine.vllm))
+    cfg = dataclasses.replace(
+        cfg, rollout=dataclasses.replace(cfg.rollout, engine=RolloutEngine.vllm, vllm_memory=0.01)
+    )
     assert run_folder.enter(cfg, tmp_path / "run")
     return run_ranks(rank, 2, (str(tmp_path / "run"),), log_dir=tmp_path, timeout=240)
 

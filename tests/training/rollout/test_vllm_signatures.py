@@ -50,7 +50,7 @@ def test_what_is_read_and_written_is_there(known: Signatures) -> None:
     assert {each.name for each in mock_vllm.RequestOutputKind} <= {*known["RequestOutputKind"]}
     assert {"request_id", "finished", "outputs"} <= {*known["RequestOutput.__init__"]}
     assert {"token_ids", "finish_reason"} <= {*known["CompletionOutput"]}
-    assert known["GPUModelRunner.reload_weights"][0] == "weights_iterator"
+    assert known["dispatch_cpu_unquantized_gemm"] == ["layer", "remove_weight"]
     assert known["LogitsProcessor.__init__"] == ["vllm_config", "device", "is_pin_memory"]
     assert known["LogitsProcessor.apply"] == ["logits"]
     assert known["LogitsProcessor.update_state"] == ["batch_update"]
@@ -62,9 +62,10 @@ def test_vllm_takes_the_options_that_it_is_given(
     known: Signatures, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
     given: dict[str, Any] = {}
-    package = mock_vllm.modules()["vllm"]
-    monkeypatch.setattr(package, "LLM", lambda **options: given.update(options))
-    monkeypatch.setitem(sys.modules, "vllm", package)
+    mock = mock_vllm.modules()
+    monkeypatch.setattr(mock["vllm"], "LLM", lambda **options: given.update(options))
+    for name, module in mock.items():
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(engine, "_prepare", lambda _: None)
     cfg = RolloutConfig(minibatches=1, sampling_ranks=0, vllm_memory=0.4)
     engine.started("", cfg, precision=torch.bfloat16, device=torch.device(device), max_length=64, choosing=object)

@@ -58,7 +58,7 @@ class VLLMDrawer:
                 max_length=max_length,
                 choosing=chooser(self._notes, cfg),
             )
-        self._hand_over = HandOver(packed=device.type == "cpu")
+        self._hand_over = HandOver()
         self._sleep()
 
     def renew(self, weights: Weights) -> None:

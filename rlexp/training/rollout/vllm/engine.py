@@ -11,9 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.nn import functional
 
 from rlexp.base.errors import ModelError
+from rlexp.base.host_memory import host_memory
 from rlexp.config.schema.rollouts import RolloutConfig
+from rlexp.config.vllm_memory import AT_ONCE
 from rlexp.launch import watch
 
 SETTINGS = {  # of vLLM, unless the user has set them
@@ -23,7 +26,7 @@ SETTINGS = {  # of vLLM, unless the user has set them
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",  # it would send what it runs on to its makers
 }
-MOST_AT_ONCE = 1024  # requests in vLLM's batch
+UNKNOWN_HOST = 1 << 30  # bytes of keys and values, on a host that does not say how much memory it has
 
 
 def started(
@@ -34,15 +37,14 @@ def started(
     from vllm import LLM
 
     gpu = device.type == "cuda"
-    share = {"gpu_memory_utilization": cfg.vllm_memory} if gpu else {"kv_cache_memory_bytes": 1 << 30}
     try:
-        with watch.elsewhere(), _kept():  # it compiles, and measures the GPU
+        with watch.elsewhere(), _kept(), _plain_on_cpu(gpu=gpu):  # it compiles, and measures the GPU
             return LLM(
                 model=place,
                 load_format="dummy",
                 dtype=str(precision).removeprefix("torch."),
                 max_model_len=max_length,
-                max_num_seqs=MOST_AT_ONCE,
+                max_num_seqs=AT_ONCE,
                 distributed_executor_backend="external_launcher",
                 enable_prefix_caching=True,
                 enable_sleep_mode=cfg.vllm_sleep,
@@ -51,7 +53,7 @@ def started(
                 logits_processors=[choosing],
                 seed=0,
                 skip_tokenizer_init=not cfg.stop,
-                **share,
+                **_memory(cfg, gpu=gpu),
             )
     except ValueError as error:
         if "memory" not in str(error).lower():
@@ -63,6 +65,38 @@ def started(
             f"({error}). Set another share, let other ranks sample (rollout=pipelined), or use "
             f"rollout.engine=native."
         ) from error
+
+
+def _memory(cfg: RolloutConfig, *, gpu: bool) -> dict[str, float]:
+    share, memory = cfg.vllm_memory, host_memory()
+    assert not isinstance(share, str), "auto becomes a number before any rank starts"
+    if gpu:
+        return {"gpu_memory_utilization": share}
+    return {"kv_cache_memory_bytes": int(share * memory.total) if memory else UNKNOWN_HOST}
+
+
+@contextlib.contextmanager
+def _plain_on_cpu(*, gpu: bool) -> Iterator[None]:
+    """Let vLLM compute with its matrices as they are. On a CPU it would pack them once, when they are loaded, and keep
+    the packed ones of a matrix that is both embedding and head, whatever is loaded later."""
+    if gpu:
+        yield
+        return
+    from vllm.model_executor.layers import utils
+
+    packing = utils.dispatch_cpu_unquantized_gemm
+
+    def plain(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = functional.linear
+        else:
+            packing(layer, remove_weight)
+
+    utils.dispatch_cpu_unquantized_gemm = plain
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = packing
 
 
 def _prepare(cfg: RolloutConfig) -> None:
