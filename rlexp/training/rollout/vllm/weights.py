@@ -60,6 +60,7 @@ class HandOver:
     def __call__(self, worker: Any, weights: Weights) -> None:
         if self.packed:
             worker.model_runner.reload_weights(weights_iterator=_noted(weights))
+            _pack_shared(worker.model_runner.model)
             return
         for name, weight in _noted(weights):
             made = self.copies.get(name)
@@ -86,6 +87,17 @@ class HandOver:
             torch._foreach_copy_(self._to, self._of)
         self._to.clear()
         self._of.clear()
+
+
+def _pack_shared(model: Any) -> None:
+    """Pack again what several modules share: vLLM reloads it in the first of them alone. With tied embeddings the head
+    would keep the packed weights that it began with."""
+    seen = set()
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and id(weight) in seen:
+            module.quant_method.process_weights_after_loading(module)
+        seen.add(id(weight))
 
 
 def _noted(weights: Weights) -> Iterator[tuple[str, Tensor]]:
