@@ -41,7 +41,7 @@ RULES: tuple[Rule, ...] = (
              "all models are on the same ranks here", of="ppo"),
     worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", ONE_NODE, of="ppo"),
     worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", COUNTED, of="ppo"),
-    absent("vllm.enable_sleep vllm_enable_sleep", "vLLM keeps its memory: rollout.vllm_memory is its share", of="ppo"),
+    taken("vllm.enable_sleep vllm_enable_sleep", "rollout.vllm_sleep", default=False, of="ppo"),
     worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
     absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
            of="ppo"),

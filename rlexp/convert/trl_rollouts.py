@@ -36,7 +36,7 @@ RULES: tuple[Rule, ...] = (
                of=DRAWING),
     taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
     absent("vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1, of=DRAWING),
-    absent("vllm_enable_sleep_mode", "vLLM keeps its memory", of=DRAWING),
+    taken("vllm_enable_sleep_mode", "rollout.vllm_sleep", default=False, of=DRAWING),
     needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
@@ -265,9 +265,6 @@ def _drawing(conv: Conversion) -> None:
     if vllm:
         conv.choose("rollout", "default")
         conv.put("rollout.engine", "vllm", "use_vllm")
-        for name, whole in {"top_k": (0, -1), "top_p": (1,), "min_p": (0,)}.items():
-            if conv.get(name, whole[0]) not in whole:
-                conv.tell(Fate.INSTEAD, name, "vLLM draws from all tokens here; rollout.engine=native has it")
     if vllm and conv.get("vllm_mode") == "server":
         conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
     _importance(conv, vllm)

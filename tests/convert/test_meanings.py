@@ -362,7 +362,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "openrlhf gae": (RAY, None, {"loss": "ppo", "loss.value_coef": 1.0}, {}),
     "openrlhf discount": (RAY + "--advantage_estimator reinforce --gamma 0.99", None, {"loss": "reinforce_pp"},
                           {ABSENT: {"gamma"}}),
-    "openrlhf sleep": (RAY + "--vllm_enable_sleep", None, {}, {ABSENT: {"vllm_enable_sleep"}}),
+    "openrlhf sleep": (RAY + "--vllm_enable_sleep", None, {"rollout.vllm_sleep": True}, {}),
     "openrlhf weights": (RAY + "--enable_vllm_is_correction --vllm_is_truncated_threshold 0.5 4.0", None,
                          {"rollout.importance_cap": 4.0}, {ABSENT: {"vllm_is_truncated_threshold"}}),
     "openrlhf icepop": (RAY + "--enable_vllm_is_correction --vllm_is_correction_type icepop", None,

@@ -13,12 +13,15 @@ import math
 import numpy as np
 import torch
 
+from rlexp.base.errors import DrawError
 from rlexp.training.rollout.experience import Table
 from rlexp.training.types import Sample
 
 # A token is beyond this gap if its importance weight leaves e^±0.2 (0.82 to 1.22). That is about as far as the usual
 # clipping (loss.clip_low and loss.clip_high: 0.2) lets all steps on a rollout move its probability.
 BEYOND = 0.2
+# On average, and with the weights that are trained. Rounding makes less than a tenth of it, also in bfloat16.
+ANOTHER_MODEL = 0.5
 COLUMNS = ("gap_sum", "gap_max", "gap_beyond", "gap_whole", "gap_weights", "gap_squares")
 
 
@@ -42,6 +45,19 @@ def gap_values(table: Table) -> dict[str, float]:
         "rollout/effective_tokens": _effective(table["gap_weights"], table["gap_squares"], tokens),
         "rollout/effective_answers": _effective(whole_N, 2 * whole_N, len(whole_N)),
     }
+
+
+def refuse_another_model(values: dict[str, float], rollout: int) -> None:
+    """Refuse the samples of a rollout if they were drawn from something else than the policy: training on them would
+    be training on noise."""
+    mean = values["sampling/sampling_logp_difference/mean"]
+    if not mean <= ANOTHER_MODEL:
+        raise DrawError(
+            f"rollout {rollout}: the log-probabilities of the tokens of vLLM differ by {mean:.2g} on average from "
+            f"those of the model that is trained, with the same weights; rounding makes less than a tenth of "
+            f"{ANOTHER_MODEL}. vLLM computes something else. `python -m rlexp.verify` with the same words tells "
+            f"possible causes apart. Use rollout.engine=native."
+        )
 
 
 def _effective(weights_N: torch.Tensor, squares_N: torch.Tensor, count: float) -> float:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
 from rlexp.config.schema.losses import PolicyLossConfig
-from rlexp.config.schema.rollouts import Overlong, RolloutConfig
+from rlexp.config.schema.rollouts import Overlong, RolloutConfig, RolloutEngine
 from rlexp.run_files.rollouts_jsonl import digests
 from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
@@ -27,7 +27,7 @@ from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Table, fetch, table_of
-from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values
+from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
 from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.rollout.scoring import Scorer
@@ -146,6 +146,8 @@ class Rollouts:
             table = self._table(self.mine, self.size, scored=True)
             self._give_credit(table)
         values = self._values(table)
+        if self.cfg.engine is RolloutEngine.vllm and self.source.staleness == 0:
+            refuse_another_model(values, number + 1)
         self.controller.update(values["objective/kl"], self.size)
         seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
         seconds |= {"sampling": self.source.seconds, "waited": self.source.waited}

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 
+from rlexp.base.errors import DrawError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.rollout.gap import BEYOND, gap_of, gap_values
+from rlexp.training.rollout.gap import ANOTHER_MODEL, BEYOND, gap_of, gap_values, refuse_another_model
 from rlexp.training.types import Prompt, Sample
 from tests.helpers.ranks import on_ranks
 
@@ -55,6 +56,14 @@ def test_values_are_over_all_tokens_not_means_of_answers() -> None:
 def test_equal_log_probabilities_have_no_gap_and_lose_no_token() -> None:
     same = [sample_with(place, [-1.0, -4.0], [-1.0, -4.0]) for place in range(3)]
     assert list(values_of(same).values()) == [0, 0, 0, 1, 1]
+
+
+def test_samples_of_another_model_are_refused() -> None:
+    near = values_of([sample_with(0, [-1.0, -2.0], [-1.0 - ANOTHER_MODEL, -2.0 + ANOTHER_MODEL])])
+    refuse_another_model(near, 1)
+    for far in ([-1.0, -3.1], [-1.0, math.nan]):
+        with pytest.raises(DrawError, match=r"rollout 3: .* of vLLM differ by .* vLLM computes something else"):
+            refuse_another_model(values_of([sample_with(0, [-1.0, -2.0], far)]), 3)
 
 
 def test_one_huge_weight_is_all_that_is_left() -> None:
