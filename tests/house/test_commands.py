@@ -89,6 +89,8 @@ def check_module(module: str, args: list[str], monkeypatch: pytest.MonkeyPatch) 
         assert bool(overrides) == (module in COMPOSING)
     if module == "rlexp.preflight":
         compose_elsewhere(overrides)
+    elif "rollout.engine=vllm" in overrides:  # no vLLM is installed here
+        compose_elsewhere([*overrides, "hardware=h100"])
     elif overrides or module == "rlexp":
         compose_config(overrides)
 

@@ -216,7 +216,7 @@ def test_it_leaves_this_process_as_it_was(make: Callable[..., Any]) -> None:
         ),
         (
             "Free memory on device (40/80 GiB) on startup is less than desired GPU memory utilization",
-            r"rollout\.vllm_memory=0\.4: vLLM cannot start beside what this GPU already holds \(Free .* Set",
+            r"rollout\.vllm_memory=0\.4: vLLM cannot start beside what this device already holds \(Free .* Set",
         ),
     ],
 )
@@ -242,7 +242,7 @@ def test_an_environment_that_takes_the_model_away_is_refused(
 def test_a_failure_of_vllm_is_one_message(make: Callable[..., Any]) -> None:
     drawer = make()
     drawer._llm.llm_engine.failing = RuntimeError("CUDA out of memory")
-    with pytest.raises(DrawError, match=r"vLLM failed in rollout 7 with RuntimeError: CUDA out of memory\. Go on from"):
+    with pytest.raises(DrawError, match=r"vLLM failed with RuntimeError: CUDA out of memory\. Go on from"):
         drawn(drawer)
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config
 
+from rlexp.base.errors import DrawError
 from rlexp.config.load import compose_config
 from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.launch import run_folder
@@ -22,6 +23,7 @@ from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from rlexp.launch.preflight_check import prepared
 from rlexp.run import job
+from rlexp.run_files import checkpoint_folder
 from rlexp.training.rollout.vllm.engine import started
 from rlexp.training.rollout.vllm.weights import HandOver
 
@@ -29,7 +31,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vllm is installed: make vllm"),
 ]
-SMALL = """loss=grpo reward.rule=length launch.device=cpu engine=torch logger=none checkpoint.export=false
+SMALL = """reward.rule=length launch.device=cpu engine=torch logger=none checkpoint.export=false
     model.hidden_size=256 data.max_length=160 data.size=32 data.eval_size=4 train.eval_every=3 train.max_steps=3
     train.batch_size=16 rollout.batch_size=4 rollout.n_samples=4 rollout.max_new_tokens=16"""
 
@@ -51,14 +53,15 @@ def rows(place: Path) -> list[dict[str, Any]]:
 
 
 CASES = {
-    "one rank": (),
-    "a ring of two": ("parallel=ring2",),
-    "pipelined": ("rollout=pipelined", "launch.nproc=2"),
+    "one rank": ("loss=grpo",),
+    "a ring of two": ("loss=rloo", "parallel=ring2"),
+    "pipelined": ("loss=ppo", "rollout=pipelined", "launch.nproc=2"),
     "everything of sampling": (
+        "loss=grpo",
         "rollout.temperature=0.7", "rollout.top_k=20", "rollout.top_p=0.9", "rollout.min_p=0.02", "rollout.stop=[e,qq]",
         "rollout.max_new_tokens=40",
     ),
-    "an adapter": ("adapter=lora",),
+    "an adapter": ("loss=grpo", "adapter=lora"),
 }  # fmt: skip
 
 
@@ -129,3 +132,34 @@ def test_its_logits_are_those_of_the_weights_it_was_handed(tmp_path: Path, famil
     ((left, far),) = run_ranks(differences, 1, (family,), log_dir=tmp_path, timeout=300)
     assert left == 0
     assert max(far) < 1e-6
+
+
+def rank_that_fails(spec: RankSpec, run_dir: str) -> None:
+    """Let vLLM fail while it generates the second rollout."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    steps, step = 0, LLMEngine.step
+
+    def failing(engine: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        if steps == 20:  # a rollout has 16, and the one that finds nothing to do
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return step(engine)
+
+    LLMEngine.step = failing
+    job.train_rank(spec, run_dir)
+
+
+def test_a_run_in_which_it_fails_goes_on_with_the_samples_it_would_have_had(tmp_path: Path) -> None:
+    """It goes on in the middle of its first rollout, whose samples the checkpoint holds."""
+    two = ("loss=grpo", "train.batch_size=8", "train.max_steps=6", "checkpoint.save_every=1", "train.eval_every=6")
+    native = ran(tmp_path / "native", *two)
+    cfg, _ = prepared(compose_config([*SMALL.split(), *two, "rollout.engine=vllm"]))
+    assert run_folder.enter(cfg, tmp_path / "run")
+    with pytest.raises(DrawError, match=r"vLLM failed with RuntimeError: CUDA error.* Go on from the"):
+        run_ranks(rank_that_fails, 1, (str(tmp_path / "run"),), log_dir=tmp_path, timeout=300)
+    (newest,) = checkpoint_folder.latest_first(tmp_path / "run")[:1]
+    assert newest.name.endswith("2")
+    again = ran(tmp_path / "run", *two, "rollout.engine=vllm")
+    assert [each["digests"] for each in again] == [each["digests"] for each in native]

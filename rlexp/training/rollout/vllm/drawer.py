@@ -90,9 +90,8 @@ class VLLMDrawer:
             raise
         except Exception as error:
             raise DrawError(
-                f"rollout.engine=vllm: vLLM failed in rollout {rollout} with {type(error).__name__}: {error}. Go on "
-                f"from the newest checkpoint; if memory was short, with a smaller rollout.vllm_memory or with "
-                f"rollout.engine=native."
+                f"rollout.engine=vllm: vLLM failed with {type(error).__name__}: {error}. Go on from the newest "
+                f"checkpoint; if memory was short, with a smaller rollout.vllm_memory or with rollout.engine=native."
             ) from error
         finally:
             self._notes.clear()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,11 +35,11 @@ def started(
 ) -> Any:
     """Return an engine for the model that is described in a folder, without its weights."""
     _prepare(cfg)
-    from vllm import LLM
-
     gpu = device.type == "cuda"
     try:
         with watch.elsewhere(), _kept(), _plain_on_cpu(gpu=gpu):  # it compiles, and measures the GPU
+            from vllm import LLM
+
             return LLM(
                 model=place,
                 load_format="dummy",
@@ -61,7 +62,7 @@ def started(
                 f"rollout.engine=vllm: it cannot run this model ({error}). Use rollout.engine=native."
             ) from error
         raise ModelError(
-            f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this GPU already holds "
+            f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this device already holds "
             f"({error}). Set another share, let other ranks sample (rollout=pipelined), or use "
             f"rollout.engine=native."
         ) from error
@@ -127,7 +128,8 @@ def _kept() -> Iterator[None]:
     """Keep this process's random numbers and torch's settings, which vLLM sets as it likes when it starts."""
     states, numpys, precision = random.getstate(), np.random.get_state(), torch.get_float32_matmul_precision()
     threads = torch.set_num_threads
-    with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
+    with torch.random.fork_rng(devices=range(torch.cuda.device_count())), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of what it calls itself
         try:
             yield
         finally:
