@@ -92,6 +92,11 @@ def uses_vllm(cfg: Config) -> bool:
     return cfg.loss.draws and cfg.rollout.engine is RolloutEngine.vllm
 
 
+def samples_apart(cfg: Config) -> bool:
+    """Return whether vLLM has GPUs on which nothing trains, as far as ranks do not share them."""
+    return uses_vllm(cfg) and cfg.rollout.sampling_ranks > 0 and cfg.launch.device is not Device.cpu
+
+
 def requests(cfg: Config) -> int:
     """Return the answers of a rollout that a rank draws, on the rank that draws most."""
     return -(-cfg.rollout.batch_size * cfg.rollout.n_samples // (cfg.rollout.sampling_ranks or cfg.parallel.world_size))
