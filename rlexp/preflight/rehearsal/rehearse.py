@@ -72,11 +72,11 @@ def preload() -> None:
 
 def rehearse(plan: RehearsalPlan) -> Log:
     """Build the run and take its first steps. Nothing is computed, and nothing is sent."""
+    gc.disable()  # what it frees, and when, would depend on what this process did before
     device = rehearsed_device() if plan.gpu else torch.device("cpu")
     layers = plan.layers or int(plan.model.num_hidden_layers)
     log = Log(device.type, clock=Clock(plan.rates), layers=layers)
     mode = Rehearsing(log)
-    gc.disable()  # what it frees, and when, would depend on what this process did before
     with (
         joined(plan.rank, plan.cfg.parallel.world_size),
         conversions(),
