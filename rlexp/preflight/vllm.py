@@ -124,8 +124,8 @@ class Share:
 def _least(holds: Holding) -> str:
     keys = holds.least - holds.weights - holds.working
     return (
-        f"{size(holds.least)} at least: {size(holds.weights)} weights, {size(holds.working)} assumed for activations "
-        f"and CUDA graphs, {size(keys)} keys and values of one answer of {holds.longest:,} tokens"
+        f"{size(holds.least)} at least: {size(holds.weights)} weights, {size(holds.working)} working memory (assumed), "
+        f"{size(keys)} keys and values of one answer of {holds.longest:,} tokens"
     )
 
 
