@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rlexp.base.byte_counts import MIB, size
+from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import HostMemory
 from rlexp.config.checks.layout import described, heads_in
@@ -31,7 +31,7 @@ PRECISE = 1_000_000  # on CPU, a share is a whole number of so many parts
 BLOCK = {Device.cpu: 128, Device.cuda: 16}  # tokens whose keys and values vLLM keeps together
 AT_ONCE = 1024  # answers that vLLM computes together, at most
 # Tokens that vLLM computes together: with large GPUs that are no A100, with other GPUs, on CPU (`get_batch_defaults`).
-TOGETHER_LARGE, TOGETHER, TOGETHER_CPU, LARGE = 16384, 8192, 4096, 70
+TOGETHER_LARGE, TOGETHER, TOGETHER_CPU, LARGE = 16384, 8192, 4096, 70 * GIB
 GRAPHS = 512 * MIB  # of CUDA graphs and workspaces
 
 
@@ -83,13 +83,18 @@ class Holding:
 
     def in_words(self) -> str:
         return (
-            f"{size(self.weights)} weights, {size(self.working)} assumed for activations and CUDA graphs, and "
+            f"{size(self.weights)} weights, {size(self.working)} working memory (assumed), "
             f"{size(self.keys)} keys and values of {self.room_in_words()}"
         )
 
 
 def uses_vllm(cfg: Config) -> bool:
     return cfg.loss.draws and cfg.rollout.engine is RolloutEngine.vllm
+
+
+def samples_apart(cfg: Config) -> bool:
+    """Return whether vLLM has GPUs on which nothing trains, as far as ranks do not share them."""
+    return uses_vllm(cfg) and cfg.rollout.sampling_ranks > 0 and cfg.launch.device is not Device.cpu
 
 
 def requests(cfg: Config) -> int:
@@ -109,7 +114,7 @@ def held_by_vllm(cfg: Config, model: Mapping[str, object], parameters: int, memo
             "and values have, so nobody knows how much memory vLLM needs for them. Use rollout.engine=native."
         )
     longest = _in_blocks(cfg, cfg.data.max_length)
-    needs = Holding(0, 0.0, number * parameters, _working(cfg, model), token, longest, BLOCK[_device(cfg)])
+    needs = Holding(0, 0.0, number * parameters, _working(cfg, model, memory), token, longest, BLOCK[_device(cfg)])
     share = cfg.rollout.vllm_memory
     if _device(cfg) is Device.cpu:
         cache = token * _tokens_of_rollout(cfg) if isinstance(share, str) else int(share * memory)
@@ -156,7 +161,7 @@ def _number(model: Mapping[str, object], *names: str) -> int:
     return next((value for name in names if isinstance(value := fields.get(name), int) and value), 0)
 
 
-def _working(cfg: Config, model: Mapping[str, object]) -> int:
+def _working(cfg: Config, model: Mapping[str, object], memory: int) -> int:
     """Return the bytes that vLLM's activations and CUDA graphs take: an assumption.
 
     vLLM tries its largest batch when it starts, and keeps what that took free of keys and values. A layer then holds
@@ -164,7 +169,7 @@ def _working(cfg: Config, model: Mapping[str, object]) -> int:
     Llama-3-8B with 8,192 tokens and 256 answers that is 1.28 GiB, where vLLM reported 1.26
     (https://github.com/vllm-project/vllm/pull/10511).
     """
-    large = cfg.hardware.memory_gib >= LARGE and cfg.hardware.name != "a100"
+    large = memory >= LARGE and cfg.hardware.name != "a100"
     tokens, answers, graphs = TOGETHER_LARGE if large else TOGETHER, AT_ONCE, GRAPHS
     if _device(cfg) is Device.cpu:  # nothing is tried before
         answers, graphs = min(requests(cfg), AT_ONCE), 0
@@ -205,7 +210,7 @@ def share_on_cpu(cfg: Config, memory: HostMemory | None) -> float:
     most = int(OF_FREE * memory.available / ranks) if isinstance(stated, str) else int(stated * memory.total)
     least = 0 if token is None else token * (_in_blocks(cfg, cfg.data.max_length) + BLOCK[Device.cpu])
     if least > most:
-        quarter = f"a quarter of the {size(memory.available)} that are free, shared by {ranks} ranks"
+        quarter = f"a quarter of the {size(memory.available)} that are free{f', for {ranks} ranks' * (ranks > 1)}"
         has = quarter if isinstance(stated, str) else f"this share of {size(memory.total)}"
         raise ConfigError(
             f"{KEY}={stated}: keys and values of one answer of data.max_length={cfg.data.max_length} take "

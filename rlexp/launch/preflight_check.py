@@ -31,7 +31,7 @@ from rlexp.config.gpu_descriptions import gpu_of
 from rlexp.config.load import to_plain
 from rlexp.config.schema import AUTO, Config, Device, EngineName, HardwareConfig, LayoutName, Preflight
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
-from rlexp.config.vllm_memory import share_beside_training, share_of_sampling, share_on_cpu, uses_vllm
+from rlexp.config.vllm_memory import samples_apart, share_beside_training, share_of_sampling, share_on_cpu, uses_vllm
 
 FILE = "preflight.json"  # in a run's folder
 PREDICTING, HELPING = 180.0, 180.0  # seconds at most for the prediction, and for the changes that would help
@@ -107,11 +107,12 @@ def decided(cfg: Config, run_dir: Path | None, *, here: bool, helping: bool) -> 
         cfg = dataclasses.replace(cfg, hardware=with_machine(cfg, hardware, here=here))
     if cfg.parallel.layout is LayoutName.auto and cfg.parallel.ring_size == 1:
         cfg = with_layout(cfg, candidates(cfg, None)[0])
+    sampling = hardware is not None and samples_apart(cfg)  # may vLLM start there?
     if hardware is not None and (reason := unrehearsable(cfg)):
         hardware, why_not = None, reason
     if why_not:
         print_line(f"{NOT_REHEARSED} {why_not}" if here else why_not)
-    if hardware is None and cfg.parallel.layout is not LayoutName.auto:
+    if hardware is None and cfg.parallel.layout is not LayoutName.auto and not sampling:
         return cfg, Decision()
     key = fingerprint(cfg, fitting=hardware is not None)
     decision = (

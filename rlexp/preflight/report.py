@@ -105,7 +105,7 @@ def _vllm(vllm: Share) -> Iterator[str]:
     when = "while samples are drawn" if vllm.sleeps else "to the end of the run"
     yield f"vLLM's share of the GPU, which it holds {when}, GiB (arithmetic, not rehearsed)"
     yield f"  {'weights':52}{holds.weights / GIB:9.2f}"
-    yield f"  {'activations and CUDA graphs':52}{holds.working / GIB:9.2f}, assumed"
+    yield f"  {'working memory: activations and CUDA graphs':52}{holds.working / GIB:9.2f}, assumed"
     yield f"  {'keys and values':52}{holds.keys / GIB:9.2f}, {holds.room_in_words()}"
     auto = " (auto: what training leaves)" if vllm.auto else ""
     yield f"  {'total':52}{holds.bytes / GIB:9.2f}, {KEY}={holds.share:g}{auto}"

@@ -16,7 +16,7 @@ import torch
 from rlexp.base.byte_counts import GIB, size
 from rlexp.base.host_memory import host_memory
 from rlexp.config.schema import Config, Device
-from rlexp.config.vllm_memory import KEY, Holding, held_by_vllm, requests, uses_vllm
+from rlexp.config.vllm_memory import KEY, Holding, held_by_vllm, requests, share_of_sampling, uses_vllm
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.training.model.loading import random_model
 
@@ -124,8 +124,8 @@ class Share:
 def _least(holds: Holding) -> str:
     keys = holds.least - holds.weights - holds.working
     return (
-        f"{size(holds.least)} at least: {size(holds.weights)} weights, {size(holds.working)} assumed for activations "
-        f"and CUDA graphs, {size(keys)} keys and values of one answer of {holds.longest:,} tokens"
+        f"{size(holds.least)} at least: {size(holds.weights)} weights, {size(holds.working)} working memory (assumed), "
+        f"{size(keys)} keys and values of one answer of {holds.longest:,} tokens"
     )
 
 
@@ -148,6 +148,22 @@ def share_of(cfg: Config, model: Any) -> Share | None:
         held_by_vllm(cfg, model.to_dict(), parameters, memory), rollout, room(cfg), memory,
         auto=isinstance(cfg.rollout.vllm_memory, str), sleeps=cfg.rollout.vllm_sleep, on_cpu=on_cpu,
     )  # fmt: skip
+
+
+def too_little_to_sample(cfg: Config, model: Any) -> str | None:
+    """Say why vLLM cannot start on a rank that only samples; None if it can."""
+    rollout, best = cfg.rollout, share_of_sampling(cfg)
+    auto, memory = isinstance(rollout.vllm_memory, str), int(cfg.hardware.memory_gib * GIB)
+    with_number = dataclasses.replace(cfg, rollout=dataclasses.replace(rollout, vllm_memory=best)) if auto else cfg
+    holds = held_by_vllm(with_number, model.to_dict(), count_parameters(model), memory)
+    if holds.suffices:
+        return None
+    least = math.ceil(100 * holds.least / memory) / 100
+    larger = f"{KEY}={least:g} or more" if least <= best else "GPUs with more memory, a smaller data.max_length"
+    return (
+        f"{KEY}={'auto' if auto else f'{holds.share:g}'}: on a rank that samples, vLLM has {size(holds.bytes)} of "
+        f"{size(memory)}, and needs {_least(holds)}. Use {larger}, or rollout.engine=native."
+    )
 
 
 def _of_machine(cfg: Config) -> int:

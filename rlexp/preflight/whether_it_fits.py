@@ -24,7 +24,8 @@ from rlexp.base.errors import ModelError, UserError, first_line
 from rlexp.config.checks.layout import Choice, heads_in, heads_of
 from rlexp.config.gpu_descriptions import TYPICAL, described
 from rlexp.config.load import from_plain
-from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName
+from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName, Preflight
+from rlexp.config.vllm_memory import samples_apart
 from rlexp.launch.stops import end_with_parent
 from rlexp.preflight.fastest_layout import fastest
 from rlexp.preflight.quiet import quietly
@@ -82,9 +83,11 @@ def judge(question: Question) -> dict[str, Any]:
 def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] | None:
     """Put the layout and the prediction into the answer. If the run does not fit, return what finds a remedy."""
     cfg, heads = with_rates(question.cfg), heads_of(question.cfg.model)
-    if not question.fitting and heads is not None:  # no need to load transformers
+    sampling = samples_apart(cfg) and cfg.launch.preflight is Preflight.auto
+    if not question.fitting and heads is not None and not sampling:  # no need to load transformers
         answer |= of_layout(fastest(cfg, heads))
         return None
+    from rlexp.preflight.vllm import too_little_to_sample
     from rlexp.training.model.loading import load_config
 
     try:
@@ -94,6 +97,9 @@ def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] |
             answer["refused"] = str(error)
             return None
         raise
+    if sampling and (why := too_little_to_sample(cfg, model)):
+        answer["refused"] = why
+        return None
     if cfg.parallel.layout is LayoutName.auto:
         answer |= of_layout(fastest(cfg, heads_in(model.to_dict())))
     return fitting(cfg, model, answer) if question.fitting else None

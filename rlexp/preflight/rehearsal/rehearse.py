@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -71,6 +72,7 @@ def preload() -> None:
 
 def rehearse(plan: RehearsalPlan) -> Log:
     """Build the run and take its first steps. Nothing is computed, and nothing is sent."""
+    gc.disable()  # what it frees, and when, would depend on what this process did before
     device = rehearsed_device() if plan.gpu else torch.device("cpu")
     layers = plan.layers or int(plan.model.num_hidden_layers)
     log = Log(device.type, clock=Clock(plan.rates), layers=layers)
@@ -128,6 +130,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
             as_native(plan.cfg), phases, probing=unprobed, task_of=longest_task(plan, mode, judging), sources=sources
         )
         engine = task.run.engine
+        gc.collect()  # engines and modules refer to each other
         held = of_host(mode, task)  # makes the moments, as the first optimizer step does
     log.build_alone = peak_of(log) > plan.limit
     log.host_peak = built = log.host_live

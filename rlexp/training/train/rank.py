@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from rlexp import __version__
 from rlexp.base.errors import NonFiniteError
+from rlexp.base.host_memory import host_memory
 from rlexp.base.kernel_rates import faster
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
@@ -19,6 +20,7 @@ from rlexp.config.model_names import called
 from rlexp.config.rates import rates_in_words
 from rlexp.config.schema import BackendName, Collectives, Config, CountTensors, LoggerName
 from rlexp.config.schema.cadence import eval_cadence, save_cadence
+from rlexp.config.vllm_memory import KEY, held_by_vllm, uses_vllm
 from rlexp.launch import run_folder, watch
 from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
@@ -30,7 +32,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import Ending, Sinks
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
-from rlexp.training.train.build import build, device_of
+from rlexp.training.train.build import build, device_of, memory_of
 from rlexp.training.train.build_sinks import build_sinks, ending_of
 from rlexp.training.train.export_at_end import alone, export_run
 from rlexp.training.train.loop import Position, train_loop
@@ -174,7 +176,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
         f"  ring of {world.ring.size} ({run.attention}) × {replicas} = "
         f"{world.size} rank{'s' * (world.size > 1)} on {run.device.type}{sampling(run)}\n"
-        f"{carried(run)}{chosen(run)}{installable(run)}{fused(run)}"
+        f"{generating(run)}{carried(run)}{chosen(run)}{installable(run)}{fused(run)}"
         f"  {batch_in_words(cfg)}\n"
         f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
         f"{sharing(task)}{positions(run)}"
@@ -221,6 +223,18 @@ def carried(run: Run) -> str:
         return ""
     sharing = f"{launch.ranks_per_gpu} ranks share each GPU, and " if launch.ranks_per_gpu > 1 else ""
     return f"  slow: {sharing}what ranks tell each other goes through the host's memory (launch.collectives=staged)\n"
+
+
+def generating(run: Run) -> str:
+    """Say what vLLM holds with its share of memory."""
+    if not uses_vllm(run.cfg):
+        return ""
+    host = host_memory()
+    memory = memory_of(run.device) or (host.total if host is not None else 0)
+    model = run.engine.policy.model.config.to_dict()
+    holds = held_by_vllm(run.cfg, model, run.parameters, memory)
+    where = "each GPU" if run.device.type == "cuda" else "this machine"
+    return f"  vLLM has {holds.share:g} of the memory of {where} ({KEY}): {holds.in_words()}\n"
 
 
 def chosen(run: Run) -> str:
