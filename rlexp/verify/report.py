@@ -19,6 +19,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
+from rlexp.verify import report_gap
 from rlexp.verify.records import Met
 from rlexp.verify.variants import exact, first_step_on_new_weights
 from rlexp.verify.verification import Failure, Verification, refuse, verify
@@ -69,13 +70,19 @@ def subject(cfg: Config) -> str:
 
 
 def report(cfg: Config, result: Verification) -> str:
-    return f"{scope(cfg, result)}\n{table(cfg, result)}{_sharding(result)}\n{conclusion(cfg, result)}\n"
+    sections = f"{table(cfg, result)}{_sharding(result)}{_gap(cfg, result)}"
+    return f"{scope(cfg, result)}\n{sections}\n{conclusion(cfg, result)}\n"
 
 
 def _sharding(result: Verification) -> str:
     """Say what the ring saves, and which modules it does not shard."""
     lines = in_words(result.sharding) if result.sharding is not None else []
     return "".join(["\n", *(f"  {line}\n" for line in lines)]) if lines else ""
+
+
+def _gap(cfg: Config, result: Verification) -> str:
+    lines = [] if result.gap is None else list(report_gap.in_words(cfg, result.gap))
+    return "".join(["\n", *(f"{_wrapped(line)}\n" for line in lines)]) if lines else ""
 
 
 def scope(cfg: Config, result: Verification) -> str:
@@ -113,7 +120,7 @@ def _given(cfg: Config, result: Verification) -> list[str]:
         return []
     drawn = "the drawn tokens"
     if cfg.rollout.engine is not RolloutEngine.native:
-        drawn += f", by rollout.engine=native in the place of {cfg.rollout.engine.value}"
+        drawn += ", by rollout.engine=native, but for the gap between the two models"
     if result.float64 is not None:
         drawn += ", after a check that each is the one that its random number chooses"
     if result.met is not None and result.met.doubtful:
@@ -275,6 +282,7 @@ def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
         **result.facts,
         "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
         cfg.train.precision.value: [dataclasses.asdict(each) for each in result.measured],
+        "gap": report_gap.as_json(result.gap) if result.gap is not None else None,
         "sharding": result.sharding.plain() if result.sharding is not None else None,
         "not_verified": list(result.not_held),
         "met": dataclasses.asdict(result.met) if result.met is not None else None,

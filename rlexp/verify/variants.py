@@ -30,6 +30,11 @@ def contained(cfg: Config) -> Config:
     return dataclasses.replace(cfg, launch=launch, checkpoint=checkpoint, logger=logger, rollout=rollout)
 
 
+def generating(cfg: Config) -> Config:
+    """The same run with answers by vLLM, as it was configured."""
+    return dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine=RolloutEngine.vllm))
+
+
 def usual_steps(cfg: Config) -> int:
     """Three steps; of samples that the policy draws those up to the first on samples that trained weights have drawn,
     up to a limit."""

@@ -224,11 +224,14 @@ def answer_logps(
     return tuple(each[trained_n] for each in said)
 
 
-def hidden_states(trunk: nn.Module, tokens_T: Tensor) -> Tensor:
+def hidden_states(trunk: nn.Module, tokens_T: Tensor, positions_T: Tensor | None = None) -> Tensor:
+    """Return the last hidden states of a sequence, at its own positions or at others."""
+    # Without a mask, transformers would take positions with a gap for several sequences, which do not see each other.
+    mask = {} if positions_T is None else {"attention_mask": torch.ones_like(tokens_T).unsqueeze(0)}
+    if positions_T is None:
+        positions_T = torch.arange(len(tokens_T), device=tokens_T.device)
     hidden_TE: Tensor = trunk(
-        input_ids=tokens_T.unsqueeze(0),
-        position_ids=torch.arange(len(tokens_T), device=tokens_T.device).unsqueeze(0),
-        use_cache=False,
+        input_ids=tokens_T.unsqueeze(0), position_ids=positions_T.unsqueeze(0), use_cache=False, **mask
     ).last_hidden_state.squeeze(0)
     return hidden_TE
 
