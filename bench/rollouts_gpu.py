@@ -8,7 +8,7 @@ python -m bench.rollouts_gpu --rehearse --short           on a CPU with vLLM's b
 
 With no GPU or no vLLM it says so and exits with 3. It exits with 1 if a case failed, or misses its goal.
 
-What it needs beside torch for CUDA, and how to bring it to a machine without internet: docs/rollouts_gpu.md.
+How vLLM comes to a machine without internet, and how large its wheels are: docs/gpu.md.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from bench.tables import commit
 from bench.vllm_cases import Kept, Setup, versions
 from bench.vllm_curves import curves_section
 from bench.vllm_speed import speed_section
-from bench.vllm_tokens import gap_section, same_section
+from bench.vllm_tokens import rings_section, tokens_section
 from bench.vllm_weights import handover_section, sleep_section
 
 MODULE = "bench.rollouts_gpu"
 SECTIONS: dict[str, Callable[..., tuple[str, list[str]]]] = {
     "speed": speed_section,
     "handover": handover_section,
-    "gap": gap_section,
     "curves": curves_section,
-    "same": same_section,
+    "tokens": tokens_section,
+    "rings": rings_section,
     "sleep": sleep_section,
 }
 

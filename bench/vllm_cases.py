@@ -25,7 +25,7 @@ from rlexp.run_files.rollouts_jsonl import digests
 
 COMMON = ("logger=none", "checkpoint.export=false", "engine=torch", "launch.nproc=1", "loss=grpo", "loss.beta=0",
           "data.eval_size=0", "launch.timeout_seconds=200")  # fmt: skip
-SHARE = 0.3  # of the GPU's memory, for vLLM
+SHARES = {"cuda": 0.3, "cpu": 0.04}  # of the GPU's memory, or the host's, for vLLM
 PATIENCE = 400.0  # seconds of a case
 LLAMA = Shape("Llama 3.2 1B", 2048, 8192, 32, 8, 128256, 16, tied=True, positions=1 << 17)
 SMOLLM = ("model=smollm2_135m",)
@@ -67,6 +67,14 @@ class Setup:
     def gpu(self) -> bool:
         return self.on.device == "cuda"
 
+    @property
+    def share(self) -> float:
+        return SHARES[self.on.device]
+
+    @property
+    def by_vllm(self) -> tuple[str, ...]:
+        return ("rollout.engine=vllm", f"rollout.vllm_memory={self.share}")
+
     def tried(self, label: str, work: Callable[..., Result], *args: Any) -> Result:
         """Return a case's result, `work(*args)`; one that fails says why, and the others go on."""
         if label in self.kept.results:
@@ -82,7 +90,7 @@ class Setup:
             result = {"failed": said[:300]}
         else:
             self.kept.add(label, result)
-        print(f"{label}: {json.dumps(result)[:2000]}", file=sys.stderr, flush=True)
+        print(f"{label}: {json.dumps(result)[:300]}", file=sys.stderr, flush=True)
         return result
 
     def on_rank(self, target: Callable[..., None], words: Sequence[str], *args: Any) -> Result:
@@ -134,7 +142,8 @@ class Size:
         """Return the overrides of a run of this size, in the precision that is measured."""
         precision = "bf16" if setup.gpu else "fp32"
         return (
-            *self.model(setup), f"train.precision={precision}", "data=arithmetic", "reward.rule=arithmetic", f"data.max_length={self.prompt + self.new}",
+            *self.model(setup), f"train.precision={precision}",
+            "data=arithmetic", "reward.rule=arithmetic", f"data.max_length={self.prompt + self.new}",
             "data.too_long=truncate", f"data.size={self.prompts}", f"rollout.batch_size={self.prompts}",
             f"rollout.n_samples={self.samples}", f"train.batch_size={self.prompts * self.samples}",
             f"rollout.max_new_tokens={self.new}", f"rollout.micro_batch_size={self.prompts * self.samples}",

@@ -19,7 +19,6 @@ from typing import Any
 from bench.gpu_training import Result, Started
 from bench.vllm_cases import (
     PATIENCE,
-    SHARE,
     Setup,
     Size,
     drawer_of,
@@ -32,19 +31,19 @@ from bench.vllm_cases import (
     timed,
     wait,
 )
+from rlexp.base.host_memory import host_memory
 from rlexp.config.schema import Config
 
 ROOT = Path(__file__).resolve().parent.parent
 GOAL = 0.85  # of a plain vLLM's tokens per second
-REPEATS = {"cuda": 3, "cpu": 3}
+REPEATS = 3
 TOP_P = 0.9
-KV_ON_CPU = 1 << 30  # bytes, as rlexp's engine takes
 
 
 def speed_section(setup: Setup, rank: Callable[..., None] | None = None) -> tuple[str, list[str]]:
     found: dict[str, Result] = {}
     for size in sizes(setup):
-        words = [*size.words_on(setup), "rollout.engine=vllm", f"rollout.vllm_memory={SHARE}"]
+        words = [*size.words_on(setup), *setup.by_vllm]
         names = [f"{size.name}, {how}" for how in ("alone", "through")]
         found[names[0]] = setup.tried(f"speed of {names[0]}", alone, setup, size, words)
         found[names[1]] = setup.tried(f"speed of {names[1]}", setup.on_rank, rank or speed_rank, words, size)
@@ -63,11 +62,13 @@ def alone(setup: Setup, size: Size, words: Sequence[str]) -> Result:
     config = load_config(cfg.model, cfg.data.max_length)
     config.architectures = config.architectures or ["LlamaForCausalLM"]
     config.save_pretrained(place)
-    on_cpu = {"kv_cache_memory_bytes": KV_ON_CPU, "enforce_eager": True}
+    memory = host_memory()
+    assert memory is not None
+    on_cpu = {"kv_cache_memory_bytes": int(setup.share * memory.total), "enforce_eager": True}
     asked = {
         "model": str(place), "dtype": "bfloat16" if setup.gpu else "float32", "max_length": cfg.data.max_length,
-        "prompts": size.token_ids(), "samples": size.samples, "new": size.new, "repeats": REPEATS[setup.on.device],
-        "more": {"gpu_memory_utilization": SHARE} if setup.gpu else on_cpu,
+        "prompts": size.token_ids(), "samples": size.samples, "new": size.new, "repeats": REPEATS,
+        "more": {"gpu_memory_utilization": setup.share} if setup.gpu else on_cpu,
     }  # fmt: skip
     (place / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
     around = {name: value for name, value in os.environ.items() if not name.startswith(("PYTORCH_", "DS_", "VLLM_"))}
@@ -100,7 +101,7 @@ def measured(task: Any, size: Size) -> Result:
 
     drawer, requests = drawer_of(task), requests_of(task, size)
     drawer._ends = []  # no token ends an answer
-    device, repeats = task.run.device, REPEATS[task.run.device.type]
+    device = task.run.device
     drawer.renew(task.run.engine.merged)
     own = chooser.chosen_only
     cut = dataclasses.replace(task.run.cfg.rollout, top_p=TOP_P)
@@ -112,13 +113,13 @@ def measured(task: Any, size: Size) -> Result:
     found: Result = {}
     for name, choosing in choosers.items():
         vars(chooser)["chosen_only"] = choosing  # its caller finds it there
-        found[name] = parts_of(drawer, requests, device, repeats, checked=name != "likeliest")
+        found[name] = parts_of(drawer, requests, device, checked=name != "likeliest")
     vars(chooser)["chosen_only"] = own
-    found["native"] = native(task, requests, repeats)
+    found["native"] = native(task, requests)
     return found
 
 
-def parts_of(drawer: Any, requests: Sequence[Any], device: Any, repeats: int, *, checked: bool) -> Result:
+def parts_of(drawer: Any, requests: Sequence[Any], device: Any, *, checked: bool) -> Result:
     """Return the seconds of a rollout, with those of adding requests, of vLLM's steps, and of making samples."""
     spent: dict[str, float] = {}
     engine = drawer._llm.llm_engine
@@ -137,7 +138,7 @@ def parts_of(drawer: Any, requests: Sequence[Any], device: Any, repeats: int, *,
     for name, (owner, attribute) in inner.items():
         setattr(owner, attribute, timing(name))
     turns = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         spent.clear()
         drawer._llm.reset_prefix_cache()
         whole = timed(device, lambda: [*drawer.draw([requests], 0)])
@@ -147,7 +148,7 @@ def parts_of(drawer: Any, requests: Sequence[Any], device: Any, repeats: int, *,
     return {name: statistics.median(turn[name] for turn in turns[1:]) for name in turns[0]}
 
 
-def native(task: Any, requests: Sequence[Any], repeats: int) -> float:
+def native(task: Any, requests: Sequence[Any]) -> float:
     from rlexp.config.schema.rollouts import RolloutEngine
     from rlexp.training.train.build_rollouts import build_drawer
 
@@ -156,7 +157,7 @@ def native(task: Any, requests: Sequence[Any], repeats: int) -> float:
     drawer: Any = build_drawer(cfg, run.engine.decode, run.engine.policy.model, run.tokenizer, run.device)
     drawer._ends = frozenset()
     taken = []
-    for _ in range(repeats + 1):
+    for _ in range(REPEATS + 1):
         began = wait(run.device)
         tokens = sum(len(sample.answer) for part in drawer.draw([requests], 0) for sample in part)
         taken.append(wait(run.device) - began)
@@ -180,25 +181,25 @@ def table(setup: Setup, found: dict[str, Result]) -> tuple[list[str], list[str]]
                 wrong.append(f"{size.name}: {ratio:.2f} of a plain vLLM's tokens per second, and the goal is {GOAL}")
     head = ("model", "a plain vLLM", "with log-probabilities", "through rlexp", "of the plain", "`native`",
             "through / `native`")  # fmt: skip
-    parts = ("model", "whole, s", "adding requests", "vLLM's steps", "our chooser's part of the steps", "making samples",
-             "whole with top_p, s")  # fmt: skip
+    parts = ("model", "whole, s", "adding requests", "vLLM's steps", "our chooser's part of the steps",
+             "making samples", "whole with top_p, s")  # fmt: skip
     asked = "; ".join(f"{size.name}: {size.said()}" for size in sizes(setup))
     return [
-        f"Tokens per second, medians of {REPEATS[setup.on.device]} rollouts. {asked}. A plain vLLM runs in a process of "
-        f"its own, with its own sampling, the same dtype and {_memory(setup)}. The goal is {GOAL} of its tokens per "
-        f"second. The second row of a model has top_p = {TOP_P}.",
+        f"Tokens per second, medians of {REPEATS} rollouts. {asked}. A plain vLLM runs in a process of its own, with "
+        f"its own sampling, the same dtype and {_memory(setup)}. The goal is {GOAL} of its tokens per second. The second "
+        f"row of a model has top_p = {TOP_P}.",
         "",
         *lines_of(head, rows),
         "",
-        "What the rollouts through rlexp spend their seconds on. The chooser's part is what vLLM's steps take less with "
-        "a chooser that leaves the likeliest token to vLLM.",
+        "What the rollouts through rlexp spend their seconds on. The chooser's part is what vLLM's steps take less "
+        "with a chooser that leaves the likeliest token to vLLM.",
         "",
         *lines_of(parts, shares),
     ], wrong
 
 
 def _memory(setup: Setup) -> str:
-    return f"{SHARE:.0%} of the GPU's memory" if setup.gpu else "the same memory; both run eagerly on a CPU"
+    return f"{setup.share:.0%} of the GPU's memory" if setup.gpu else "the same memory; both run eagerly on a CPU"
 
 
 def _speeds(size: Size, alone: Result, through: Result) -> Iterator[list[str]]:

@@ -14,7 +14,6 @@ import numpy as np
 
 from bench.gpu_training import Result, Started
 from bench.vllm_cases import (
-    SHARE,
     SMOLLM,
     TINY,
     Setup,
@@ -29,7 +28,7 @@ from bench.vllm_cases import (
 from bench.vllm_curves import ran
 
 PRECISIONS = ("bf16", "fp32")
-ENGINES = {"vLLM": ("rollout.engine=vllm", f"rollout.vllm_memory={SHARE}"), "`native`": ()}
+ENGINES = ("vLLM", "`native`")
 BEYOND = 0.2  # as the rows count it
 ROW = {  # the row's names, in the order of `by_hand`
     "mean": "sampling/sampling_logp_difference/mean",
@@ -39,43 +38,45 @@ ROW = {  # the row's names, in the order of `by_hand`
     "answers": "rollout/effective_answers",
 }
 APART, LEAST = 2.0, 1e-4  # the two means may differ by this factor, or lie both below this
-ROLLOUT = ("data=arithmetic", "reward.rule=arithmetic", "data.max_length=128", "rollout.batch_size=16",
-           "rollout.n_samples=8", "train.batch_size=128", "rollout.max_new_tokens=48")  # fmt: skip
+ROLLOUT = ("data=arithmetic", "reward.rule=arithmetic", "data.max_length=128")
+ON_GPU = ("rollout.batch_size=16", "rollout.n_samples=8", "train.batch_size=128", "rollout.max_new_tokens=48")
 ON_CPU = ("rollout.batch_size=4", "rollout.n_samples=4", "train.batch_size=16", "rollout.max_new_tokens=16")
 LATER = 4  # rollouts that runs on several rings are compared over
 
 
 def model_of(setup: Setup) -> tuple[str, ...]:
     words = TINY if setup.short else SMOLLM
-    return (*words, *ROLLOUT, *(() if setup.gpu else ON_CPU))
+    return (*words, *ROLLOUT, *(ON_GPU if setup.gpu else ON_CPU))
 
 
-# ---- the gap ----
+# ---- one rollout ----
 
 
-def gap_section(setup: Setup, rank: Callable[..., None] | None = None) -> tuple[str, list[str]]:
+def tokens_section(setup: Setup, rank: Callable[..., None] | None = None) -> tuple[str, list[str]]:
     found = {}
-    for engine, words in ENGINES.items():
+    for engine in ENGINES:
         for precision in PRECISIONS:
+            words = setup.by_vllm if engine == "vLLM" else ()
             asked = [*model_of(setup), *words, f"train.precision={precision}"]
             label = f"{engine}, {precision}"
-            found[label] = setup.tried(f"gap of {label}", setup.on_rank, rank or gap_rank, asked)
+            found[label] = setup.tried(f"tokens of {label}", setup.on_rank, rank or tokens_rank, asked)
     text, wrong = gap_table(found)
     about = (
         f"`python -m rlexp {' '.join(model_of(setup))}`: the first rollout. The gap of a token is log π_old − log "
-        f"π_behaviour, over all tokens. *Row* is what the run logs; *by hand* takes π_old from a plain transformers model "
-        f"with the same weights, in the same precision, a sample at a time."
+        f"π_behaviour, over all tokens. *Row* is what the run logs; *by hand* takes π_old from a plain transformers "
+        f"model with the same weights, in the same precision, a sample at a time."
     )
-    return "\n".join([about, "", *text, *failed_lines(found)]), [*failures(found), *wrong]
+    every = [about, "", *text, "", *orders_table(found), *failed_lines(found)]
+    return "\n".join(every), [*failures(found), *wrong]
 
 
-def gap_rank(spec: Any, cfg: Any, file: str) -> None:
+def tokens_rank(spec: Any, cfg: Any, file: str) -> None:
     from rlexp.launch.joining import leave_world
 
     task = joined_task(spec, cfg)
     made = task.rollouts.ensure(1)
-    row = {name: made.values[own] for name, own in ROW.items() if own in made.values}
-    Started.add(file, {"row": row, "hand": by_hand(task, made.samples)})
+    row = {name: made.values[own] for name, own in ROW.items()}
+    Started.add(file, {"row": row, "hand": by_hand(task, made.samples), "orders": in_orders(task)})
     leave_world()
 
 
@@ -142,7 +143,7 @@ def gap_table(found: dict[str, Result]) -> tuple[list[str], list[str]]:
         row, hand = each["row"], each["hand"]
         rows.append([engine, precision, "row", *_cells(row)])
         rows.append(["", "", "by hand", *_cells(hand)])
-        if row and max(row["mean"], hand["mean"]) > LEAST:
+        if max(row["mean"], hand["mean"]) > LEAST:
             factor = math.exp(abs(math.log(row["mean"] / hand["mean"]))) if row["mean"] and hand["mean"] else math.inf
             if factor > APART:
                 wrong.append(f"{label}: the mean gap is {row['mean']:.1e} in the row, and by hand {hand['mean']:.1e}")
@@ -152,46 +153,11 @@ def gap_table(found: dict[str, Result]) -> tuple[list[str], list[str]]:
 
 
 def _cells(values: dict[str, float]) -> list[str]:
-    if not values:
-        return ["–"] * len(ROW)
     return [f"{values['mean']:.1e}", f"{values['largest']:.1e}", f"{values['beyond']:.2%}", f"{values['tokens']:.4f}",
             f"{values['answers']:.4f}"]  # fmt: skip
 
 
 # ---- the same samples ----
-
-
-def same_section(setup: Setup, rank: Callable[..., None] | None = None) -> tuple[str, list[str]]:
-    orders: dict[str, Result] = {}
-    for precision in PRECISIONS:
-        asked = [*model_of(setup), *ENGINES["vLLM"], f"train.precision={precision}"]
-        orders[precision] = setup.tried(f"orders of requests, {precision}", setup.on_rank, rank or same_rank, asked)
-    rings = {
-        f"{name}, {precision}": setup.tried(
-            f"samples of {name}, {precision}", ring_run, setup, *words, f"train.precision={precision}"
-        )
-        for precision in PRECISIONS
-        for name, words in RINGS.items()
-    }
-    every = {f"orders, {name}": each for name, each in orders.items()} | rings
-    text = [*orders_table(orders), "", *rings_table(rings), *failed_lines(every)]
-    return "\n".join(text), failures(every)
-
-
-RINGS = {  # one rank samples; the others train
-    "`native`, ring 1": (1, "native"),
-    "vLLM, ring 1": (1, "vllm"),
-    "vLLM, ring 1, again": (1, "vllm"),
-    "vLLM, ring 2": (2, "vllm"),
-}
-
-
-def same_rank(spec: Any, cfg: Any, file: str) -> None:
-    from rlexp.launch.joining import leave_world
-
-    task = joined_task(spec, cfg)
-    Started.add(file, in_orders(task))
-    leave_world()
 
 
 def in_orders(task: Any) -> Result:
@@ -218,32 +184,55 @@ def in_orders(task: Any) -> Result:
     return found
 
 
+def orders_table(found: dict[str, Result]) -> list[str]:
+    names = ("again", "in two halves", "backwards")
+    rows = [
+        [*label.split(", "), *(share_same(each["orders"][name], each["orders"]["at once"]) for name in names)]
+        for label, each in found.items()
+        if "failed" not in each
+    ]
+    about = (
+        "The share of samples that are the same, token for token, as when vLLM has all requests of a rollout at once:"
+    )
+    return [about, "", *lines_of(("precision", *names), rows)]
+
+
+# ---- runs on several rings ----
+
+
+RINGS = {  # the ring and the engine; one rank samples, and the others train
+    "`native`, ring 1": (1, "native"),
+    "vLLM, ring 1": (1, "vllm"),
+    "vLLM, ring 1, again": (1, "vllm"),
+    "vLLM, ring 2": (2, "vllm"),
+}
+
+
+def rings_section(setup: Setup) -> tuple[str, list[str]]:
+    precisions = PRECISIONS[:1] if setup.gpu else PRECISIONS  # each run takes most of a minute to start there
+    found = {
+        f"{name}, {precision}": setup.tried(
+            f"samples of {name}, {precision}", ring_run, setup, *words, f"train.precision={precision}"
+        )
+        for precision in precisions
+        for name, words in RINGS.items()
+    }
+    return "\n".join([*rings_table(found, precisions), *failed_lines(found)]), failures(found)
+
+
 def ring_run(setup: Setup, ring: int, engine: str, *words: str) -> Result:
     """Run the command, pipelined; return the checksums of each rollout's samples."""
     ranks = ring + 1
     more = [f"launch.nproc={ranks}", f"parallel.ring_size={ring}", "rollout=pipelined", "launch.preflight=off",
             "logger.progress=false", f"train.max_steps={LATER}", "optim.lr=1e-5", *words]  # fmt: skip
     more += [f"launch.ranks_per_gpu={ranks}"] * setup.gpu
-    more += [*ENGINES["vLLM"]] if engine == "vllm" else []
+    more += [*setup.by_vllm] if engine == "vllm" else []
     return ran(setup, [*setup.words(*model_of(setup)), *more])
 
 
-def orders_table(found: dict[str, Result]) -> list[str]:
-    names = ("again", "in two halves", "backwards")
-    rows = [
-        [precision, *(share_same(each[name], each["at once"]) for name in names)]
-        for precision, each in found.items()
-        if "failed" not in each
-    ]
-    about = (
-        "The share of samples that are the same, token by token, as when vLLM has all requests of a rollout at once:"
-    )
-    return [about, "", *lines_of(("precision", *names), rows)]
-
-
-def rings_table(found: dict[str, Result]) -> list[str]:
+def rings_table(found: dict[str, Result], precisions: Sequence[str]) -> list[str]:
     rows = []
-    for precision in PRECISIONS:
+    for precision in precisions:
         base = found[f"vLLM, ring 1, {precision}"]
         for name in RINGS:
             each = found[f"{name}, {precision}"]

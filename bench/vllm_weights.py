@@ -15,7 +15,6 @@ from typing import Any
 from bench.gpu_here import GIB
 from bench.gpu_training import Result, Started, has_deepspeed
 from bench.vllm_cases import (
-    SHARE,
     Setup,
     Size,
     checksums,
@@ -60,7 +59,7 @@ def handover_section(setup: Setup, rank: Callable[..., None] | None = None) -> t
 
 
 def _words(setup: Setup, size: Size) -> list[str]:
-    return [*size.words_on(setup), "rollout.engine=vllm", f"rollout.vllm_memory={SHARE}"]
+    return [*size.words_on(setup), *setup.by_vllm]
 
 
 def handover_rank(spec: Any, cfg: Config, file: str) -> None:
@@ -113,10 +112,9 @@ def handover_table(setup: Setup, size: Size, found: dict[str, Result]) -> tuple[
             wrong.append(f"{name}: a later hand-over takes {ratio:.1f} times a plain copy, and may take {GOAL:g}")
     head = ("engine", "billion weights", "first, s", "later, s", "of it yielding them, s", f"copy fp32 → {dtype}, s",
             f"copy {dtype} → {dtype}, s", "later / copy of fp32")  # fmt: skip
-    how = "in buckets of copies" if setup.gpu else "by vLLM's own reloading, since vLLM packs weights on a CPU"
     said = [
-        f"The weights of {size.name}, {how}: the first time, and the median of {LATER} later times. *Yielding* is what "
-        f"the engine takes to give its weights one by one, without vLLM. The goal is at most {GOAL:g} times the plain "
+        f"The weights of {size.name}: the first time, and the median of {LATER} later times. *Yielding* is what the "
+        f"engine takes to give its weights one by one, without vLLM. The goal is at most {GOAL:g} times the plain "
         f"copy of the float32 weights.",
         "",
         *lines_of(head, rows),
@@ -136,7 +134,7 @@ def sleep_section(setup: Setup, rank: Callable[..., None] | None = None) -> tupl
     for name, asleep in (("awake", "false"), ("asleep", "true")):
         asked = [*_words(setup, size), f"rollout.vllm_sleep={asleep}", f"train.max_steps={STEPS + 1}"]
         found[name] = setup.tried(f"sleep: {name}", setup.on_rank, rank or sleep_rank, asked)
-    return "\n".join([*sleep_table(size, found), *failed_lines(found)]), failures(found)
+    return "\n".join([*sleep_table(setup, size, found), *failed_lines(found)]), failures(found)
 
 
 def sleep_rank(spec: Any, cfg: Config, file: str) -> None:
@@ -186,7 +184,7 @@ def in_use(device: Any) -> float:
     return float(peak_bytes(device))
 
 
-def sleep_table(size: Size, found: dict[str, Result]) -> list[str]:
+def sleep_table(setup: Setup, size: Size, found: dict[str, Result]) -> list[str]:
     rows = [
         [
             name, f"{each['used'] / GIB:.1f}",
@@ -199,8 +197,8 @@ def sleep_table(size: Size, found: dict[str, Result]) -> list[str]:
     head = ("vLLM while the ranks train", "GPU memory in use, GiB", "sleep, s", "wake, s",
             f"samples of rollout {STEPS} as awake")  # fmt: skip
     return [
-        f"{size.name}, `rollout.vllm_memory={SHARE}`, {STEPS} steps of GRPO: the memory in use after a step, without "
-        f"the first; and the medians of falling asleep and of waking up, without the hand-over of the weights.",
+        f"{size.name}, `rollout.vllm_memory={setup.share}`, {STEPS} steps of GRPO: the memory in use after a step, "
+        f"without the first; and the medians of falling asleep and of waking up, without the hand-over of the weights.",
         "",
         *lines_of(head, rows),
     ]
