@@ -186,8 +186,8 @@ def table(setup: Setup, found: dict[str, Result]) -> tuple[list[str], list[str]]
     asked = "; ".join(f"{size.name}: {size.said()}" for size in sizes(setup))
     return [
         f"Tokens per second, medians of {REPEATS} rollouts. {asked}. A plain vLLM runs in a process of its own, with "
-        f"its own sampling, the same dtype and {_memory(setup)}. The goal is {GOAL} of its tokens per second. The second "
-        f"row of a model has top_p = {TOP_P}.",
+        f"its own sampling, the same dtype and {_memory(setup)}. The goal is {GOAL} of its tokens per second. The "
+        f"second row of a model has top_p = {TOP_P}.",
         "",
         *lines_of(head, rows),
         "",
