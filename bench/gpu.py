@@ -51,7 +51,9 @@ def main() -> int:
         return predict(options)
     if not options.rehearse and (why := missing()):
         return _say(why)
-    return measure(options)
+    on = stand_in() if options.rehearse else machine()
+    page = page_of(options.write) if options.write else None
+    return measure(options, SECTIONS, "bench.gpu", on, on.about(), page)
 
 
 def _say(why: str | None) -> int:
@@ -80,16 +82,17 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure(options: argparse.Namespace) -> int:
-    """Run every section, one after the other. One that fails says so, and the next begins."""
+def measure(
+    options: argparse.Namespace, sections: dict[str, Section], module: str, on: Machine, about: str, page: Path | None
+) -> int:
+    """Run every section, one after the other. One that fails says so, and the next begins. `page` has the headline."""
     from rlexp.launch.local import Interrupted
 
-    on = stand_in() if options.rehearse else machine()
     failed = False
-    for name in options.only or SECTIONS:
+    for name in options.only or sections:
         began = time.monotonic()
         try:
-            text, wrong = SECTIONS[name](on, options)
+            text, wrong = sections[name](on, options)
         except Interrupted as stopped:
             return stopped.exit_code
         except Exception as error:  # of a library, of the GPU: what was measured until then counts
@@ -99,21 +102,21 @@ def measure(options: argparse.Namespace) -> int:
         failed |= bool(wrong)
         kind = "Rehearsed on a CPU, which says nothing of a GPU," if options.rehearse else "Measured"
         signed = (
-            f"{text}\n\n{kind} {time.strftime('%Y-%m-%d')} at {commit(options.commit)}, by `python -m bench.gpu --only "
-            f"{name}` in {time.monotonic() - began:.0f} s, on {on.about()}."
+            f"{text}\n\n{kind} {time.strftime('%Y-%m-%d')} at {commit(options.commit)}, by `python -m {module} --only "
+            f"{name}` in {time.monotonic() - began:.0f} s, on {about}."
         )
         print(signed, end="\n\n", flush=True)
         for each in wrong:
             print(f"WRONG: {each}", file=sys.stderr, flush=True)
         if options.write:
             put(options.write, signed, name)
-            put(page_of(options.write), _headline(options, on), "about")
+            put(page or options.write, _headline(options, about), "about")
     return int(failed)
 
 
-def _headline(options: argparse.Namespace, on: Machine) -> str:
+def _headline(options: argparse.Namespace, about: str) -> str:
     kind = "**Rehearsed on a CPU.**" if options.rehearse else "**Measured.**"
-    return f"{kind} The latest on {on.about()}, {time.strftime('%Y-%m-%d')}, at {commit(options.commit)}."
+    return f"{kind} The latest on {about}, {time.strftime('%Y-%m-%d')}, at {commit(options.commit)}."
 
 
 # ---- the sections ----

@@ -50,6 +50,8 @@ class Shape:
     kv_heads: int
     vocabulary: int
     layers: int = 0
+    tied: bool = False  # the head is the embedding
+    positions: int = 1 << 24
 
     @property
     def layer(self) -> int:
@@ -68,7 +70,7 @@ class Shape:
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": self.width,
             "intermediate_size": self.between, "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads, "num_key_value_heads": self.kv_heads,
-            "max_position_embeddings": 1 << 24, "rope_theta": 500000.0, "tie_word_embeddings": False,
+            "max_position_embeddings": self.positions, "rope_theta": 500000.0, "tie_word_embeddings": self.tied,
             "vocab_size": self.vocabulary,
         }  # fmt: skip
 
@@ -148,6 +150,8 @@ def write_model(folder: Path, shape: Shape, dtype: str) -> None:
     drawn = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).mul(0.02).to(getattr(torch, dtype))
     weights = {}
     for name, weight in model.state_dict().items():
+        if shape.tied and name == "lm_head.weight":
+            continue
         if weight.dim() == 1:  # of a norm
             weights[name] = torch.ones(weight.shape, dtype=drawn.dtype)
         else:
@@ -233,7 +237,12 @@ class Started:
 
 
 def started(
-    target: Callable[..., None], ranks: int, args: Sequence[Any], launch: LaunchConfig, folder: Path
+    target: Callable[..., None],
+    ranks: int,
+    args: Sequence[Any],
+    launch: LaunchConfig,
+    folder: Path,
+    timeout: float = 1200.0,
 ) -> Started:
     """Run `target(place, *args, file)` on ranks, of which each adds its results to the file."""
     from rlexp.launch.joining import prepare_environment
@@ -246,7 +255,7 @@ def started(
     try:
         run_ranks(
             target, ranks, (*args, str(file)), device=launch.device.value,
-            preload=(*PRELOAD, "deepspeed") if has_deepspeed() else PRELOAD, timeout=1200.0,
+            preload=(*PRELOAD, "deepspeed") if has_deepspeed() else PRELOAD, timeout=timeout,
         )  # fmt: skip
     except Interrupted:  # by Ctrl-C: nothing goes on
         raise
