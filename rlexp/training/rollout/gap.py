@@ -20,7 +20,7 @@ from rlexp.training.types import Sample
 # A token is beyond this gap if its importance weight leaves e^±0.2 (0.82 to 1.22). That is about as far as the usual
 # clipping (loss.clip_low and loss.clip_high: 0.2) lets all steps on a rollout move its probability.
 BEYOND = 0.2
-# On average, and with the weights that are trained. Rounding makes less than a tenth of it, also in bfloat16.
+# On average, and with the weights that are trained. Rounding to bfloat16 made 0.045 of it in SmolLM2-135M.
 ANOTHER_MODEL = 0.5
 COLUMNS = ("gap_sum", "gap_max", "gap_beyond", "gap_whole", "gap_weights", "gap_squares")
 
@@ -54,9 +54,9 @@ def refuse_another_model(values: dict[str, float], rollout: int) -> None:
     if not mean <= ANOTHER_MODEL:
         raise DrawError(
             f"rollout {rollout}: the log-probabilities of the tokens of vLLM differ by {mean:.2g} on average from "
-            f"those of the model that is trained, with the same weights; rounding makes less than a tenth of "
-            f"{ANOTHER_MODEL}. vLLM computes something else. `python -m rlexp.verify` with the same words tells "
-            f"possible causes apart. Use rollout.engine=native."
+            f"those of the model that is trained, with the same weights, and rounding does not make {ANOTHER_MODEL}. "
+            f"vLLM computes something else. `python -m rlexp.verify` with the same words tells possible causes apart. "
+            f"Use rollout.engine=native."
         )
 
 
