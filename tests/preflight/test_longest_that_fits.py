@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
+from rlexp.base.byte_counts import GIB
 from rlexp.config.schema import Config
 from rlexp.preflight import longest_that_fits as fit
 from rlexp.preflight import predict
 from rlexp.preflight.children import at_once
-from rlexp.preflight.predict import GIB, Found, Prediction
+from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, OPTIMIZER, STORAGE_KINDS, TEMPORARIES, Counts, Log, Pass
 from rlexp.training.model.first_layers import first_layers
 from tests.helpers.rehearsals import MODELS, alone, elsewhere
