@@ -31,6 +31,11 @@ def check_vllm(cfg: Config, *, here: bool) -> None:
             f"{KEY}: the model has heads of {heads.size} numbers, and vLLM's attention on CPUs takes "
             f"{', '.join(map(str, HEADS_ON_CPU))}. Choose another model, {NATIVE}."
         )
+    if cfg.rollout.vllm_sleep and cfg.launch.device is Device.cpu:
+        raise ConfigError(
+            "rollout.vllm_sleep=true: vLLM gives memory of a GPU back, and launch.device=cpu. Leave it out, or use "
+            "launch.device=cuda."
+        )
     _check_ranks(cfg)
     if here:
         _check_installed(cfg.launch.device)

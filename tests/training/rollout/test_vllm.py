@@ -223,12 +223,20 @@ def test_it_leaves_this_process_as_it_was(make: Callable[..., Any]) -> None:
 def test_what_it_cannot_start_is_named(
     make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, error: str, said: str
 ) -> None:
-    def failing(*_: Any, **__: Any) -> None:
-        raise ValueError(error)
+    class Told(ValueError):
+        """As pydantic raises it."""
 
-    monkeypatch.setattr(LLM, "__init__", failing)
-    with pytest.raises(ModelError, match=said):
-        make()
+        def errors(self) -> list[dict[str, str]]:
+            return [{"msg": f"Value error, {error}"}]
+
+    for raised in (ValueError(error), Told("1 validation error for ModelConfig")):
+
+        def failing(*_: Any, raised: ValueError = raised, **__: Any) -> None:
+            raise raised
+
+        monkeypatch.setattr(LLM, "__init__", failing)
+        with pytest.raises(ModelError, match=said):
+            make()
 
 
 def test_an_environment_that_takes_the_model_away_is_refused(
@@ -326,6 +334,20 @@ def test_what_does_not_fit_together_is_refused(
     else:
         with pytest.raises(ConfigError, match=rf"rollout\.engine=vllm: .*{said}"):
             checks._check_installed(Device[device])
+
+
+def test_it_sleeps_on_gpus_alone() -> None:
+    asked = [
+        "loss=grpo",
+        "reward.rule=length",
+        "rollout.engine=vllm",
+        "model.hidden_size=256",
+        "rollout.vllm_sleep=true",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"rollout\.vllm_sleep=true: vLLM gives memory of a GPU back, and launch\.device"
+    ):
+        compose_config([*asked, "launch.device=cpu"])
 
 
 def test_ranks_that_share_a_gpu_have_their_shares_together() -> None:
