@@ -22,7 +22,7 @@ from rlexp.verify.reference.assumed import Assumed, Said, other_prompts
 NORMAL, CAUSE, UNEXPLAINED = "normal", "cause", "unexplained"
 GENERATES, TRAINED = "the model that generates", "the model that is trained"
 MOST = 4096  # tokens of answers that the assumptions are tried on
-# Two right programs round differently: measured 0.4 to 1.6 of the plain model's own rounding on average, and up to 1.9
+# Two right programs round differently: measured 0.4 to 1.3 of the plain model's own rounding on average, and up to 1.7
 # of its largest (docs/verify.md). A defect makes a difference to most tokens, or a large one to a few.
 MEANS, LARGEST = 3.0, 5.0
 NEARER = 0.8  # of the distance to what is configured: then another assumption is the nearer one
@@ -49,6 +49,7 @@ class Tried:
     name: str
     words: str
     mean: float  # the distance between the two, over the tokens of which it says something
+    median: float
     largest: float
     effect: float  # by how much it differs from what is configured, on average
 
@@ -164,6 +165,13 @@ def _apart(one: Array, other: Array) -> tuple[float, float]:
     return (float(gaps.mean()), float(gaps.max())) if len(gaps) else (np.inf, np.inf)
 
 
+def _tried(said: Said, given: Array, meant: Array) -> Tried:
+    logps = flat(said.logps)
+    mean, largest = _apart(given, logps)
+    median = float(np.nanmedian(np.abs(given - logps)))
+    return Tried(said.name, said.words, mean, median, largest, _apart(meant, logps)[0])
+
+
 def _rounding(rounded: Array, exact: Array) -> Rounding:
     return Rounding(*_apart(rounded, exact))
 
@@ -205,16 +213,15 @@ class Judge:
     def side(self, who: str, given: Array, said: Iterable[Said]) -> Side:
         every = [each for each in said if (each.name, self.precision) != (OF_ROUNDING, "bf16")]
         meant = flat(every[0].logps)  # what is configured comes first
-        tried = [Tried(each.name, each.words, *_apart(given, flat(each.logps)), _apart(meant, flat(each.logps))[0])
-                 for each in every]  # fmt: skip
+        tried = [_tried(each, given, meant) for each in every]
         configured, others = tried[0], tried[1:]
         seen = max(self.least.mean, LEAST * self.rounding["fp32"].mean)
         telling = [each for each in others if each.effect >= seen]
         blind = [each.name for each in others if each.effect < seen and each.name not in HARMLESS]
         ordered = sorted([configured, *telling], key=lambda each: each.mean)
         for precision in dict.fromkeys((self.precision, "bf16")):
-            tellings = [each for each in ordered if precision == self.precision or each.name != OF_ROUNDING]
-            found = self._found(configured, tellings, self.rounding[precision])
+            candidates = ordered if precision == self.precision else self._coarser(ordered)
+            found = self._found(configured, candidates, self.rounding[precision])
             if found is not None:
                 normal = found is configured and precision == self.precision
                 cause = None if normal else f"rounding of {precision}" if found is configured else found.name
@@ -225,6 +232,11 @@ class Judge:
             f"{configured.mean:.2g} on average. Nearest, by {ordered[0].mean:.2g}, are {ordered[0].words}"
         )
         return Side(who, UNEXPLAINED, None, words, ordered, blind, self._first(given, meant))
+
+    def _coarser(self, ordered: Sequence[Tried]) -> list[Tried]:
+        """Return the nearest, if coarser rounding may explain it: that moves most tokens, and not a few."""
+        nearest = next(each for each in ordered if each.name != OF_ROUNDING)
+        return [nearest] if nearest.median > self.least.mean else []
 
     def _found(self, configured: Tried, ordered: Sequence[Tried], rounding: Rounding) -> Tried | None:
         """Return the nearest of those that agree up to rounding; what is configured, unless another is much nearer."""

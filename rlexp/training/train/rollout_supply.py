@@ -146,8 +146,7 @@ class Rollouts:
             table = self._table(self.mine, self.size, scored=True)
             self._give_credit(table)
         values = self._values(table)
-        if self.cfg.engine is RolloutEngine.vllm and self.source.staleness == 0:
-            refuse_another_model(values, number + 1)
+        self._refuse(values)
         self.controller.update(values["objective/kl"], self.size)
         seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
         seconds |= {"sampling": self.source.seconds, "waited": self.source.waited}
@@ -157,6 +156,10 @@ class Rollouts:
                  "scoring": [(scored, now)]}  # fmt: skip
         self.made = Made(number, self.mine, values, seconds, spans)
         return self.made
+
+    def _refuse(self, values: dict[str, float]) -> None:
+        if self.cfg.engine is RolloutEngine.vllm and self.source.staleness == 0:
+            refuse_another_model(values, self.number + 1)
 
     def _collect(self, mine: Sequence[Sample], model_scores: dict[str, list[float]]) -> None:
         self.rewards.collect()

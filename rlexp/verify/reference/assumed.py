@@ -66,8 +66,10 @@ class Assumed:
 
     # ---- reading ----
 
-    def weigh(self, step: int) -> None:
-        """Take the weights after a step."""
+    def weigh(self, step: int, *, again: bool = False) -> None:
+        """Take the weights after a step; `again`, also if they should be there already."""
+        if step == self.step and not again:
+            return
         names = [] if self.files is None or not step else self.files.names("weights", step)
         for name, parameter in self.model.named_parameters():
             weight = self.start[name]
@@ -86,8 +88,7 @@ class Assumed:
     @torch.no_grad()
     def _hidden(self, how: Read) -> list[Tensor]:
         """Return the hidden states before each token of the answers, (n, E)."""
-        if how.step != self.step:
-            self.weigh(how.step)
+        self.weigh(how.step)
         found = []
         for sample, prompt, moved in zip(self.samples, how.prompts, how.moved, strict=True):
             tokens_T = torch.from_numpy(np.concatenate((prompt, sample.answer)).astype(np.int64)).to(self.device)
@@ -120,10 +121,9 @@ class Assumed:
         """Return what the weights that drew the rollout say of it in float64 and bf16, and in float32 last, which the
         model then stays in."""
         by, how, said = self.at(self.cfg.rollout.temperature), self.as_configured(self.drew), {}
-        self.weigh(self.drew)
         for name, dtype in {"fp64": torch.float64, "bf16": torch.bfloat16, "fp32": torch.float32}.items():
             self.cast(dtype)
-            self.weigh(self.drew)
+            self.weigh(self.drew, again=True)
             self.hidden = self._hidden(how)
             said[name] = self._spoken(self.hidden, by)
         return said
@@ -137,6 +137,7 @@ class Assumed:
     def all(self, step: int) -> Iterator[Said]:
         """Yield every assumption about log-probabilities by the weights after a step; `configured` comes first."""
         hidden = self.hidden if step == self.drew else self._hidden(self.as_configured(step))
+        self.weigh(step)  # the head's, too
         for name, words, by in self._distributions():
             yield Said(name, words, self._spoken(hidden, by))
         configured = self._spoken(hidden, self.at(self.cfg.rollout.temperature))
@@ -239,7 +240,7 @@ class Assumed:
         for parameter in self.model.parameters():
             parameter.data = parameter.data.bfloat16().to(parameter.dtype)
         rounded = self.read(self.as_configured(step), self.at(self.cfg.rollout.temperature))
-        self.weigh(step)
+        self.weigh(step, again=True)
         return Said("weights in bf16", "those of weights that are rounded to bf16", rounded)
 
     # ---- tokens ----
@@ -247,6 +248,7 @@ class Assumed:
     def strayed(self, rounding: float) -> tuple[list[Array], int]:
         """Say by how much each random number lies outside the part that chooses its token, and how many tokens are in
         doubt. The log-probabilities may be off by `rounding`."""
+        self.weigh(self.drew)
         head, apart, doubtful = _Double(self.model.get_output_embeddings()), [], 0
         for sample, hidden_nE in zip(self.samples, self.hidden, strict=True):
             place = sample.place % self.cfg.rollout.n_samples
