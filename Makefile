@@ -27,6 +27,8 @@ ROWS ?= $(CURDIR)/.slurm-rows.json
 
 # The Python of `make gpu`, with a torch for CUDA. GPU_PYTHON=python3 takes the machine's own, and installs nothing.
 GPU_PYTHON ?= $(BIN)/python
+HAS_VLLM = import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)
+ROLLOUTS = bench.rollouts_gpu --write docs/measured/rollouts_gpu.md --picture docs/rollouts_gpu.png
 GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
 
 .PHONY: run test check random-configs test-slurm test-vllm slurm-short lint types prove prove-slurm gpu predict clean
@@ -105,6 +107,7 @@ gpu:
 	@$(if $(GPU_MADE),$(or $(PYTHON),$(error $(NO_PYTHON))),$(GPU_PYTHON)) -m bench.gpu --here
 	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
 	$(GPU_PYTHON) -m bench.gpu --write docs/measured/gpu.md
+	@if $(GPU_PYTHON) -c "$(HAS_VLLM)"; then $(GPU_PYTHON) -m $(ROLLOUTS); else echo "Without vLLM: no rollouts by it"; fi
 
 # The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes on two cores. It goes on where it was
 # stopped.

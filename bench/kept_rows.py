@@ -26,10 +26,8 @@ KEPT = re.compile(
     r"(?P<end><!-- from (?P=place): end -->)",
     re.DOTALL,
 )
-OF_PAGE = {
-    "convert.md": "coming_from.md",
-    "rollouts_gpu.md": "rollouts.md",
-}  # measured pages whose page has another name
+# Measured pages whose page has another name.
+OF_PAGE = {"convert.md": "coming_from.md", "rollouts_gpu.md": "rollouts.md"}
 Rows = list[str]  # lines of a table; the first two are its head
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 
 from bench import gpu
 from bench.gpu_here import Machine, machine, missing, stand_in
-from bench.measured import processor
+from bench.measured import processor, with_load
 from bench.tables import commit
 from bench.vllm_cases import Kept, Setup, versions
 from bench.vllm_curves import curves_section
@@ -78,10 +78,19 @@ def _arguments() -> argparse.Namespace:
 
 
 def _section(name: str, setup: Setup, options: argparse.Namespace) -> gpu.Section:
-    if name == "curves":
-        return lambda _on, _options: curves_section(setup, options.picture)
-    section = SECTIONS[name]
-    return lambda _on, _options: section(setup)
+    own = (options.picture,) if name == "curves" else ()
+
+    def section(_on: Machine, _options: argparse.Namespace) -> tuple[str, list[str]]:
+        wrong: list[str] = []
+
+        def text() -> str:
+            said, found = SECTIONS[name](setup, *own)
+            wrong.extend(found)
+            return said
+
+        return text() if setup.gpu else with_load(text), wrong  # on a CPU, other work shows in every number
+
+    return section
 
 
 def _about(on: Machine) -> str:

@@ -140,9 +140,10 @@ class Size:
 
     def words_on(self, setup: Setup) -> tuple[str, ...]:
         """Return the overrides of a run of this size, in the precision that is measured."""
-        precision = "bf16" if setup.gpu else "fp32"
+        return (*self.model(setup), *self.sized(), f"train.precision={'bf16' if setup.gpu else 'fp32'}")
+
+    def sized(self) -> tuple[str, ...]:
         return (
-            *self.model(setup), f"train.precision={precision}",
             "data=arithmetic", "reward.rule=arithmetic", f"data.max_length={self.prompt + self.new}",
             "data.too_long=truncate", f"data.size={self.prompts}", f"rollout.batch_size={self.prompts}",
             f"rollout.n_samples={self.samples}", f"train.batch_size={self.prompts * self.samples}",
