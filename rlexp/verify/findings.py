@@ -146,3 +146,18 @@ def whole_factor(got: float, wanted: float) -> str:
         if number > 1.5 and abs(number - round(number)) < 1e-6 * number:
             return "; " + words.format(number)
     return ""
+
+
+@dataclass
+class Failure:
+    """The first difference, and the module whose code it points to."""
+
+    precision: str
+    step: int
+    stage: str
+    quantity: str
+    got: str
+    expected: str
+    module: str
+    note: str = ""
+    evidence: str = ""

@@ -20,9 +20,10 @@ from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.verify import report_gap
+from rlexp.verify.findings import Failure
 from rlexp.verify.records import Met
 from rlexp.verify.variants import exact, first_step_on_new_weights
-from rlexp.verify.verification import Failure, Verification, refuse, verify
+from rlexp.verify.verification import Verification, refuse, verify
 
 WIDTH = 110
 # Rows of the table: their title, and their names in the gauge and among the measured quantities.

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlexp.config.schema import Config
+from rlexp.verify.findings import Failure
 from rlexp.verify.modules import DATA, ROLLOUT
-from rlexp.verify.verification import Failure
 
 if TYPE_CHECKING:
     from rlexp.verify.gap import Gap, Side

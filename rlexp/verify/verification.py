@@ -24,6 +24,7 @@ from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out, with_vllm_memory
+from rlexp.verify.findings import Failure
 from rlexp.verify.variants import another_micro_batch, bounded, contained, exact, generating, usual_steps
 
 if TYPE_CHECKING:
@@ -49,21 +50,6 @@ OURS = (
 TIMEOUT = 3600.0  # seconds for one start of ranks
 LONG = 1024  # tokens; from here on several threads are faster than one
 Progress = Callable[[str], None]
-
-
-@dataclass
-class Failure:
-    """The first difference, and the module whose code it points to."""
-
-    precision: str
-    step: int
-    stage: str
-    quantity: str
-    got: str
-    expected: str
-    module: str
-    note: str = ""
-    evidence: str = ""
 
 
 @dataclass
