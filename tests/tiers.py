@@ -143,6 +143,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_what_is_sharded_is_not_named",
     ),
     "preflight/test_rehearse_rollouts": ("test_what_is_predicted_is_what_real_ranks_count",),
+    "preflight/test_vllm": (
+        "test_real_ranks_hold_what_is_rehearsed_without_vllm",
+        "test_the_launcher_is_told_the_share[words0-True]",
+        "test_the_report_says_what_vllm_holds",
+    ),
     "run/test_cli": (
         "test_a_held_out_loss_that_is_not_finite_is_said",
         "test_a_closed_terminal_does_not_end_a_run",

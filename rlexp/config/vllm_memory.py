@@ -52,13 +52,20 @@ class Holding:
         return dataclasses.replace(self, bytes=int(share * memory), share=share)
 
     @property
-    def least(self) -> int:
-        """The bytes that vLLM needs to start: it must have room for the longest answer."""
-        return self.weights + self.working + self.token * (self.longest + self.block)
+    def counted(self) -> int:
+        """The bytes without which vLLM cannot start: its weights, and room for the longest answer."""
+        return self.weights + self.token * (self.longest + self.block)
 
     @property
-    def suffices(self) -> bool:
-        return self.bytes >= self.least
+    def least(self) -> int:
+        """The bytes with which vLLM starts, by what is assumed for the rest."""
+        return self.counted + self.working
+
+    def needs(self) -> str:
+        return (
+            f"{size(self.least)}: {size(self.weights)} weights, {size(self.counted - self.weights)} keys and values of "
+            f"one answer of {self.longest:,} tokens, {size(self.working)} working memory (assumed)"
+        )
 
     @property
     def tokens(self) -> int:

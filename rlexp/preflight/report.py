@@ -106,7 +106,8 @@ def _vllm(vllm: Share) -> Iterator[str]:
     yield f"vLLM's share of the GPU, which it holds {when}, GiB (arithmetic, not rehearsed)"
     yield f"  {'weights':52}{holds.weights / GIB:9.2f}"
     yield f"  {'working memory: activations and CUDA graphs':52}{holds.working / GIB:9.2f}, assumed"
-    yield f"  {'keys and values':52}{holds.keys / GIB:9.2f}, {holds.room_in_words()}"
+    short = "" if holds.bytes >= holds.least else ", so vLLM may not start"
+    yield f"  {'keys and values':52}{holds.keys / GIB:9.2f}, {holds.room_in_words()}{short}"
     auto = " (auto: what training leaves)" if vllm.auto else ""
     yield f"  {'total':52}{holds.bytes / GIB:9.2f}, {KEY}={holds.share:g}{auto}"
 
@@ -179,7 +180,7 @@ def _fitting(answer: Answer) -> Iterator[str]:
 
 def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
     auto = asked.vllm is not None and asked.vllm.auto
-    yield "one change at a time" + " " * 21 + "peak   time of a step" + "   with the least that vLLM needs" * auto
+    yield "one change at a time" + " " * 21 + "peak   time of a step" + "   (with the least that vLLM needs)" * auto
     for change in changes:
         yield f"  {change.words:30}" + _changed(change, seconds(asked)) + _beside(change)
 

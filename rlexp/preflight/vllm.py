@@ -98,8 +98,8 @@ class Share:
 
     @property
     def suffices(self) -> bool:
-        """Whether vLLM can start. On CPU, that was decided before."""
-        return self.on_cpu or self.holds.suffices
+        """Whether vLLM can start, by what is counted. On CPU, that was decided before."""
+        return self.on_cpu or self.holds.bytes >= self.holds.counted
 
     @property
     def asked(self) -> str:
@@ -112,21 +112,13 @@ class Share:
         if not self.suffices:
             least = math.ceil(100 * holds.least / self.memory) / 100
             use = f"Use {KEY}={least:g} to {share:g}, or auto" if fits else INSTEAD
-            return f"{self.asked}: vLLM has {size(holds.bytes)}, and needs {_least(holds)}. {use}"
+            return f"{self.asked}: vLLM has {size(holds.bytes)}, and needs {holds.needs()}. {use}"
         if most + holds.bytes <= self.room:
             return None
         own = f"the rank itself holds {size(most)} ({phase}) of the {size(self.room)} that it may take"
         if fits:
             return f"{self.asked}: vLLM takes {size(holds.bytes)}, and {own}. Use {KEY}={share:g} or less, or auto"
-        return f"{self.asked}: vLLM needs {_least(holds)}; {own}. {INSTEAD}"
-
-
-def _least(holds: Holding) -> str:
-    keys = holds.least - holds.weights - holds.working
-    return (
-        f"{size(holds.least)} at least: {size(holds.weights)} weights, {size(holds.working)} working memory (assumed), "
-        f"{size(keys)} keys and values of one answer of {holds.longest:,} tokens"
-    )
+        return f"{self.asked}: vLLM needs {holds.needs()}; {own}. {INSTEAD}"
 
 
 def share_of(cfg: Config, model: Any) -> Share | None:
@@ -156,13 +148,13 @@ def too_little_to_sample(cfg: Config, model: Any) -> str | None:
     auto, memory = isinstance(rollout.vllm_memory, str), int(cfg.hardware.memory_gib * GIB)
     with_number = dataclasses.replace(cfg, rollout=dataclasses.replace(rollout, vllm_memory=best)) if auto else cfg
     holds = held_by_vllm(with_number, model.to_dict(), count_parameters(model), memory)
-    if holds.suffices:
+    if holds.bytes >= (holds.least if auto else holds.counted):
         return None
     least = math.ceil(100 * holds.least / memory) / 100
     larger = f"{KEY}={least:g} or more" if least <= best else "GPUs with more memory, a smaller data.max_length"
     return (
         f"{KEY}={'auto' if auto else f'{holds.share:g}'}: on a rank that samples, vLLM has {size(holds.bytes)} of "
-        f"{size(memory)}, and needs {_least(holds)}. Use {larger}, or rollout.engine=native."
+        f"{size(memory)}, and needs {holds.needs()}. Use {larger}, or rollout.engine=native."
     )
 
 

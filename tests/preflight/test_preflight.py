@@ -78,8 +78,8 @@ def test_an_8b_model_on_a_ring_of_8(tmp_path: Path) -> None:
         ),
         (("hardware=h100", "launch.nproc=8", "parallel.ring_size=16"), "parallel.ring_size=16"),
         (
-            ("hardware=h100", *GRPO, "rollout.engine=vllm"),
-            "predict rollout.engine=native rollout.micro_batch_size=1 hardware.reserve_gib=",
+            ("hardware=h100", *GRPO, "rollout.engine=vllm", "rollout.vllm_memory=much"),
+            "rollout.vllm_memory='much': must be a share of a GPU's memory",
         ),
         (
             ("hardware=h100", "launch.nproc=2", *GRPO, "rollout=pipelined"),
