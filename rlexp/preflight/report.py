@@ -10,7 +10,7 @@ from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.schema import Checkpointing, Config
 from rlexp.config.vllm_memory import KEY, uses_vllm
 from rlexp.preflight.answer import Answer
-from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, Change, needed, offloads, seconds, trains_otherwise
+from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, SLEEP, Change, needed, offloads, seconds, trains_otherwise
 from rlexp.preflight.communicators import beside
 from rlexp.preflight.host import KINDS, Host, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
@@ -214,6 +214,7 @@ def _beside(change: Change) -> str:
         return ""
     notes = ["and a pass before training"] * (PRECOMPUTE in change.words)
     notes += ["and copies from the host"] * offloads(change.words)
+    notes += ["and vLLM wakes for each rollout"] * (SLEEP in change.words)
     if (short := change.prediction.short) is not None:
         notes += [f"needs {size(short.counted)} of a machine's memory, of {size(short.limit or 0)}"]
     notes += ["trains other weights"] * trains_otherwise(change.words)

@@ -20,10 +20,7 @@ from rlexp.config.vllm_memory import KEY, Holding, held_by_vllm, requests, share
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.training.model.loading import random_model
 
-INSTEAD = (
-    "Use a change that needs less memory beside it, rollout=pipelined, where vLLM has GPUs of its own, or "
-    "rollout.engine=native"
-)
+NATIVE = "or rollout.engine=native"
 _counted: dict[str, int] = {}
 
 
@@ -108,17 +105,19 @@ class Share:
     def refused(self, most: int, phase: str) -> str | None:
         """Say why vLLM and the rank's own tensors, so many bytes in the phase that has most, do not both fit."""
         holds, share = self.holds, self.left(most)
+        apart = "" if self.on_cpu else "rollout=pipelined, where vLLM has GPUs of its own, "
+        less = f"Use a change that needs less memory beside it, {apart}{NATIVE}"
         fits = not self.on_cpu and share * self.memory >= holds.least
         if not self.suffices:
             least = math.ceil(100 * holds.least / self.memory) / 100
-            use = f"Use {KEY}={least:g} to {share:g}, or auto" if fits else INSTEAD
+            use = f"Use {KEY}={least:g} to {share:g}, or auto" if fits else less
             return f"{self.asked}: vLLM has {size(holds.bytes)}, and needs {holds.needs()}. {use}"
         if most + holds.bytes <= self.room:
             return None
         own = f"the rank itself holds {size(most)} ({phase}) of the {size(self.room)} that it may take"
         if fits:
             return f"{self.asked}: vLLM takes {size(holds.bytes)}, and {own}. Use {KEY}={share:g} or less, or auto"
-        return f"{self.asked}: vLLM needs {holds.needs()}; {own}. {INSTEAD}"
+        return f"{self.asked}: vLLM needs {holds.needs()}; {own}. {less}"
 
 
 def share_of(cfg: Config, model: Any) -> Share | None:
@@ -154,7 +153,7 @@ def too_little_to_sample(cfg: Config, model: Any) -> str | None:
     larger = f"{KEY}={least:g} or more" if least <= best else "GPUs with more memory, a smaller data.max_length"
     return (
         f"{KEY}={'auto' if auto else f'{holds.share:g}'}: on a rank that samples, vLLM has {size(holds.bytes)} of "
-        f"{size(memory)}, and needs {holds.needs()}. Use {larger}, or rollout.engine=native."
+        f"{size(memory)}, and needs {holds.needs()}. Use {larger}, {NATIVE}."
     )
 
 
