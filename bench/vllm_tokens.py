@@ -191,10 +191,8 @@ def orders_table(found: dict[str, Result]) -> list[str]:
         for label, each in found.items()
         if "failed" not in each
     ]
-    about = (
-        "The share of samples that are the same, token for token, as when vLLM has all requests of a rollout at once:"
-    )
-    return [about, "", *lines_of(("precision", *names), rows)]
+    about = "The share of samples that are the same, token for token, as when all of a rollout are asked for at once:"
+    return [about, "", *lines_of(("samples by", "precision", *names), rows, 2)]
 
 
 # ---- runs on several rings ----

@@ -86,13 +86,13 @@ def handed_over(task: Any) -> Result:
     alone = [timed(run.device, yielded) for _ in range(LATER)]
     number = sum(weight.numel() for _, weight in weights())
     to = run.dtype if run.dtype is torch.bfloat16 else torch.float32
-    found = {"weights": float(number), "first": first, "later": statistics.median(later),
-             "yielding": statistics.median(alone)}  # fmt: skip
+    found = {"weights": float(number), "first": first, "later": min(later),
+             "yielding": min(alone)}  # fmt: skip
     for name, dtype in (("masters", torch.float32), ("same", to)):
         source = torch.ones(number, dtype=dtype, device=run.device)
         target = torch.empty(number, dtype=to, device=run.device)
         copies = [timed(run.device, target.copy_, source) for _ in range(LATER + 1)]
-        found[name] = statistics.median(copies[1:])
+        found[name] = min(copies[1:])
         del source, target
     return found
 
@@ -113,7 +113,7 @@ def handover_table(setup: Setup, size: Size, found: dict[str, Result]) -> tuple[
     head = ("engine", "billion weights", "first, s", "later, s", "of it yielding them, s", f"copy fp32 → {dtype}, s",
             f"copy {dtype} → {dtype}, s", "later / copy of fp32")  # fmt: skip
     said = [
-        f"The weights of {size.name}: the first time, and the median of {LATER} later times. *Yielding* is what the "
+        f"The weights of {size.name}: the first time, and the shortest of {LATER} later times. *Yielding* is what the "
         f"engine takes to give its weights one by one, without vLLM. The goal is at most {GOAL:g} times the plain "
         f"copy of the float32 weights.",
         "",

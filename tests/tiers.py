@@ -79,6 +79,10 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_prediction_that_was_stopped_goes_on",
         "test_the_rates_are_rehearsed",
     ),
+    "bench/test_rollouts_gpu": (
+        "test_the_model_of_a_billion_has_its_head_once",
+        "test_what_a_gpu_would_run_composes",
+    ),
     "compare/test_compare": ("test_watching_redraws_until_the_runs_have_ended",),
     "config/test_config": (
         "test_a_ring_larger_than_the_gpus",

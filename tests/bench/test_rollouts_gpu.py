@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -22,6 +23,8 @@ from bench.gpu_here import stand_in
 from bench.gpu_training import Result, write_model
 from bench.vllm_cases import NOT_RUN, TINY, Kept, Setup, Size
 from bench.vllm_curves import SEEDS, WAYS
+from rlexp.config.checks import vllm as checks
+from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
@@ -235,6 +238,34 @@ def test_a_plain_vllm_is_asked_for_the_same(monkeypatch: pytest.MonkeyPatch) -> 
     prompts, params = asked[-1]
     assert [each["prompt_token_ids"] for each in prompts] == [[1], [1], [2], [2]]
     assert params == {"temperature": 1.0, "max_tokens": 3, "ignore_eos": True, "detokenize": False, "top_p": 0.9}
+
+
+def test_what_a_gpu_would_run_composes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else its time would be lost over a refusal."""
+    monkeypatch.setattr(checks, "_check_installed", lambda _: None)
+    monkeypatch.setattr(vllm_cases, "LLAMA", replace(vllm_cases.LLAMA, width=64, between=64, vocabulary=300, layers=1))
+    asked: list[Sequence[str]] = []
+
+    def on_rank(_: Any, _target: Any, words: Sequence[str], *_more: Any) -> Result:
+        asked.append(words)
+        return {"failed": "not here"}
+
+    monkeypatch.setattr(Setup, "on_rank", on_rank)
+    monkeypatch.setattr(vllm_speed, "alone", lambda *_: {"failed": "not here"})
+    monkeypatch.setattr(vllm_curves, "command", lambda words, *_: asked.append(words))
+    monkeypatch.setattr(vllm_curves, "said", lambda _: {"failed": "not here"})
+    on = Setup(ON_GPU, Kept(None, ""), tmp_path)
+    for section in rollouts_gpu.SECTIONS.values():
+        section(on)
+    with assumed_gpus(1):
+        for words in asked:
+            cfg = compose_config([*(() if "launch.preflight=off" in words else on.words()), *words])
+            assert cfg.launch.device.value == "cuda"
+            assert cfg.launch.ranks_per_gpu == cfg.launch.nproc
+            assert cfg.train.precision.value in vllm_tokens.PRECISIONS
+            assert cfg.rollout.sampling_ranks == (cfg.rollout.mode.value == "pipelined")
+    curves = len(WAYS) * len(SEEDS)
+    assert len(asked) == 2 + len(vllm_weights.POLICIES) + curves + 4 + len(vllm_tokens.RINGS) + 2
 
 
 # ---- what is said ----
