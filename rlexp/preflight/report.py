@@ -148,10 +148,10 @@ def _verdict(answer: Answer) -> Iterator[str]:
     room = f"{peak.bytes / GIB:.1f} GiB at the peak ({peak.phase}), of {limit / GIB:.1f}"
     if answer.fits:
         yield f"fits: {room}."
-    elif not answer.prediction.fits_devices(limit):
+    elif peak.bytes > limit:
         yield f"does not fit: {room}."
     if (refused := answer.prediction.refused) is not None:
-        yield f"{refused}."
+        yield f"{'does not fit: ' * (peak.bytes <= limit)}{refused}."
     if (short := answer.prediction.short) is not None:
         yield f"does not fit: {told_short(short, answer.cfg)}."
     if answer.engine_chosen is not None:

@@ -17,6 +17,8 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import AUTO, Config
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch import preflight_check
+from rlexp.preflight import report
+from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import singles
 from rlexp.preflight.longest_that_fits import _longest, with_length
 from rlexp.preflight.predict import Found, Prediction, predict
@@ -154,6 +156,13 @@ def test_what_does_not_fit_is_refused_with_the_numbers(found: Found, words: tupl
     refused = prediction.with_share().refused
     assert refused is not None
     assert re.fullmatch(said, refused), refused
+    whole = prediction.with_share()
+    lines = list(report._verdict(Answer(cfg, 0, whole, {}, {}, [], None)))
+    if whole.peak.bytes > room(cfg):
+        assert lines == [f"does not fit: {whole.peak.bytes / GIB:.1f} GiB at the peak ({whole.peak.phase}), of 2.5.",
+                         f"{refused}."]  # fmt: skip
+    else:
+        assert lines == [f"does not fit: {refused}."]
 
 
 def test_the_message_of_a_refused_run_has_it(found: Found) -> None:
