@@ -56,7 +56,7 @@ test-slurm: $(VENV)/.ready
 
 # Answers by a real vLLM, built for CPUs, beside those of rlexp's own code: in an environment of its own.
 test-vllm: $(VLLM)/.vllm
-	$(VLLM)/bin/python -m pytest tests/training/rollout/test_vllm_itself.py tests/training/rollout/test_vllm_signatures.py
+	$(VLLM)/bin/python -m pytest tests/training/rollout/test_vllm_itself.py tests/training/rollout/test_vllm_signatures.py tests/verify/test_gap_of_vllm.py
 
 slurm-short: $(VENV)/.ready
 	$(BIN)/python -m pytest -m "slurm and short"
