@@ -64,11 +64,17 @@ class VLLMDrawer:
     def renew(self, weights: Weights) -> None:
         """Give vLLM the policy's weights. A collective call where they are gathered."""
         if self._cfg.vllm_sleep:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()  # vLLM takes its memory from the driver, and torch keeps what training freed
             self._llm.wake_up(tags=["weights"])
         self._llm.collective_rpc(self._hand_over, args=(weights,))
         if self._cfg.vllm_sleep:
             self._llm.wake_up(tags=["kv_cache"])
-        self._llm.reset_prefix_cache()
+        if not self._llm.reset_prefix_cache():
+            raise DrawError(
+                "rollout.engine=vllm: vLLM would not forget what it computed with older weights. Go on from the newest "
+                "checkpoint, or use rollout.engine=native."
+            )
 
     def _sleep(self) -> None:
         """Give vLLM's memory back until the next weights come. They are new ones, so nothing is kept of the old."""
