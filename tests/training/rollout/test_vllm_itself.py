@@ -24,7 +24,7 @@ from rlexp.launch.local import run_ranks
 from rlexp.launch.preflight_check import prepared
 from rlexp.run import job
 from rlexp.run_files import checkpoint_folder
-from rlexp.training.rollout.vllm.engine import started
+from rlexp.training.rollout.vllm.engine import prepare, started
 from rlexp.training.rollout.vllm.weights import HandOver
 
 pytestmark = [
@@ -89,6 +89,8 @@ TOKENS = [3, 5, 7, 11, 2]
 def differences(_: RankSpec, family: str) -> tuple[int, list[float]]:
     """Hand over three times, and return how many weights are copied without vLLM's loader, and how far its logits are
     from transformers' each time."""
+    cfg = RolloutConfig(minibatches=1, sampling_ranks=0, vllm_memory=0.01)
+    prepare(cfg)
     from vllm import SamplingParams
     from vllm.v1.sample.logits_processor import LogitsProcessor
 
@@ -108,7 +110,6 @@ def differences(_: RankSpec, family: str) -> tuple[int, list[float]]:
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     config.architectures = [type(model).__name__]
-    cfg = RolloutConfig(minibatches=1, sampling_ranks=0, vllm_memory=0.01)
     with tempfile.TemporaryDirectory() as place:
         config.save_pretrained(place)
         llm = started(place, cfg, precision=torch.float32, device=torch.device("cpu"), max_length=64, choosing=Look)

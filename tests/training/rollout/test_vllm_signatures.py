@@ -66,7 +66,6 @@ def test_vllm_takes_the_options_that_it_is_given(
     monkeypatch.setattr(mock["vllm"], "LLM", lambda **options: given.update(options))
     for name, module in mock.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(engine, "_prepare", lambda _: None)
     cfg = RolloutConfig(minibatches=1, sampling_ranks=0, vllm_memory=0.4)
     engine.started("", cfg, precision=torch.bfloat16, device=torch.device(device), max_length=64, choosing=object)
     assert given["dtype"] == "bfloat16"

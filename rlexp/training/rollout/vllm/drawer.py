@@ -24,7 +24,7 @@ from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.noise import stream
 from rlexp.training.rollout.sampling import refuse_not_finite, sample_of, text_of
 from rlexp.training.rollout.vllm.chooser import OWN, Notes, chooser
-from rlexp.training.rollout.vllm.engine import started
+from rlexp.training.rollout.vllm.engine import prepare, started
 from rlexp.training.rollout.vllm.weights import HandOver
 from rlexp.training.types import Sample
 
@@ -48,6 +48,7 @@ class VLLMDrawer:
         self._tokenizer, self._ends, self._cfg = tokenizer, list(ends), cfg
         self._seed, self._dtype = seed, dtype
         self._notes = Notes(cfg.max_new_tokens, device)
+        prepare(cfg)  # before vLLM is imported, for the chooser
         with tempfile.TemporaryDirectory(prefix="rlexp-vllm-") as place:
             write_model(Path(place))
             self._llm = started(

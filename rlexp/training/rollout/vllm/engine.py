@@ -34,7 +34,6 @@ def started(
     place: str, cfg: RolloutConfig, *, precision: torch.dtype, device: torch.device, max_length: int, choosing: type
 ) -> Any:
     """Return an engine for the model that is described in a folder, without its weights."""
-    _prepare(cfg)
     gpu = device.type == "cuda"
     try:
         with watch.elsewhere(), _kept(), _plain_on_cpu(gpu=gpu):  # it compiles, and measures the GPU
@@ -106,8 +105,8 @@ def _plain_on_cpu(*, gpu: bool) -> Iterator[None]:
         utils.dispatch_cpu_unquantized_gemm = packing
 
 
-def _prepare(cfg: RolloutConfig) -> None:
-    """Prepare what vLLM's executor for ranks of other launchers reads.
+def prepare(cfg: RolloutConfig) -> None:
+    """Set what vLLM reads when it is imported, and what its executor for ranks of other launchers reads.
 
     It runs in the rank's own process, and in the world that it finds. A rank that only samples is in none, and gets one
     of its own: vLLM would otherwise look for the training ranks.
