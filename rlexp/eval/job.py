@@ -42,14 +42,21 @@ class Evaluation:
 
 
 def job_of(words: Sequence[str]) -> EvalJob:
+    """Compose an evaluation. Rows must be held out."""
+    job = composed_job(words, "rlexp.eval")
+    refuse_nothing_held_out(job.cfg, "rlexp.eval", "name another data set")
+    return job
+
+
+def composed_job(words: Sequence[str], command: str) -> EvalJob:
     """Compose the configuration: with a folder among the words, on the ground of the run's own."""
     folders, overrides = ([word for word in words if is_folder(word) is wanted] for wanted in (True, False))
     if len(folders) > 1:
         raise ConfigError(f"{' '.join(folders)}: is more than one folder. Give one run or checkpoint, and key=value.")
     if sizes.joined_world() is not None:
         raise ConfigError(
-            "rlexp.eval: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
-            "once, without them."
+            f"{command}: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
+            f"once, without them."
         )
     if folders:
         job = job_of_folder(Path(folders[0]).expanduser(), overrides)
@@ -60,7 +67,6 @@ def job_of(words: Sequence[str]) -> EvalJob:
             f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "
             f"ranks that would train. Give rollout.mode=colocated rollout.sampling_ranks=0."
         )
-    refuse_nothing_held_out(job.cfg, "rlexp.eval", "name another data set")
     return job
 
 

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from rlexp.config.elsewhere import compose_elsewhere
+from rlexp.config.elsewhere import compose_elsewhere, composed_for
 from rlexp.config.load import compose_config
 from tests.helpers.pages import MEASURED, PAGES, commands, files
 from tests.helpers.paths import ROOT
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
-OF_OTHERS = ("wandb", "cat", "ls")  # programs of which nothing is checked but that they are these
+OF_OTHERS = ("wandb", "cat", "ls", "grep")  # programs of which nothing is checked but that they are these
+ON_GPUS = ("rollout.engine=vllm", "launch.ranks_per_gpu=4")  # keys that need GPUs, or a package for them
 COMPOSING = ("rlexp", "rlexp.data", "rlexp.verify", "rlexp.preflight")
 SHOWN = [
     pytest.param(each, id=f"{page.parent.name}-{page.stem}-{place}") for page in (*PAGES, *MEASURED)
@@ -67,6 +68,10 @@ def test_a_command_is_one(command: str, folder: Path, monkeypatch: pytest.Monkey
             assert all(re.search(rf"^{each.partition('=')[0]} \?=", made, re.MULTILINE) for each in variables)
         case ["pip", "install", "-e", what]:
             check_extras(what)
+        case ["pip", "install" | "download", *others]:
+            assert "-e" not in others
+        case ["python", "-c", code, *_]:
+            compile(code, command, "exec")
         case ["source" | ".", ".venv/bin/activate"]:
             assert "VENV ?= .venv\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
         case ["cp", source, _]:
@@ -86,11 +91,11 @@ def check_module(module: str, args: list[str], monkeypatch: pytest.MonkeyPatch) 
     else:
         options = read_options(module, args, monkeypatch)
         overrides = getattr(options, "overrides", [])
-        assert bool(overrides) == (module in COMPOSING)
+        assert module in COMPOSING or not overrides
     if module == "rlexp.preflight":
         compose_elsewhere(overrides)
-    elif "rollout.engine=vllm" in overrides:  # no vLLM is installed here
-        compose_elsewhere([*overrides, "hardware=h100"])
+    elif set(overrides) & set(ON_GPUS):
+        composed_for(["launch.device=cuda", *overrides], Path.cwd())
     elif overrides or module == "rlexp":
         compose_config(overrides)
 

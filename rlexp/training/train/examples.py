@@ -67,10 +67,12 @@ class Examples:
     versions: Mapping[str, str] = field(default_factory=dict)  # commits of sets of the hub, by the keys of their paths
 
 
-def read_examples(cfg: Config, tokenizer: Any, world: World, *, trains: bool = True) -> Examples:
-    """Read the examples that the loss is trained on, or, without `trains`, those held out alone. A collective call: the
-    first bad row is every rank's error."""
-    kind = kind_read(cfg)
+def read_examples(
+    cfg: Config, tokenizer: Any, world: World, *, trains: bool = True, kind: Kind | None = None
+) -> Examples:
+    """Read the examples of a kind, by default the one that the loss is trained on; without `trains`, those held out
+    alone. A collective call: the first bad row is every rank's error."""
+    kind = kind or kind_read(cfg)
     room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
     if isinstance(cfg.data, RowsDataConfig):
         shown = cfg.logger.progress and world.rank == 0

@@ -1,0 +1,203 @@
+"""`python -m rlexp.generate`: answers equal transformers' own, on any ring; wrong words are one message."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlexp.base.errors import UserError
+from rlexp.generate import report
+from rlexp.generate.job import Answer, Answered, Beside, GenerateJob, job_of
+from tests.helpers import warm
+from tests.helpers.adapters import adapter_of, loaded
+from tests.helpers.models import cache, made, smollm2, untied
+
+__all__ = ["cache"]  # a fixture of every test here too
+QUESTIONS = ("Name a prime number.", "Who are you?", "Say hello in German, then in French, and then in Italian.")
+NEW = 16
+
+
+def generated(folder: Path, *words: str) -> list[dict[str, Any]]:
+    done = warm.run("rlexp.generate", [*words, f"rollout.max_new_tokens={NEW}", "launch.device=cpu",
+                                       "--jsonl", "found.jsonl"], cwd=folder)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in (folder / "found.jsonl").read_text(encoding="utf-8").splitlines()]
+
+
+def tokens(found: Sequence[dict[str, Any]], side: str) -> list[list[int]]:
+    return [answer["tokens"] for each in found for answer in each[side]]
+
+
+def likeliest(model: Any, tokenizer: Any, prompts: Sequence[str], new: int = NEW) -> list[list[int]]:
+    """The greedy answers of transformers' own `generate`, one prompt at a time."""
+    found = []
+    for prompt in prompts:
+        if tokenizer.chat_template:
+            asked = tokenizer.apply_chat_template([{"role": "user", "content": prompt}], add_generation_prompt=True,
+                                                  return_tensors="pt", return_dict=True)  # fmt: skip
+        else:
+            asked = tokenizer(prompt, return_tensors="pt")
+        with torch.no_grad():
+            whole = model.generate(**asked, max_new_tokens=new, do_sample=False, pad_token_id=0)
+        found.append(whole[0, asked["input_ids"].shape[1] :].tolist())
+    return found
+
+
+def merged(base: Path, adapter: Path, place: Path) -> Any:
+    whole = loaded(base, adapter).merge_and_unload()
+    whole.save_pretrained(place)
+    AutoTokenizer.from_pretrained(base).save_pretrained(place)
+    return whole
+
+
+def compared(base: Path, folder: Path, rings: Sequence[int]) -> None:
+    """A model alone, with an adapter and with that adapter merged: each on each ring beside transformers."""
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    plain = likeliest(loaded(base), tokenizer, QUESTIONS)
+    adapter = adapter_of(base, folder / "adapter", lora_alpha=32)
+    changed = likeliest(loaded(base, adapter), tokenizer, QUESTIONS)
+    whole = likeliest(merged(base, adapter, folder / "merged"), tokenizer, QUESTIONS)
+    assert plain != changed
+    (folder / "questions.txt").write_text("\n\n".join(QUESTIONS), encoding="utf-8")
+    asked = ("--prompts", "questions.txt", "train.precision=fp32", "model=hf")
+    for ring in rings:
+        with_adapter = generated(folder, *asked, f"model.path={base}", "adapter=lora", "adapter.path=adapter",
+                                 f"parallel=ring{ring}")  # fmt: skip
+        assert tokens(with_adapter, "answers") == changed
+        assert tokens(with_adapter, "beside") == plain
+        assert [each["origin"] for each in with_adapter] == [f"questions.txt:{line}" for line in (1, 3, 5)]
+        alone = generated(folder, *asked, "model.path=merged", f"parallel=ring{ring}")
+        assert tokens(alone, "answers") == whole
+        assert tokens(alone, "beside") == []
+
+
+def test_answers_are_those_of_transformers(tmp_path: Path) -> None:
+    compared(untied(tmp_path / "base"), tmp_path, (2,))
+
+
+@pytest.mark.slow
+def test_answers_of_a_real_model_are_those_of_transformers(tmp_path: Path) -> None:
+    """SmolLM2-135M, which writes prompts by its chat template."""
+    compared(made(smollm2()), tmp_path, (1, 2))
+
+
+def test_a_run_is_shown_beside_its_start(rlexp: Callable[..., Any], tmp_path: Path) -> None:
+    """To its held-out rows: what its newest checkpoint answers is what its exported model does."""
+    base = untied(tmp_path / "base")
+    done = rlexp("model=hf", f"model.path={base}", "launch.device=cpu", "logger=none", "hydra.run.dir=run",
+                 "data.size=16", "data.eval_size=5", "train.max_steps=2", "optim.lr=1e-2")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = generated(tmp_path, "run", "--rows", "3", "parallel=ring2")
+    prompts = [each["prompt"] for each in found]
+    assert [each["origin"] for each in found] == [f"synthetic eval pair {place}" for place in range(3)]
+    for side, folder in (("beside", base), ("answers", tmp_path / "run" / "model")):
+        assert tokens(found, side) == likeliest(loaded(folder), AutoTokenizer.from_pretrained(folder), prompts)
+    assert tokens(found, "beside") != tokens(found, "answers")
+
+
+@pytest.mark.slow
+def test_samples_and_a_reference(rlexp: Callable[..., Any], tmp_path: Path) -> None:
+    """Two samples of a prompt differ, and are the same on any ring; the reference answers as by itself."""
+    for name in ("one", "two"):
+        untied(tmp_path / name)
+    weights = AutoModelForCausalLM.from_pretrained(tmp_path / "two")
+    weights.model.embed_tokens.weight.data.mul_(-1)
+    weights.save_pretrained(tmp_path / "two")
+    asked = ("model=hf", "model.path=one", "--prompt", QUESTIONS[0], "--samples", "2", "rollout.temperature=1.5")
+    found = generated(tmp_path, *asked, "reference.path=two")
+    first, second = tokens(found, "answers")
+    assert first != second
+    assert tokens(generated(tmp_path, *asked, "parallel=ring2"), "answers") == [first, second]
+    alone = generated(tmp_path, *asked, "model.path=two")
+    assert tokens(found, "beside") == tokens(alone, "answers") != [first, second]
+
+
+# ---- words ----
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "adapter" / "model").mkdir(parents=True)
+    (tmp_path / "adapter" / "model" / "adapter_config.json").write_text("{}")
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole" / "config.json").write_text("{}")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "blank.txt").write_text("\n \n")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("words", "given", "said"),
+    [
+        ([], {}, "rlexp.generate: there is no prompt. Type one (--prompt TEXT), or name a file"),
+        ([], {"prompts": ["hi", " "]}, "--prompt: one is empty. Type a text."),
+        ([], {"file": Path("none.txt")}, "--prompts=none.txt: cannot be read (No such file or directory)."),
+        ([], {"file": Path("blank.txt")}, "--prompts=blank.txt: has no prompt. Write one on each line."),
+        ([], {"file": Path("none.jsonl")}, "data.eval_path=none.jsonl: no such file."),
+        (["nowhere"], {"prompts": ["hi"]}, "nowhere: no such folder. Give a run's folder, or a checkpoint's."),
+        (["empty"], {}, "is neither a checkpoint nor a run that has one (checkpoints/step-…). Give the folder that"),
+        (["whole"], {}, "whole holds a model: model=hf model.path=whole."),
+        (["adapter"], {}, "adapter/model holds an adapter: model=hf model.path=NAME adapter=lora "
+         "adapter.path=adapter/model."),
+        (["one", "two"], {"prompts": ["hi"]}, "one two: is more than one folder."),
+        (["loss=reward"], {"prompts": ["hi"]}, "loss=reward: its model gives a score to an answer"),
+        (["data.eval_size=0"], {}, "rlexp.generate: there is no held-out data."),
+        (["model=tiny"], {"prompts": ["hi"], "beside": Beside.start}, "--beside=start: a model alone has no other"),
+        (["model=tiny"], {"prompts": ["hi"], "beside": Beside.reference}, "--beside=reference: reference.path has no"),
+        (["rollout.max_new_tokens=0"], {"prompts": ["hi"]}, "rollout.max_new_tokens=0: must be at least 1."),
+    ],
+)  # fmt: skip
+def test_wrong_words_are_one_message(words: list[str], given: dict[str, Any], said: str, folder: Path) -> None:
+    with pytest.raises(UserError) as refusal:
+        job_of(words if any("=" not in each for each in words) else ["launch.device=cpu", *words], folder, **given)
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(("length", "most", "said"), [
+    (250, 250, "the prompt has 250 tokens, and the model has 256 positions for it and an answer of "
+     "rollout.max_new_tokens=256. Use rollout.max_new_tokens=6, or a shorter prompt."),
+    (256, 256, "rollout.max_new_tokens=256. Give a shorter prompt."),
+    (120, 100, "the prompt has 120 tokens, and data.max_length − rollout.max_new_tokens leaves it 100."),
+])  # fmt: skip
+def test_a_prompt_that_leaves_no_room_is_refused(length: int, most: int, said: str, tmp_path: Path) -> None:
+    """A model of 256 positions. A prompt may be as long as data.max_length says, if an answer still fits."""
+    base = untied(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text()) | {"max_position_embeddings": 256}
+    (base / "config.json").write_text(json.dumps(config))
+    done = warm.run("rlexp.generate", ["model=hf", "model.path=base", "--prompt", length * "a", "launch.device=cpu",
+                                       f"data.max_length={most}"], cwd=tmp_path)  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"rlexp: prompt:1: the prompt has {length} tokens")
+    assert said in done.stderr
+
+
+# ---- the terminal ----
+
+
+def test_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: SimpleNamespace(columns=44))
+    shown = GenerateJob(cfg=None, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=False)  # type: ignore[arg-type]
+    found = [Answered("a.jsonl:3", "Say\x1b it\ntwice.", [Answer("One. " * 9, [5] * 9, True)], [Answer("", [2], True)]),
+             Answered("a.jsonl:4", "Go on.", [Answer("On", [1, 2], False)], [Answer("No", [3], True)])]  # fmt: skip
+    assert report.text(shown, found) == (
+        "\n"
+        "a.jsonl:3\n"
+        "  prompt   Say\\x1b it\n"
+        "           twice.\n"
+        "  start    (nothing)\n"
+        "  trained  One. One. One. One. One. One.\n"
+        "           One. One. One.\n"
+        "\n"
+        "a.jsonl:4\n"
+        "  prompt   Go on.\n"
+        "  start    No\n"
+        "  trained  On … (cut off after 2 tokens)\n"
+    )
