@@ -6,7 +6,7 @@ import sys
 import time
 from pathlib import Path
 
-from bench import kept_rows
+from bench import kept_rows, where
 
 
 def put(page: Path, text: str, name: str = "table") -> None:
@@ -19,6 +19,8 @@ def put(page: Path, text: str, name: str = "table") -> None:
     page.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
     for problem in kept_rows.refresh(page):
         print(f"{problem}. Keep another row.", file=sys.stderr)
+    if page.parent.name == kept_rows.MEASURED:
+        where.refresh(page.parent.parent.parent / kept_rows.README)
 
 
 def signature(module: str) -> str:

@@ -21,14 +21,19 @@ def exit_code(command: Callable[[], int]) -> int:
             stream.reconfigure(errors="replace")
     try:
         return command()
-    except BrokenPipeError:  # the reader has closed the pipe: it has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:
+        return reader_left()
     except (UserError, OSError) as error:
         sys.stderr.write(f"rlexp: {error}\n")
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def reader_left() -> int:
+    """End quietly when the reader of a pipe has read enough (`… | head`), and return the exit code."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
 
 
 def refuse_unwritable(file: Path | None, option: str = "--json") -> None:

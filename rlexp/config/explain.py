@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
+from rlexp.base.command import reader_left
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.config.paths import experiments
 from rlexp.config.schema.keys import about_unknown, suggestion
@@ -31,6 +32,8 @@ def explained(command: Callable[[], int]) -> int:
         return command()
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        return reader_left()
     except Exception as error:
         message = explain(error)
         if message is None:

@@ -40,7 +40,7 @@ def parse() -> argparse.Namespace:
     parser = Parser(
         prog="python -m rlexp.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page to this file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")
     parser.add_argument("--samples", type=int, default=3, metavar="N", help="samples to show (default: 3)")

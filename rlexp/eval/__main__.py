@@ -22,7 +22,8 @@ def main() -> int:
     parser = Parser(
         prog="python -m rlexp.eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value")
+    parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value", help="at most one folder, and "
+                        "settings as `python -m rlexp` takes them")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")
     return explained(lambda: run(parser.parse_intermixed_args()))
 

@@ -18,9 +18,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m rlexp.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT")
+    parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="the folder of a run or a checkpoint")
     parser.add_argument("--out", type=Path, help="a new or empty folder for the model")
-    parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value)
+    parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value,
+                        help="of the weights; default: auto, bf16 after a run in bf16, else fp32")  # fmt: skip
     parser.add_argument("--merged", action="store_true", help="of an adapter: the model with the adapter in it")
     options = parser.parse_args()
     return exit_code(lambda: export(options))

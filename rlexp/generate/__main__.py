@@ -29,7 +29,8 @@ def main() -> int:
     parser = Parser(
         prog="python -m rlexp.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value")
+    parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value", help="at most one folder, and "
+                        "settings as `python -m rlexp` takes them")  # fmt: skip
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="a .txt file with a prompt on each line, or rows "
                         "as training reads them: JSON lines, JSON or Parquet")  # fmt: skip

@@ -23,7 +23,7 @@ def main() -> int:
     parser = Parser(
         prog="python -m rlexp.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the answer to this file")
     return explained(lambda: preflight(parser.parse_intermixed_args()))
 

@@ -26,7 +26,7 @@ def main() -> int:
     parser = Parser(
         prog="python -m rlexp.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
     parser.add_argument("--steps", type=int, metavar="N", help=STEPS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
     return explained(lambda: run(parser.parse_intermixed_args()))

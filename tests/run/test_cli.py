@@ -352,3 +352,12 @@ def test_a_rank_that_fails_of_being_broken_off_was_stopped(tmp_path: Path) -> No
 def test_fresh_processes_for_gpus_are_ranks_too() -> None:
     """How ranks start on a GPU machine; what they run here needs none."""
     assert run_ranks(whereabouts, 2, device="cuda", timeout=200) == [(0, 2), (1, 2)]
+
+
+def test_help_may_be_read_in_part(tmp_path: Path) -> None:
+    """As by `python -m rlexp --help | head -1`: the pipe is closed before all is written."""
+    command = [sys.executable, "-m", "rlexp", "--help"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=tmp_path) as process:
+        process.stdout.close()
+        said = process.stderr.read()
+    assert (process.wait(timeout=60), said) == (0, b"")

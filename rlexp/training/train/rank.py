@@ -180,7 +180,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"  {batch_in_words(cfg)}\n"
         f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
         f"{sharing(task)}{positions(run)}"
-        f"  {task.describe()}, {run.total_steps} steps, {task.steps_per_epoch} an epoch{dropped}{remarks}\n"
+        f"  {task.describe()}, {run.total_steps} steps (an epoch has {task.steps_per_epoch}){dropped}{remarks}\n"
         f"{shares_in_words(task)}"
         f"  {run_dir}\n"
     )
@@ -268,7 +268,8 @@ def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
         return f"{outcome.status}: {outcome.reason}; {run_dir} continues from {latest(run_dir)}\n"
     model = f", trained {'adapter' if alone(run) else 'model'} in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
-    return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n"
+    answers = "" if run.engine.policy.scores is not None else f"its answers: python -m rlexp.generate {run_dir}\n"
+    return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n{answers}"
 
 
 def latest(run_dir: Path) -> str:

@@ -63,8 +63,8 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                 {"images and audio": "image"}),
         Ability("metrics go to", "`metrics.jsonl`, and " + quoted(each.value for each in LoggerName
                 if each is not LoggerName.none), {}),
-        Ability("GPUs", "every engine trained on one; [what has run where](#what-has-run-where)",
-                {"more than one GPU": ""}),
+        Ability("GPUs", "one, with every engine; several are built for and untested: [what has run "
+                "where](#what-has-run-where)", {}),
     ]  # fmt: skip
 
 

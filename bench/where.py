@@ -1,0 +1,125 @@
+"""The README's table of what has run where, made from what each section of docs/measured/ says of its machine.
+
+    python -m bench.where        # writes the table; `bench.tables.put` does it after each measurement
+
+A section says where and when it was measured in a paragraph of its own: "Measured 2026-11-25 at …, on 1 × NVIDIA H100
+…", "Rehearsed on a CPU … 2026-11-27", "Predicted 2026-11-27 …".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.kept_rows import MEASURED, README, slug
+
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- where: begin -->", "<!-- where: end -->"
+CPU, PREDICTED, SEVERAL = "CPU", "predicted", "several GPUs"
+ALWAYS, NEVER, NOT_THERE = "always", "never", "–"
+GPU = re.compile(r"\b(\d+|one) (?:× )?(?:NVIDIA )?([A-Z]+\d+\w*)\b")
+ON_CPU = re.compile(r"Not run on a GPU|Rehearsed|\bCPU, by|\b0 GPUs")
+DATE = re.compile(r"20\d\d-\d\d-\d\d")
+
+
+@dataclass(frozen=True)
+class Row:
+    """What has run, and the sections that say so, as `gpu.md#tests`; the first one is linked."""
+
+    what: str
+    sections: tuple[str, ...] = ()
+    on_cpu: str | None = None  # where no section says it
+
+
+ROWS = (
+    Row("all tests: rings up to 8 ranks, two nodes under torchrun, a real Slurm", on_cpu=ALWAYS),
+    Row("kernels, and every engine against float64, on a ring of 1", ("gpu.md#tests",), on_cpu=ALWAYS),
+    Row("memory and time of `zero1`, as predicted and as measured", ("gpu.md#training",)),
+    Row("every engine on rings of 1, 2 and 4, as ranks that share a GPU", ("gpu.md#engines",)),
+    Row("every layout, transport and kernel on rings of 2 and 4, likewise", ("gpu.md#rings",)),
+    Row("adapters, references, checkpointing and other options, likewise", ("gpu.md#options",)),
+    Row("a run that stops and continues on another ring, likewise", ("gpu.md#commands",)),
+    Row("`rlexp.verify` on a ring of 4, likewise", ("gpu.md#verify",)),
+    Row("`rlexp.verify`, 25 of 26 configurations, on a ring of 1", ("verify.md#on-one-gpu",), on_cpu=ALWAYS),
+    Row("layouts and rings, one rank at a time", ("benchmarks.md#attention-on-a-gpu",)),
+    Row("speed beside TRL, and flash-attn 4, on a ring of 1", ("beside_trl.md#8000-tokens", "beside_trl.md#hh")),
+    Row(
+        "answers by vLLM: tokens, weights, curves",
+        ("rollouts_gpu.md#curves", "rollouts_gpu.md#the-tokens-of-a-rollout"),
+    ),
+    Row("`rlexp.generate`", on_cpu=ALWAYS),
+    Row("flash-attn 2 and 3, ring-flash-attn"),
+    Row("NCCL between several GPUs or nodes"),
+)
+
+
+def where(text: str) -> tuple[str, str] | None:
+    """Return the place and the date that a paragraph says, if it says both."""
+    dates = DATE.findall(text)
+    if not dates:
+        return None
+    if text.startswith("Predicted"):
+        return PREDICTED, max(dates)
+    if ON_CPU.search(text):
+        return CPU, max(dates)
+    found = GPU.search(text)
+    if found is None:
+        return None
+    return (f"one {found[2]}" if found[1] in ("1", "one") else SEVERAL), max(dates)
+
+
+def said(section: str, folder: Path) -> dict[str, str]:
+    """Return the last date of each place that a section names; a section has the parts below it."""
+    file, _, heading = section.partition("#")
+    dates: dict[str, str] = {}
+    for place, date in filter(None, map(where, paragraphs(folder / file, heading))):
+        dates[place] = max(date, dates.get(place, ""))
+    return dates
+
+
+def paragraphs(page: Path, heading: str) -> Iterator[str]:
+    """Yield the paragraphs under a heading, up to the next one of its level."""
+    level, words = 0, list[str]()
+    for line in (*page.read_text(encoding="utf-8").splitlines(), ""):
+        depth = len(line) - len(line.lstrip("#"))
+        if words and (depth or not line.strip() or line.startswith("<!--")):
+            yield " ".join(words).replace("**", "")
+            words.clear()
+        if level and 0 < depth <= level:
+            return
+        if depth and slug(line) == heading:
+            level = depth
+        elif level and not depth and line.strip() and not line.startswith("<!--"):
+            words.append(line.strip())
+    if not level:
+        raise SystemExit(f"{page}: has no section {heading}. Correct ROWS in bench/where.py.")
+
+
+def table(folder: Path | None = None, rows: Sequence[Row] = ROWS) -> str:
+    folder = folder or ROOT / "docs" / MEASURED
+    found = [[said(each, folder) for each in row.sections] for row in rows]
+    cards = {place for row in found for each in row for place in each if place.startswith("one ")}
+    places = [CPU, *sorted(cards | {"one H100", "one H200"}), SEVERAL]
+    lines = [f"| what | {' | '.join(places)} |", f"| --- |{' --- |' * len(places)}"]
+    for row, dates in zip(rows, found, strict=True):
+        what = f"[{row.what}](docs/{MEASURED}/{row.sections[0]})" if row.sections else row.what
+        cells = [max((each[place] for each in dates if place in each), default=None) for place in places]
+        cells[0] = row.on_cpu or cells[0] or NOT_THERE
+        lines.append(f"| {what} | {' | '.join(cell or NEVER for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def refresh(readme: Path) -> None:
+    """Write the table into a README that has a place for it."""
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if begin and end:
+        made = table(readme.parent / "docs" / MEASURED)
+        readme.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    refresh(ROOT / README)
