@@ -88,7 +88,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.longest_picture --write docs/longest.png
 	$(BIN)/python -m bench.attention --write docs/measured/attention.md
 	$(BIN)/python -m bench.pairs $(BEFORE) --write docs/measured/attention.md
-	$(BIN)/python -m bench.traffic --write docs/layouts.md
+	$(BIN)/python -m bench.traffic --write docs/measured/layouts.md
 	$(BIN)/python -m bench.sharing --write docs/sharing.md
 	$(BIN)/python -m bench.dealing --write docs/sharing.md
 	$(BIN)/python -m bench.families --write docs/models.md

@@ -1,7 +1,7 @@
-"""Count what the ranks of a ring send and hold for a layer of an 8B model: three tables of docs/layouts.md.
+"""Count what the ranks of a ring send and hold for a layer of an 8B model: the tables of docs/measured/layouts.md.
 
     python -m bench.traffic                         print them
-    python -m bench.traffic --write docs/layouts.md
+    python -m bench.traffic --write docs/measured/layouts.md
 
 Each rank's own code attends on tensors without memory, in bfloat16, and every message and every tensor is counted. In
 what is sent, a unit is the keys and values of one rank. `before` is a ring in which all keys and values go all the way

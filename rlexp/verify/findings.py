@@ -79,7 +79,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Allowed:
-    """The largest differences that rounding explains. docs/verify.md says where the numbers come from."""
+    """The largest differences that rounding explains. docs/measured/verify.md says where the numbers come from."""
 
     logp: float  # of a token, relative to max(1, |logp|)
     loss: float  # relative to the loss
@@ -90,7 +90,7 @@ class Allowed:
     norm: float  # the gradient's norm, given the gradient
     updated: tuple[float, float]  # the weights, given the gradient: relative to the step, and to the weights
     metric: tuple[float, float]  # relative to the value and so much more: one that is only rounding weighs little
-    # The rest is for samples that the policy draws; see docs/verify.md.
+    # The rest is for samples that the policy draws; see docs/measured/verify.md.
     loss_of_samples: float  # relative to the size of its terms, which may cancel
     formula: float  # what the formula of a policy loss makes of given tokens, in the run's own numbers
     kept: float  # values that are kept for each token, in the run's own numbers

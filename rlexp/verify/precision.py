@@ -246,7 +246,7 @@ def _units(fp32: float, bf16: float) -> dict[Precision, float]:
     return {Precision.fp32: fp32, Precision.bf16: bf16}
 
 
-# Bounds in units of roundoff: the largest measured over layouts and models, with a margin (docs/verify.md).
+# Bounds in units of roundoff: the largest measured over layouts and models, with a margin (docs/measured/verify.md).
 QUANTITIES = (
     Quantity("log-probability of a token", LOGPS, Clue.POLICY, _units(1024, 512), of_tokens),
     Quantity("log-probabilities per example", LOGPS, Clue.POLICY, _units(32, 16), of_pairs),

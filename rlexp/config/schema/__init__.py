@@ -102,7 +102,7 @@ class Preflight(Enum):
 
 
 class LayoutName(Enum):
-    auto = "auto"  # the layout with the fastest predicted step; the run prints which one, and why
+    auto = "auto"  # the layout whose attention is predicted to take the least time; the run prints which one, and why
     # each rank holds an early and a late part of each sequence, so work is even; it receives the keys and values that
     # its queries see, rank by rank
     zigzag = "zigzag"

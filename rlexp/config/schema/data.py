@@ -78,7 +78,9 @@ class RowsDataConfig(DataConfig):
     # options of the chat template: `data.template_options.enable_thinking=false`
     template_options: dict[str, Any] = field(default_factory=dict)
     bad_rows: BadRows = BadRows.error  # how a row that cannot be used is handled
-    cache: str | None = None  # folder of tokenized rows; null: `tokens/` in the cache folder
+    # folder of tokenized rows (in `tokens/`) and of the values of reference=precompute (in `reference/`); null: the
+    # machine's cache folder
+    cache: str | None = None
     workers: int | None = number(None, least=1, most=4096)  # processes that tokenize; null: one for each core
 
 

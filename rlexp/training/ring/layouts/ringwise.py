@@ -20,7 +20,7 @@ from rlexp.training.world.groups import Ring
 Chunks = Sequence[Sequence[Chunk]]  # of each segment
 Place = Callable[[Sequence[Segment], int], Chunks]  # among so many ranks
 Travel = Callable[[Planner, Ring], Transport]
-SHARES, REST = 3, 1 / 4  # up to there few bytes are sent, also between nodes: docs/layouts.md
+SHARES, REST = 3, 1 / 4  # up to there few bytes are sent, also between nodes: docs/measured/layouts.md
 
 
 @dataclass(frozen=True)
