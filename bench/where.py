@@ -34,7 +34,7 @@ class Row:
 
 
 ROWS = (
-    Row("all tests: rings up to 8 ranks, two nodes under torchrun, a real Slurm", on_cpu=ALWAYS),
+    Row("the whole test suite: rings of up to 8 ranks, two nodes under torchrun, a real Slurm", on_cpu=ALWAYS),
     Row("kernels, and every engine against float64, on a ring of 1", ("gpu.md#tests",), on_cpu=ALWAYS),
     Row("memory and time of `zero1`, as predicted and as measured", ("gpu.md#training",)),
     Row("every engine on rings of 1, 2 and 4, as ranks that share a GPU", ("gpu.md#engines",)),

@@ -66,6 +66,6 @@ def shared_in_words(dealer: Dealer, units: Sequence[Unit]) -> str | None:
     if dealt == alone:
         return None
     return (
-        f"{dealt.tokens:,} tokens are computed in place of {alone.tokens:,}, and {dealt.pairs / alone.pairs:.0%} of the "
-        f"query-key pairs"
+        f"{dealt.tokens:,} tokens are computed in place of {alone.tokens:,}, and {dealt.pairs / alone.pairs:.0%} of "
+        f"the query-key pairs"
     )
