@@ -31,6 +31,7 @@ class Search:
     limit: int  # bytes
     granule: int  # tokens
     peaks: dict[int, dict[str, int]] = field(default_factory=dict)
+    shorter: int = 0  # tokens that are too few: a length has more
 
     def peak(self, length: int) -> int:
         return max(self.peaks[length].values())
@@ -48,7 +49,12 @@ class Search:
     def done(self) -> bool:
         best, above = self.best, self.above
         close = best > 0 and self.peak(best) >= CLOSE * self.limit
-        return close or best >= LONGEST or (above is not None and above - best <= self.granule)
+        return close or best >= LONGEST or (above is not None and above - max(best, self.floor) <= self.granule)
+
+    @property
+    def floor(self) -> int:
+        """The longest length that `shorter` leaves out."""
+        return self.shorter // self.granule * self.granule
 
     def reach(self) -> tuple[float, float] | None:
         """Return where the first of the phases seems to reach the limit, and the bytes that a token adds to it.
@@ -84,7 +90,8 @@ class Search:
             tokens = reached[0]
         else:
             tokens = near + (self.limit - self.peak(near)) / slope if slope > 0 else leap
-        inside = max(int(min(tokens, leap, LONGEST)) // self.granule * self.granule, best + self.granule)
+        least = max(best, self.floor) + self.granule
+        inside = max(int(min(tokens, leap, LONGEST)) // self.granule * self.granule, least)
         return inside if above is None else min(inside, above - self.granule)
 
 
@@ -153,7 +160,7 @@ def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
 def _longest(cfg: Config, model: Any, found: Found, slope: float, answers: int | None = None) -> Calls:
     """Search from the configuration's own length, whose prediction is known."""
     length = cfg.data.max_length
-    search = Search(room(cfg), STEP * cfg.parallel.ring_size)
+    search = Search(room(cfg), STEP * cfg.parallel.ring_size, shorter=answers or 0)
     if not slope and length >= FIRST * cfg.parallel.ring_size:
         slope = _steepness(found.prediction, length)
     predictions: dict[int, Prediction] = {}

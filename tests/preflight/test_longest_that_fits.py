@@ -139,6 +139,21 @@ def test_no_length_is_tried_that_is_far_longer_than_what_is_known() -> None:
     assert after(longest // 4, longest // 2) == longest
 
 
+@pytest.mark.parametrize("granule", [512, 4096])
+def test_no_pair_is_tried_that_has_no_room_for_its_answers(granule: int) -> None:
+    """Where not even the shortest pair fits that shares a prompt, whose answers have 1,024 tokens."""
+    search = fit.Search(1000, granule, shorter=fit.ANSWERS)
+    length = 4 * granule + fit.ANSWERS // granule * granule
+    for _ in range(20):
+        search.peaks[length] = {"backward": 2000 + length}
+        if search.done:
+            break
+        length = search.guess(1.0)
+    assert search.done
+    assert search.best == 0
+    assert fit.ANSWERS < min(search.peaks) <= fit.ANSWERS + granule
+
+
 def both(cfg: Config) -> tuple[fit.Longest, fit.Longest]:
     """Find the longest sequence, and the longest pair that shares its prompt."""
     from rlexp.training.model.loading import load_config
