@@ -70,9 +70,20 @@ def read_recipe(file: Path) -> Recipe:
     return Recipe(file.stem, said)
 
 
-def row(recipe: Recipe, at: str, processes: int) -> str:
-    """Predict a recipe on the hardware that it names. `at` names the commit."""
-    from rlexp.preflight.changes import seconds
+@dataclass(frozen=True)
+class Predicted:
+    """What a recipe needs on the hardware that it names."""
+
+    cfg: Config  # with the engine that it takes
+    peak: float  # GiB
+    phase: str
+    limit: float  # GiB
+    seconds: float
+    longest: int  # tokens; 0 if it was not looked for
+
+
+def predicted(recipe: Recipe, processes: int, *, longest: bool = False) -> Predicted:
+    """Predict a recipe; refuse one that does not fit."""
     from rlexp.preflight.children import at_once
     from rlexp.preflight.rehearsal.rehearse import preload
     from rlexp.preflight.vllm import room
@@ -81,27 +92,38 @@ def row(recipe: Recipe, at: str, processes: int) -> str:
     cfg = compose_elsewhere([*recipe.words, MODEL])
     model = load_config(cfg.model, cfg.data.max_length)
     preload()  # rehearsals are forked from this process
-    ((taken, prediction, longest),) = at_once([_predicting(cfg, model)], processes)
-    limit, took = room(taken), seconds(prediction)
-    if not prediction.fits(limit):
-        raise SystemExit(f"{recipe.name}: does not fit: {prediction.peak.bytes / GIB:.1f} GiB of {limit / GIB:.1f}.")
+    ((taken, prediction, tokens),) = at_once([_predicting(cfg, model, longest=longest)], processes)
+    peak, limit = prediction.peak.bytes / GIB, room(taken) / GIB
+    if not prediction.fits(room(taken)):
+        raise SystemExit(f"{recipe.name}: does not fit: it needs {peak:.1f} GiB of {limit:.1f}.")
+    return Predicted(taken, peak, prediction.peak.phase, limit, prediction.seconds, tokens)
+
+
+def row(recipe: Recipe, at: str, processes: int) -> str:
+    """Return a recipe's line of the table. `at` names the commit."""
+    found = predicted(recipe, processes, longest=True)
+    cfg = found.cfg
     cells = (
-        f"`{recipe.name}`", f"{taken.parallel.world_size} × {taken.hardware.name}", f"`{taken.engine.name.value}`",
-        f"{taken.data.max_length:,}", f"{prediction.peak.bytes / GIB:.1f}", f"{limit / GIB:.1f}",
-        prediction.peak.phase, f"{took:.3g}", f"{longest.tokens:,}", f"{time.strftime('%Y-%m-%d')}, {at}",
+        f"`{recipe.name}`", f"{cfg.parallel.world_size} × {cfg.hardware.name}", f"`{cfg.engine.name.value}`",
+        f"{cfg.data.max_length:,}", f"{found.peak:.1f}", f"{found.limit:.1f}", found.phase, f"{found.seconds:.3g}",
+        f"{found.longest:,}", f"{time.strftime('%Y-%m-%d')}, {at}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
 
 
-def _predicting(cfg: Config, model: Any) -> Any:
+def _predicting(cfg: Config, model: Any, *, longest: bool) -> Any:
     """Predict a configuration as preflight does, with the engine that it takes. A task of `children.at_once`."""
     from rlexp.preflight.longest_that_fits import predict_and_fit
+    from rlexp.preflight.predict import predict
     from rlexp.preflight.remedy import first_that_fits, laid_out
 
     (taken,) = yield [first_that_fits(cfg, model)]
     laid = yield from laid_out(taken.cfg, model)
-    asked, longest = yield from predict_and_fit(laid, model, found=taken.found)
-    return laid, asked.prediction.with_share(), longest
+    if longest:
+        asked, fitting = yield from predict_and_fit(laid, model, found=taken.found)
+        return laid, asked.prediction.with_share(), fitting.tokens
+    asked = taken.found or (yield from predict(laid, model))
+    return laid, asked.prediction.with_share(), 0
 
 
 def named(line: str) -> str:

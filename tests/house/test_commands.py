@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import re
 import shlex
 import sys
@@ -62,7 +63,8 @@ def test_a_command_is_one(command: str, folder: Path, monkeypatch: pytest.Monkey
             check_module(module, args, monkeypatch)
         case ["torchrun" | "srun", *_]:
             check_module("rlexp", words[words.index("rlexp") + 1 :], monkeypatch)
-        case ["sbatch", script, *args]:
+        case ["sbatch", *given]:
+            script, *args = itertools.dropwhile(lambda each: each.startswith("--"), given)
             assert (ROOT / script).is_file()
             composed(args)
         case ["make", target, *variables]:
