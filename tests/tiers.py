@@ -162,6 +162,15 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_it_learns_the_rule_of_the_synthetic_pairs",
         "test_under_torchrun_it_joins_what_is_there",
     ),
+    "run/test_recipes": (
+        "test_a_recipe_fits_as_the_page_says",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[dpo_8b_128k]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[grpo_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[lora_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[reward_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[sft_8b]",
+        "test_the_recipe_for_two_nodes_trains_under_two_torchruns",
+    ),
     "run_files/test_rollout_records": (
         "test_a_loss_of_advantages_that_cancel_is_no_difference",
         "test_curves_are_compared_up_to_the_first_sample_that_differs[bf16]",

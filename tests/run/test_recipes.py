@@ -15,11 +15,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from transformers import Qwen3Config
 
 from bench import recipes as bench
 from bench.kept_rows import filled, table_under
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config
+from tests.helpers.models import saved
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import on_two_nodes, rows_of, run_json
 
@@ -37,12 +39,16 @@ SMALL: dict[str, tuple[tuple[str, ...], float | None]] = {
     "dpo_8b": ((), math.log(2)),
     "lora_8b": ((), math.log(2)),
     "lora_8b_1gpu": ((), math.log(2)),
-    "dpo_8b_128k": (("model.rope=yarn:4", "parallel=ring2", "data.max_length=4096"), math.log(2)),
+    "dpo_8b_128k": (("model=qwen3_8b", "model.path=qwen3"), math.log(2)),
     "reward_8b": ((), None),
-    "grpo_8b": (("data.subset=null", "rollout.engine=native", "rollout.vllm_sleep=false", "rollout.vllm_memory=auto",
+    "grpo_8b": (("model=qwen3_8b", "model.path=qwen3", "data.subset=null", "rollout.engine=native", "rollout.vllm_sleep=false", "rollout.vllm_memory=auto",
                  "rollout.batch_size=4", "rollout.n_samples=2", "rollout.max_new_tokens=16"), None),
     "dpo_8b_2nodes": ((), math.log(2)),
 }  # fmt: skip
+
+
+QWEN3 = """{% for m in messages %}[{{ m.role }}] {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}[assistant] {% if not enable_thinking %}. {% endif %}{% endif %}"""
 
 
 @pytest.fixture
@@ -61,6 +67,15 @@ def rows(tmp_path: Path) -> Path:
     for name, row in shapes.items():
         (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(row)}\n" * 20, encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> None:
+    """A small Qwen3 with random weights, and with a template that reads `enable_thinking`, as Qwen's does."""
+    shape = Qwen3Config(vocab_size=259, hidden_size=32, intermediate_size=64, num_hidden_layers=2, head_dim=16,
+                        num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=40960)  # fmt: skip
+    place = saved(tmp_path / "qwen3", shape)
+    (place / "chat_template.jinja").write_text(QWEN3, encoding="utf-8")
 
 
 def composed(name: str) -> Config:
@@ -100,7 +115,6 @@ def test_what_a_recipe_says_of_itself_is_so(name: str) -> None:
     assert "lr:" not in (bench.FOLDER / f"{name}.yaml").read_text(encoding="utf-8")  # the default of the loss
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_a_recipe_fits_as_the_page_says(name: str) -> None:
     """Its memory on the hardware that it names is what the page has, to a hundredth."""
@@ -112,13 +126,12 @@ def test_a_recipe_fits_as_the_page_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "dpo_8b_2nodes"])
-def test_a_recipe_trains_a_small_model_on_a_cpu(rlexp: Shell, rows: Path, name: str) -> None:
+def test_a_recipe_trains_a_small_model_on_a_cpu(rlexp: Shell, rows: Path, qwen3: None, name: str) -> None:
     answer = rlexp(*words_on_cpu(name))
     assert answer.returncode == 0, answer.stderr
     check(rows / "run", name)
 
 
-@pytest.mark.slow
 def test_the_recipe_for_two_nodes_trains_under_two_torchruns(rows: Path) -> None:
     (code, told), (other, _) = on_two_nodes(rows, *words_on_cpu("dpo_8b_2nodes"))
     assert (code, other) == (0, 0), told
