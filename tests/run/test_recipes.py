@@ -41,7 +41,7 @@ SMALL: dict[str, tuple[tuple[str, ...], float | None]] = {
     "lora_8b_1gpu": ((), math.log(2)),
     "dpo_8b_128k": (("model=qwen3_8b", "model.path=qwen3"), math.log(2)),
     "reward_8b": ((), None),
-    "grpo_8b": (("model=qwen3_8b", "model.path=qwen3", "data.subset=null", "rollout.engine=native", "rollout.vllm_sleep=false", "rollout.vllm_memory=auto",
+    "grpo_8b": (("model=qwen3_8b", "model.path=qwen3", "data.subset=null", "rollout.engine=native",
                  "rollout.batch_size=4", "rollout.n_samples=2", "rollout.max_new_tokens=16"), None),
     "dpo_8b_2nodes": ((), math.log(2)),
 }  # fmt: skip
