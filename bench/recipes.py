@@ -29,8 +29,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "conf" / "experiment"
 MODEL = f"model.path={ROOT / 'tests' / 'files' / 'models' / 'qwen3_8b'}"  # its config.json, which needs no hub
 HEAD = (
-    "| recipe | GPUs | engine | tokens | GiB a GPU, at most | of | where | s a step, at most | longest that fits, tokens "
-    "| predicted |",
+    "| recipe | GPUs | engine | tokens | GiB a GPU, at most | of | where | s a step, at most | "
+    "longest that fits, tokens | predicted |",
     "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |",
 )
 HEADING = "predicted"
@@ -56,7 +56,7 @@ def recipes() -> list[Recipe]:
 
 
 def read_recipe(file: Path) -> Recipe:
-    """Read the comment at the start of an experiment. A line that begins with more spaces goes on with the one above."""
+    """Read the comment at the start of an experiment. An indented line continues the one above."""
     said: dict[str, str] = {}
     word = ""
     for line in file.read_text(encoding="utf-8").splitlines()[1:]:

@@ -22,8 +22,8 @@ from rlexp.config.schema.losses import LossConfig
 
 WIDTH = 110  # characters of a line of --help
 NO_GPU = (
-    "launch.device=cuda: no GPU is visible on this machine. To predict the run on GPUs that are elsewhere, use python -m "
-    "rlexp.preflight with the same words and hardware=h100; to submit it to a cluster, give the GPUs of a node: "
+    "launch.device=cuda: no GPU is visible on this machine. To predict the run on GPUs that are elsewhere, use python "
+    "-m rlexp.preflight with the same words and hardware=h100; to submit it to a cluster, give the GPUs of a node: "
     "launch.nproc=8; to use this machine's CPU, give launch.device=cpu."
 )
 
