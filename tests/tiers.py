@@ -132,6 +132,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "preflight/test_longest_that_fits": ("test_the_rank_that_holds_most_is_shown",),
     "preflight/test_memo": ("test_what_is_remembered_moves_no_event_and_no_count",),
     "preflight/test_preflight": (
+        "test_where_no_single_change_fits_it_says_what_would",
         "test_a_config_that_is_none_is_refused",
         "test_a_small_model_on_a_ring_of_2",
     ),
