@@ -172,7 +172,7 @@ def _otherwise(answer: Answer) -> str:
     """Say what would fit where no single change does: a shorter sequence, GPUs with more memory, a smaller model."""
     cfg, asked = answer.cfg, answer.prediction
     found = answer.rings.get(cfg.parallel.ring_size)
-    would = [f"data.max_length={found.tokens}"] * (isinstance(found, Longest) and found.tokens > 0)
+    would = [f"data.max_length={found.tokens}"] if isinstance(found, Longest) and found.tokens else []
     sheets = {name: described(name) for name in dict.fromkeys(NAMES.values())}
     free = {name: float(each["memory_gib"]) - float(each["reserve_gib"]) for name, each in sheets.items()}
     needs = asked.peak.bytes / GIB * cfg.launch.ranks_per_gpu
