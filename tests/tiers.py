@@ -132,6 +132,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "preflight/test_longest_that_fits": ("test_the_rank_that_holds_most_is_shown",),
     "preflight/test_memo": ("test_what_is_remembered_moves_no_event_and_no_count",),
     "preflight/test_preflight": (
+        "test_where_no_single_change_fits_it_says_what_would",
         "test_a_config_that_is_none_is_refused",
         "test_a_small_model_on_a_ring_of_2",
     ),
@@ -161,6 +162,15 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_fresh_processes_for_gpus_are_ranks_too",
         "test_it_learns_the_rule_of_the_synthetic_pairs",
         "test_under_torchrun_it_joins_what_is_there",
+    ),
+    "run/test_recipes": (
+        "test_a_recipe_fits_as_the_page_says",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[dpo_8b_128k]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[grpo_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[lora_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[reward_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[sft_8b]",
+        "test_the_recipe_for_two_nodes_trains_under_two_torchruns",
     ),
     "run_files/test_rollout_records": (
         "test_a_loss_of_advantages_that_cancel_is_no_difference",

@@ -21,13 +21,18 @@ from rlexp.config.schema.cadence import BEFORE_END, seconds
 from rlexp.config.schema.losses import LossConfig
 
 WIDTH = 110  # characters of a line of --help
+NO_GPU = (
+    "launch.device=cuda: no GPU is visible on this machine. To predict the run on GPUs that are elsewhere, use python "
+    "-m rlexp.preflight with the same words and hardware=h100; to submit it to a cluster, give the GPUs of a node: "
+    "launch.nproc=8; to use this machine's CPU, give launch.device=cpu."
+)
 
 
 def resolve_device(device: str) -> str:
     """Return `cuda` for `auto` if this machine has GPUs, else `cpu`. `cuda` without a GPU is an error."""
     device = getattr(device, "value", device)
     if device == "cuda" and visible_gpus() == 0:
-        raise ConfigError("launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto.")
+        raise ConfigError(NO_GPU)
     if device == "cuda" and gpus_without_torch():
         raise ConfigError(TORCH_WITHOUT_CUDA)
     if device == "auto":
@@ -44,10 +49,7 @@ def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gp
     if ranks is not None and nodes is not None:
         return ranks // nodes
     if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
-        raise ConfigError(
-            "launch.device=cuda: no GPU is visible on this machine. Use launch.device=cpu, or auto; for a cluster, "
-            "give the GPUs of a node: launch.nproc=8."
-        )
+        raise ConfigError(NO_GPU)
     on_gpus = resolve_device(device) == "cuda"
     return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
 

@@ -7,6 +7,8 @@ from typing import Any
 
 from rlexp.base.byte_counts import GIB, size
 from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
+from rlexp.config.gpu_descriptions import described
+from rlexp.config.hardware import NAMES
 from rlexp.config.schema import Checkpointing, Config
 from rlexp.config.vllm_memory import KEY, uses_vllm
 from rlexp.preflight.answer import Answer
@@ -162,6 +164,22 @@ def _verdict(answer: Answer) -> Iterator[str]:
             yield f"no single change of the same training fits. {words} would fit ({there}), but {OTHERWISE}."
         else:
             yield f"cheapest change that fits: {words} ({there})."
+    elif peak.bytes > limit and not uses_vllm(answer.cfg):
+        yield f"no single change fits. {_otherwise(answer)}"
+
+
+def _otherwise(answer: Answer) -> str:
+    """Say what would fit where no single change does: a shorter sequence, GPUs with more memory, a smaller model."""
+    cfg, asked = answer.cfg, answer.prediction
+    found = answer.rings.get(cfg.parallel.ring_size)
+    would = [f"data.max_length={found.tokens}"] if isinstance(found, Longest) and found.tokens else []
+    sheets = {name: described(name) for name in dict.fromkeys(NAMES.values())}
+    free = {name: float(each["memory_gib"]) - float(each["reserve_gib"]) for name, each in sheets.items()}
+    needs = asked.peak.bytes / GIB * cfg.launch.ranks_per_gpu
+    if not asked.build_alone:
+        would += [f"hardware={name}" for name in sorted(free, key=lambda name: free[name]) if free[name] >= needs]
+    more = "more of these GPUs with a larger parallel.ring_size, or a smaller model"
+    return f"These would: {', '.join(would)}. Else try {more}." if would else f"Try {more}."
 
 
 def _fitting(answer: Answer) -> Iterator[str]:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
 
 from tests.helpers import warm
-from tests.helpers.slurm.machine import below, processes, wait_until
+from tests.helpers.slurm.machine import below, free_ports, processes, wait_until
 
 
 def rows_of(folder: Path) -> list[dict[str, float]]:
@@ -50,3 +51,17 @@ def wait_for_steps(folder: Path, process: subprocess.Popen[str] | warm.Process, 
         assert process.poll() is None, process.stderr.read()
         time.sleep(0.1)
     raise AssertionError("no step within 240 s")
+
+
+def on_two_nodes(folder: Path, *args: str) -> list[tuple[int, str]]:
+    """Start rlexp by a torchrun for each of two nodes, both of which are this machine, with two ranks each. Return how
+    each ended, and what it printed."""
+    meeting = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_ports(1)}"]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", *meeting, f"--node-rank={node}", "-m", "rlexp", *args],
+            cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        )
+        for node in range(2)
+    ]  # fmt: skip
+    return [(torchrun.wait(), told) for torchrun in started for _, told in [torchrun.communicate(timeout=180)]]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import re
 import shlex
 import sys
@@ -17,14 +18,17 @@ from typing import Any
 
 import pytest
 
+from bench.recipes import recipes
 from rlexp.config.elsewhere import compose_elsewhere, composed_for
 from rlexp.config.load import compose_config
 from tests.helpers.pages import MEASURED, PAGES, commands, files
 from tests.helpers.paths import ROOT
 
 ROWS = '{"prompt": "a", "chosen": "b", "rejected": "c"}\n'
-OF_OTHERS = ("wandb", "cat", "ls", "grep")  # programs of which nothing is checked but that they are these
+# Programs of which nothing is checked but that they are these.
+OF_OTHERS = ("wandb", "cat", "ls", "grep", "hf", "vllm", "lm_eval")
 ON_GPUS = ("rollout.engine=vllm", "launch.ranks_per_gpu=4")  # keys that need GPUs, or a package for them
+RECIPES = {f"+experiment={each.name}" for each in recipes()}  # runs on GPUs
 COMPOSING = ("rlexp", "rlexp.data", "rlexp.verify", "rlexp.preflight")
 SHOWN = [
     pytest.param(each, id=f"{page.parent.name}-{page.stem}-{place}") for page in (*PAGES, *MEASURED)
@@ -59,9 +63,10 @@ def test_a_command_is_one(command: str, folder: Path, monkeypatch: pytest.Monkey
             check_module(module, args, monkeypatch)
         case ["torchrun" | "srun", *_]:
             check_module("rlexp", words[words.index("rlexp") + 1 :], monkeypatch)
-        case ["sbatch", script, *args]:
+        case ["sbatch", *given]:
+            script, *args = itertools.dropwhile(lambda each: each.startswith("--"), given)
             assert (ROOT / script).is_file()
-            compose_config(args)
+            composed(args)
         case ["make", target, *variables]:
             made = (ROOT / "Makefile").read_text(encoding="utf-8")
             assert re.search(rf"^{target}:", made, re.MULTILINE)
@@ -94,9 +99,15 @@ def check_module(module: str, args: list[str], monkeypatch: pytest.MonkeyPatch) 
         assert module in COMPOSING or not overrides
     if module == "rlexp.preflight":
         compose_elsewhere(overrides)
-    elif set(overrides) & set(ON_GPUS):
-        composed_for(["launch.device=cuda", *overrides], Path.cwd())
     elif overrides or module == "rlexp":
+        composed(overrides)
+
+
+def composed(overrides: list[str]) -> None:
+    """Compose a run; one for GPUs as on a machine that has them."""
+    if {*overrides} & {*ON_GPUS, *RECIPES} and "launch.device=cpu" not in overrides:
+        composed_for(["launch.device=cuda", *overrides], Path.cwd())
+    else:
         compose_config(overrides)
 
 
@@ -141,7 +152,7 @@ def test_a_command_that_is_none_is_found(wrong: str, folder: Path, monkeypatch: 
 
 @pytest.mark.parametrize("name", [Path(name).stem for page in PAGES for name in files(page) if name.endswith(".yaml")])
 def test_an_experiment_of_a_page_composes(name: str, folder: Path) -> None:
-    compose_config([f"+experiment={name}"])
+    composed_for([f"+experiment={name}"], folder / "conf")
 
 
 def test_blocks_of_python_compile() -> None:

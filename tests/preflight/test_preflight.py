@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,6 +48,20 @@ def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
     assert answer["sharding"]["share"] == 1 / 2
     assert answer["sharding"]["whole"] == {}
     assert [place for place in answer["step"]["host_waits"] if "ring/" in place or "model/" in place] == []
+
+
+def test_where_no_single_change_fits_it_says_what_would() -> None:
+    words = ("model=tiny", "engine=torch", "adapter=lora", "data.max_length=8192", "train.batch_size=1",
+             "hardware=rtx_4090", "hardware.memory_gib=1.52", "launch.nproc=1")  # fmt: skip
+    told = preflight(*words, code=1, fresh=False)
+    found = re.search(
+        r"^no single change fits\. These would: data\.max_length=(\d+), hardware=rtx_4090, hardware=a100_40gb, "
+        r"hardware=l40s, .*\. Else try more of these GPUs with a larger parallel\.ring_size, or a smaller model\.$",
+        told.stdout,
+        re.MULTILINE,
+    )
+    assert found, told.stdout
+    assert 0 < int(found[1]) < 8192
 
 
 @pytest.mark.slow

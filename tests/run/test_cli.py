@@ -21,8 +21,8 @@ from rlexp.run_files.curve_distance import compared
 from tests.helpers import warm
 from tests.helpers.launched import whereabouts
 from tests.helpers.paths import ROOT
-from tests.helpers.runs import descendants, gone, jobs_of, rows_of, run_json, wait_for_steps
-from tests.helpers.slurm.machine import free_ports, wait_until
+from tests.helpers.runs import descendants, gone, jobs_of, on_two_nodes, rows_of, run_json, wait_for_steps
+from tests.helpers.slurm.machine import wait_until
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
@@ -173,20 +173,6 @@ def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
     assert len(rows_of(folder)) == 2
     assert run_json(folder)["sizes"]["dp_size"] == 2
     assert run_json(folder)["status"] == "finished"
-
-
-def on_two_nodes(folder: Path, *args: str) -> list[tuple[int, str]]:
-    """Start rlexp by a torchrun for each of two nodes, both of which are this machine, with two ranks each. Return how
-    each ended, and what it printed."""
-    meeting = ["--nnodes=2", "--nproc-per-node=2", "--master-addr=127.0.0.1", f"--master-port={free_ports(1)}"]
-    started = [
-        subprocess.Popen(
-            [sys.executable, "-m", "torch.distributed.run", *meeting, f"--node-rank={node}", "-m", "rlexp", *args],
-            cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
-        )
-        for node in range(2)
-    ]  # fmt: skip
-    return [(torchrun.wait(), told) for torchrun in started for _, told in [torchrun.communicate(timeout=180)]]
 
 
 @pytest.mark.slow

@@ -116,9 +116,11 @@ def _check_splits(source: NamedSource) -> None:
                       "streaming": "true" if cfg.streaming else None}  # fmt: skip
         for name, value in given.items():
             if value:
+                none = {"split": "train", "streaming": "false"}.get(name, "null")
                 raise ConfigError(
                     f"{key}.{name}={value}: {key}.path={cfg.path} is a file, and only a data set has a {name}. Leave "
-                    f"it out; hold rows out with {key}.eval_path=FILE or data.eval_size=N."
+                    f"it out, or if an experiment sets it, give {key}.{name}={none}. Hold rows out with "
+                    f"{key}.eval_path=FILE or data.eval_size=N."
                 )
     elif is_dir(expanded(f"{key}.path", cfg.path)) and cfg.revision is not None and cfg.eval_path is None:
         raise ConfigError(f"{key}.revision={cfg.revision}: {key}.path={cfg.path} is a folder, which has no revisions.")

@@ -1,0 +1,164 @@
+"""Predict what the recipes need: for each experiment of an 8B model, the memory of a GPU, the time of a step, and the
+longest sequence that fits.
+
+python -m bench.recipes                                                      all of them, about ten minutes on two cores
+python -m bench.recipes --only lora_8b --write docs/measured/recipes.md      one, beside the rows that are there
+
+A recipe is a file in conf/experiment/ with a line `# Check:`, the command that predicts it. With --write, the answers
+also go into the recipes' own lines `# Predicted:`, and from the page into docs/recipes.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.kept_rows import table_under
+from bench.tables import commit, put
+from rlexp.base.byte_counts import GIB
+from rlexp.config.elsewhere import compose_elsewhere
+from rlexp.config.schema import Config
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = ROOT / "conf" / "experiment"
+MODEL = f"model.path={ROOT / 'tests' / 'files' / 'models' / 'qwen3_8b'}"  # its config.json, which needs no hub
+HEAD = (
+    "| recipe | GPUs | engine | tokens | GiB a GPU, at most | of | where | s a step, at most | "
+    "longest that fits, tokens | predicted |",
+    "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |",
+)
+HEADING = "predicted"
+PREDICTED = re.compile(r"^# Predicted: .*$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What the first lines of an experiment say."""
+
+    name: str
+    said: dict[str, str]  # by the word at the start of a line
+
+    @property
+    def words(self) -> list[str]:
+        """The overrides of its line `# Check:`."""
+        return shlex.split(self.said["Check"])[3:]
+
+
+def recipes() -> list[Recipe]:
+    read = [read_recipe(file) for file in sorted(FOLDER.glob("*.yaml"))]
+    return [each for each in read if "Check" in each.said]
+
+
+def read_recipe(file: Path) -> Recipe:
+    """Read the comment at the start of an experiment. An indented line continues the one above."""
+    said: dict[str, str] = {}
+    word = ""
+    for line in file.read_text(encoding="utf-8").splitlines()[1:]:
+        if not line.startswith("#"):
+            break
+        if found := re.match(r"# ([A-Z]\w+): +(.*)", line):
+            word = found[1]
+            said[word] = found[2]
+        elif word and line.startswith("#  "):
+            said[word] += f"\n{line.lstrip('# ')}"
+    return Recipe(file.stem, said)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """What a recipe needs on the hardware that it names."""
+
+    cfg: Config  # with the engine that it takes
+    peak: float  # GiB
+    phase: str
+    limit: float  # GiB
+    seconds: float
+    longest: int  # tokens; 0 if it was not looked for
+
+
+def predicted(recipe: Recipe, processes: int, *, longest: bool = False) -> Predicted:
+    """Predict a recipe; refuse one that does not fit."""
+    from rlexp.preflight.children import at_once
+    from rlexp.preflight.rehearsal.rehearse import preload
+    from rlexp.preflight.vllm import room
+    from rlexp.training.model.loading import load_config
+
+    cfg = compose_elsewhere([*recipe.words, MODEL])
+    model = load_config(cfg.model, cfg.data.max_length)
+    preload()  # rehearsals are forked from this process
+    ((taken, prediction, tokens),) = at_once([_predicting(cfg, model, longest=longest)], processes)
+    peak, limit = prediction.peak.bytes / GIB, room(taken) / GIB
+    if not prediction.fits(room(taken)):
+        raise SystemExit(f"{recipe.name}: does not fit: it needs {peak:.1f} GiB of {limit:.1f}.")
+    return Predicted(taken, peak, prediction.peak.phase, limit, prediction.seconds, tokens)
+
+
+def row(recipe: Recipe, at: str, processes: int) -> str:
+    """Return a recipe's line of the table. `at` names the commit."""
+    found = predicted(recipe, processes, longest=True)
+    cfg = found.cfg
+    cells = (
+        f"`{recipe.name}`", f"{cfg.parallel.world_size} × {cfg.hardware.name}", f"`{cfg.engine.name.value}`",
+        f"{cfg.data.max_length:,}", f"{found.peak:.1f}", f"{found.limit:.1f}", found.phase, f"{found.seconds:.3g}",
+        f"{found.longest:,}", f"{time.strftime('%Y-%m-%d')}, {at}",
+    )  # fmt: skip
+    return f"| {' | '.join(cells)} |"
+
+
+def _predicting(cfg: Config, model: Any, *, longest: bool) -> Any:
+    """Predict a configuration as preflight does, with the engine that it takes. A task of `children.at_once`."""
+    from rlexp.preflight.longest_that_fits import predict_and_fit
+    from rlexp.preflight.predict import predict
+    from rlexp.preflight.remedy import first_that_fits, laid_out
+
+    (taken,) = yield [first_that_fits(cfg, model)]
+    laid = yield from laid_out(taken.cfg, model)
+    if longest:
+        asked, fitting = yield from predict_and_fit(laid, model, found=taken.found)
+        return laid, asked.prediction.with_share(), fitting.tokens
+    asked = taken.found or (yield from predict(laid, model))
+    return laid, asked.prediction.with_share(), 0
+
+
+def named(line: str) -> str:
+    return line.split("`")[1]
+
+
+def tell(file: Path, line: str) -> None:
+    """Write a recipe's prediction into its own first lines."""
+    cells = [each.strip() for each in line.strip("|").split("|")]
+    said = f"# Predicted: {cells[4]} GiB of {cells[5]} a GPU, {cells[7]} s a step, both at most; not run on GPUs yet"
+    file.write_text(PREDICTED.sub(said, file.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.recipes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these recipes")
+    parser.add_argument("--write", type=Path, help="put the rows into this page")
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="rehearsals at once")
+    options = parser.parse_args()
+    from rlexp.preflight.quiet import quietly
+
+    quietly()
+    there, at = recipes(), commit()  # before the first lines of a recipe change
+    known = {named(line): line for line in table_under(options.write, HEADING)[2:]} if options.write else {}
+    for recipe in there:
+        if not options.only or recipe.name in options.only:
+            known[recipe.name] = row(recipe, at, options.processes)
+            print(known[recipe.name], flush=True)
+            if options.write:
+                tell(FOLDER / f"{recipe.name}.yaml", known[recipe.name])
+                lines = [known[each.name] for each in there if each.name in known]
+                put(options.write, "\n".join([*HEAD, *lines]), "predicted")
+
+
+if __name__ == "__main__":
+    main()
