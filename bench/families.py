@@ -50,7 +50,7 @@ MIXED = {"layer_types": ["full_attention", "sliding_attention"] * 2}
 LONGEST = 512  # tokens of a sequence that the run might have: windows are shorter
 WINDOW = {"sliding_window": 16}  # short on a ring of 2, and not on one of 4
 RINGS = (1, 2, 4)
-ENOUGH = 28  # families that train, at the least
+ENOUGH = 28  # families that train, altered ones included, at the least
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ class Family:
     name: str  # transformers' model_type
     special: str = ""
     options: dict[str, Any] = field(default_factory=dict)
+    altered: str = ""  # what differs here from the family's models, which are refused as they are
 
     def config(self) -> PreTrainedConfig:
         """Make a small configuration: of the shape, what the family's own has."""
@@ -88,7 +89,7 @@ FAMILIES = (
     Family("cohere", "scaled logits"),
     Family("cohere2", "windows in some layers, scaled logits", WINDOW),
     Family("smollm3", "layers without positions"),
-    Family("granite", "scaled parts; logits unscaled", {"logits_scaling": 1.0}),
+    Family("granite", "scaled parts", {"logits_scaling": 1.0}, "`logits_scaling=1`"),
     Family("glm4"),
     Family("glm4_moe", "experts", EXPERTS),
     Family("ernie4_5"),
@@ -100,7 +101,7 @@ FAMILIES = (
     Family("arcee"),
     Family("helium"),
     Family("bitnet"),
-    Family("lfm2", "attention in every layer", {"layer_types": ["full_attention"] * 4}),
+    Family("lfm2", "", {"layer_types": ["full_attention"] * 4}, "attention in every layer"),
     Family("gpt_oss", "windows in some layers, sinks, experts", WINDOW | EXPERTS),
     Family("deepseek_v3", "values of another head size, experts", LATENT | EXPERTS),
     Family("longcat_flash", "values of another head size, experts", LATENT | EXPERTS),
@@ -160,14 +161,18 @@ def measure(names: Sequence[str], rings: Sequence[int]) -> dict[str, Found]:
 
 def table(found: dict[str, Found]) -> str:
     special = {family.name: family.special for family in FAMILIES}
+    altered = {family.name: family.altered for family in FAMILIES if family.altered and family.name in found}
+    special |= {name: "; ".join(filter(None, (special[name], f"altered: {what}"))) for name, what in altered.items()}
     lines = ["| family | special | log-probabilities | gradients |", "| --- | --- | ---: | ---: |"]
     for name, each in found.items():
         told = f"{each.logps:.0e} | {each.gradients:.0e}" if each.refused is None else f"refused: {each.reason} |"
         lines.append(f"| `{name}` | {special[name]} | {told} |")
-    trains = sum(each.refused is None for each in found.values())
+    trains = [name for name, each in found.items() if each.refused is None]
+    changed = [f"`{name}`" for name in trains if name in altered]
+    more = f" {len(changed)} more train only if their configuration is altered: {', '.join(changed)}." * bool(changed)
     layouts = ", ".join(f"`{name}`" for name, _ in layouts_of(4))
     return (
-        f"{trains} of {len(found)} families train. Rings of {', '.join(map(str, RINGS))}; {layouts},\non every ring "
+        f"{len(trains) - len(changed)} of {len(found)} families train.{more} Rings of {', '.join(map(str, RINGS))}; {layouts},\non every ring "
         f"that has them. {signature('bench.families')}\n\n" + "\n".join(lines)
     )
 
