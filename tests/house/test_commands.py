@@ -40,6 +40,7 @@ SHOWN = [
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's folder: rows under the names of the pages, and the files that pages have them write."""
     written = dict.fromkeys(("PAIRS.jsonl", "pairs.jsonl", "FILE", "help.jsonl", "sets/a.parquet"), ROWS)
+    written["conf/experiment/hh_helpful.jsonl.gz"] = ROWS  # a reader types in a checkout, which has it
     written["runs/reward/model/config.json"] = '{"model_type": "llama"}'  # that a command of docs/rewards.md trains
     for page in PAGES:
         written |= files(page)
