@@ -68,7 +68,7 @@ def _samples(family: Family, names: Sequence[str]) -> Iterator[Excess]:
         first = inexcusable(one, other)
         if first is not None:
             pair = f"{one.name} ({one.label}) and {other.name} ({other.label})"
-            yield Excess(first.step, f"step {first.step}: {pair} have drawn different samples: {named(first)}")
+            yield Excess(first.step, f"step {first.step}: {pair} have different samples: {named(first)}")
     for run in family.runs:
         others = [other for other in family.runs if other is not run]
         flipped = [first for other in others if (first := excused(run, other)) is not None]

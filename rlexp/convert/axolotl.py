@@ -134,7 +134,7 @@ RULES: tuple[Rule, ...] = (
              "the fastest kernel is taken"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage of your file chooses the engine"),
     worked_out("fsdp_version", "engine=fsdp2", ""),
-    absent("activation_offloading", "activations stay on the GPU", until="activation_offload"),
+    absent("activation_offloading", "memory.checkpointing is the way to save memory", until="activation_offload"),
     worked_out("wandb_project", "logger=wandb, logger.project", ""),
     taken("wandb_entity", "logger.entity", to=lambda value: value or None),
     taken("wandb_name", "logger.run_name"),

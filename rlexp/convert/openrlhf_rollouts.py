@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
     other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile",
           of="ppo"),
     absent("train.partial_rollout_enable partial_rollout train.async_queue_size async_queue_size",
-           "a rollout is drawn whole", of="ppo"),
+           "a rollout is generated whole", of="ppo"),
     absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
     # rewards
     worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
            -1, of="ppo"),
     worked_out("algo.dynamic_filtering_enable dynamic_filtering", "loss.filter=true",
-               "prompts with equal scores are left out, and no others are drawn for them", of="ppo"),
+               "prompts with equal scores are left out, and no others replace them", of="ppo"),
     absent("algo.dynamic_filtering_range dynamic_filtering_reward_range", "a prompt is left out if all its scores are "
            "the same", [0, 1], of="ppo"),
     absent("eval.temperature eval_temperature eval.n_samples_per_prompt eval_n_samples_per_prompt",
@@ -175,7 +175,7 @@ def _loss(conv: Conversion) -> None:
         conv.put(f"loss.{key}", value, "eps_clip_low_high" if pair else "eps_clip")
     _critic(conv, loss, estimator)
     if conv.flag("dynamic_filtering"):
-        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts are drawn instead")
+        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts replace them")
 
 
 def _critic(conv: Conversion, loss: str, estimator: str) -> None:

@@ -38,10 +38,10 @@ RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
     *LIKE_TRL,
     taken("temperature", "rollout.temperature", default=0.9, of="grpo"),
-    taken("dynamic_sample", "loss.filter", "no other prompts are drawn instead", of="grpo"),
+    taken("dynamic_sample", "loss.filter", "no other prompts replace them", of="grpo"),
     absent("advantage_estimator kl_in_reward", "the advantages are those of the group, and a divergence is in the loss",
            "grpo", of="grpo", fate=Fate.INSTEAD),
-    absent("multi_turn_scheduler use_gym_env", "an answer is drawn in one turn", of="grpo", fate=Fate.INSTEAD),
+    absent("multi_turn_scheduler use_gym_env", "an answer is generated in one turn", of="grpo", fate=Fate.INSTEAD),
     absent("soft_cache_length soft_max_length", "see rollout.overlong", of="grpo"),
     needless("sleep_level offload_optimizer offload_model move_model_batches external_plugins log_entropy "
              "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,

@@ -55,7 +55,7 @@ RULES: tuple[Rule, ...] = (
     absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions"),
     worked_out("use_peft", "adapter=lora", "the reference is then the model without its adapter, as theirs"),
     *adapters.rules(OF_LORA, rank="their default is 16", alpha="their default is 32", dropout="their default is 0.05; ",
-                    targets="all-linear is [], as here; without it q_proj and v_proj, or what peft has for the model"),
+                    targets="all-linear is []; if left out, peft's choice for the model, as q_proj and v_proj"),
     worked_out("lora_task_type", "adapter=lora", "the head of a reward model is trained whole",
                "the loss says which head the model has"),
     absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, until="quant"),
@@ -64,8 +64,9 @@ RULES: tuple[Rule, ...] = (
     absent("sync_ref_model", "the reference is the model at the start"),
     needless("ref_model_mixup_alpha ref_model_sync_steps", "only with sync_ref_model"),
     needless("disable_dropout", "there is no dropout here"),
-    needless("ignore_bias_buffers activation_offloading ds3_gather_for_generation pad_to_multiple_of padding_free "
-             "pad_token gradient_checkpointing_use_reentrant cast_lm_head_to_fp32", "no number depends on it here"),
+    needless("ignore_bias_buffers ds3_gather_for_generation pad_to_multiple_of padding_free pad_token "
+             "gradient_checkpointing_use_reentrant cast_lm_head_to_fp32", "no number depends on it here"),
+    absent("activation_offloading", "memory.checkpointing is the way to save memory", until="activation_offload"),
     # data
     worked_out("dataset_name", "data=hf, data.path", "", "datasets decides"),
     worked_out("dataset_config", "data.subset", "", "datasets decides"),
@@ -113,7 +114,7 @@ RULES: tuple[Rule, ...] = (
     needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length "
              "use_logits_to_keep max_target_length", "the numbers are the same; data.max_length is one limit",
              of=f"{PAIRS} {SINGLE}"),
-    absent("generate_during_eval", "no answers are drawn for rows that have one", of=f"{PAIRS} {SINGLE}"),
+    absent("generate_during_eval", "no answers are generated for rows that have one", of=f"{PAIRS} {SINGLE}"),
     needless("prompt_sample_size min_density_ratio max_density_ratio",
              "only with a function for embeddings, which a file does not name", of="bco"),
     # reward models

@@ -11,7 +11,7 @@ from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, ne
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
 ELSEWHERE = "no number depends on it here"
-UNWEIGHED = "vLLM draws no samples, or no weight is asked for"
+UNWEIGHED = "vLLM generates no samples, or no weight is asked for"
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
 
 RULES: tuple[Rule, ...] = (
@@ -28,8 +28,8 @@ RULES: tuple[Rule, ...] = (
     taken("top_k", "rollout.top_k", default=0, to=lambda value: 0 if value in (None, -1) else value, of=DRAWING),
     taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
     absent("generation_kwargs", "rollout.stop, top_k, top_p, min_p and temperature are the choices here", of=DRAWING),
-    absent("repetition_penalty", "tokens are drawn by their likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
-    absent("vllm_structured_outputs_regex", "answers are drawn freely", of=DRAWING),
+    absent("repetition_penalty", "tokens are chosen by likelihood alone", 1.0, 1, of=DRAWING, until="repetition"),
+    absent("vllm_structured_outputs_regex", "answers are generated freely", of=DRAWING),
     absent("num_generations_eval", "each held-out prompt gets one answer", of=DRAWING),
     worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
     worked_out("vllm_mode", "rollout.mode", "a server of vLLM's own is not here", "all ranks sample, then all train",
@@ -54,7 +54,7 @@ RULES: tuple[Rule, ...] = (
     taken("num_completions_to_print", "rollout.show", of=DRAWING),
     needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
              "a few samples of a rollout are shown", of=DRAWING),
-    absent("max_tool_calling_iterations", "answers call no tools while they are drawn", of=DRAWING, until="tool_call"),
+    absent("max_tool_calling_iterations", "answers call no tools", of=DRAWING, until="tool_call"),
     # rewards
     worked_out("reward_funcs", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of=DRAWING),

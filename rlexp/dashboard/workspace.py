@@ -94,7 +94,7 @@ def planned(project: str, entity: str | None, group: str | None) -> str:
     whose = f"the runs of group {group}" if group else "all runs"
     lines = [f"workspace “{title_of(group)}” in the W&B project {where}, for {whose}:"]
     for section in SECTIONS:
-        lines.append(f"  {section.name}{' (for runs that draw their own samples)' * section.sampled}")
+        lines.append(f"  {section.name}{' (for runs that generate their own samples)' * section.sampled}")
         for panel in section.panels:
             how = f"{panel.by_ring} by {BY_RING}" if panel.by_ring else "each run"
             over = "summary, bars" if panel.bars else f"over {STEP}"

@@ -104,7 +104,7 @@ def sharing(facts: Preview) -> list[str]:
     if facts.kind == "prompts":
         held = (
             f"Each prompt is in {counted(found.copies, 'sample')}: {found.prompt_tokens:,} tokens of prompts, "
-            f"beside the answers that are drawn."
+            f"beside the answers that are generated."
         )
     else:
         times = f"{found.copies} copies of its prompt, one for each answer" if found.copies > 1 else "its prompt once"

@@ -64,7 +64,7 @@ def composed_job(words: Sequence[str], command: str) -> EvalJob:
         job = EvalJob(for_evaluation(composed(overrides)))
     if job.cfg.rollout.sampling_ranks:
         raise ConfigError(
-            f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation draws its answers on the "
+            f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation generates its answers on the "
             f"ranks that would train. Give rollout.mode=colocated rollout.sampling_ranks=0."
         )
     return job

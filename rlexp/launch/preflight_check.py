@@ -187,7 +187,7 @@ def with_vllm_memory(cfg: Config, predicted: float | None = None) -> Config:
     elif cfg.rollout.vllm_memory != AUTO:
         return cfg
     elif cfg.rollout.sampling_ranks:
-        share, why = share_of_sampling(cfg), "only samples are drawn there"
+        share, why = share_of_sampling(cfg), "only samples are generated there"
     elif predicted is not None:
         share, why = predicted, "what training leaves"
     else:

@@ -104,7 +104,7 @@ def _memory(prediction: Prediction) -> Iterator[str]:
 def _vllm(vllm: Share) -> Iterator[str]:
     """Say what vLLM holds with its share, as part of the sums above."""
     holds = vllm.holds
-    when = "while samples are drawn" if vllm.sleeps else "to the end of the run"
+    when = "while samples are generated" if vllm.sleeps else "to the end of the run"
     yield f"vLLM's share of the GPU, which it holds {when}, GiB (arithmetic, not rehearsed)"
     yield f"  {'weights':52}{holds.weights / GIB:9.2f}"
     yield f"  {'working memory: activations and CUDA graphs':52}{holds.working / GIB:9.2f}, assumed"
@@ -246,7 +246,7 @@ def _work(answer: Answer) -> Iterator[str]:
     total = seconds(answer.prediction)
     sent = sum(counts.sent.values())
     each = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in sorted(counts.sent.items()) if count > 1e6)
-    yield "a step of a rank, with the rollout that it draws" if answer.cfg.loss.draws else "a step of a rank"
+    yield "a step of a rank, with the rollout that it generates" if answer.cfg.loss.draws else "a step of a rank"
     yield f"  operations      {counts.flops:.3g} floating-point, in matrix products and attention"
     yield f"  memory traffic  {counts.bytes / 1e9:,.0f} GB"
     yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
@@ -259,9 +259,9 @@ def _work(answer: Answer) -> Iterator[str]:
         drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))
         vllm = answer.prediction.vllm
         took = drawn.took + (0.0 if vllm is None else vllm.seconds)
-        yield f"    of these       {took:.3g} s draw a rollout and {scored.took:.3g} s score it"
+        yield f"    of these       {took:.3g} s generate a rollout and {scored.took:.3g} s score it"
         if vllm is not None:
-            yield f"    vLLM            {vllm.seconds:.3g} s to draw, an estimate from what it reads for each token"
+            yield f"    vLLM            {vllm.seconds:.3g} s to generate, an estimate from what it reads for each token"
     yield from _waiting(answer)
 
 

@@ -19,7 +19,7 @@ from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 
-STEPS = "optimizer steps (default: 3; of losses that draw samples, those of a rollout and one more, 17 at most)"
+STEPS = "optimizer steps (default: 3; of losses that generate samples, those of a rollout and one more, 17 at most)"
 
 
 def main() -> int:

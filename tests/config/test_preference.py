@@ -85,7 +85,7 @@ REFUSED: dict[str, tuple[list[str], str]] = {
     "a huge weight": (terms(f"{{loss:dpo,weight:{'9' * 400}}}"), "999: must be a number, at least 0. For example: "),
     "terms of another loss": (["loss.terms=[{loss:dpo}]"], "loss.terms: belongs to loss=mpo. Say loss=mpo loss.terms="),
     "prompts for pairs": (["loss=orpo", "data=arithmetic"], "data=arithmetic: has prompts and no answers, and loss"),
-    "a rollout of pairs": (["loss=cpo", "rollout=pipelined"], "rollout.mode=pipelined: loss=cpo draws no samples."),
+    "a rollout of pairs": (["loss=cpo", "rollout=pipelined"], "rollout.mode=pipelined: loss=cpo generates no samples."),
 }  # fmt: skip
 
 

@@ -131,7 +131,7 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
          "eval.buckets=[4,5]."),
         (["eval.buckets=[4,4]"], "Use eval.buckets=[4]."),
         (["eval.buckets=[0,4]"], "eval.buckets=[0,4]: must be numbers of tokens that ascend, each at least 1."),
-        (["eval.buckets=[4]", "loss=grpo", "reward.text=e"], "and loss=grpo draws its own. Leave it out."),
+        (["eval.buckets=[4]", "loss=grpo", "reward.text=e"], "and loss=grpo generates its own. Leave it out."),
         (["eval.before_training=true", "data.eval_size=0"], "eval.before_training=true: there is no held-out data."),
         (["data=hf", "data.columns={prompt: " + 300 * "q" + "}"], "data.path: has no value."),
         (["data=jsonl"], "data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE."),

@@ -320,7 +320,7 @@ def test_in_float64_a_sample_that_differs_is_a_defect(tmp_path: Path, capsys: py
     told = " ".join(capsys.readouterr().out.split())
     flipped = f"{SAID}, and in float64 rounding hardly ever flips a token"
     assert f"The curves diverge. b diverges from a at step 9: {flipped}" in told
-    assert f"FAILED: step 9: a (a) and b (b) have drawn different samples: {SAID}" in told
+    assert f"FAILED: step 9: a (a) and b (b) have different samples: {SAID}" in told
     a_run(runs / "c", fp64, "parallel=ring4", edit=later(11), drawn=drawn(flips=[FLIP]))  # all steps are compared
     payload = reports.payload_of(report_of(runs))
     assert payload.metrics[0].worst.run == 2
@@ -349,7 +349,7 @@ def test_what_rounding_does_not_choose_is_no_excuse(
     assert compare(tmp_path / "runs", "--fail-above", "1e-6") == 1
     told = " ".join(capsys.readouterr().out.split())
     assert f"b diverges from a at step 9: in step 9 rollout 3 has {said} in one of them, which rounding" in told
-    assert "FAILED: step 9: a (a) and b (b) have drawn different samples" in told
+    assert "FAILED: step 9: a (a) and b (b) have different samples" in told
 
 
 @pytest.mark.usefixtures("unpainted")

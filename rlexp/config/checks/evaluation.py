@@ -50,5 +50,5 @@ def _check_buckets(cfg: Config) -> None:
         )
     if cfg.loss.draws:
         raise ConfigError(
-            f"{said}: divides answers that the rows give, and loss={cfg.loss.name} draws its own. Leave it out."
+            f"{said}: divides answers that the rows give, and loss={cfg.loss.name} generates its own. Leave it out."
         )

@@ -91,7 +91,7 @@ def _check_precompute(cfg: Config) -> None:
             else "Use reference=model; or adapter=lora, which needs no second model"
         )
         raise ConfigError(
-            f"reference=precompute: loss={loss.name} draws its own samples, which are not known before training. "
+            f"reference=precompute: loss={loss.name} generates its own samples, which are not known before training. "
             f"{instead}."
         )
     if not compares(loss):

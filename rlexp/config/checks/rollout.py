@@ -22,11 +22,11 @@ def check_rollout(cfg: Config, *, here: bool = True) -> None:
         if isinstance(cfg.data, ArithmeticDataConfig):
             raise ConfigError(
                 f"data=arithmetic: has prompts and no answers, and loss={cfg.loss.name} is trained on answers. Use "
-                f"data=synthetic or data=jsonl, or a loss that draws its own samples (loss=ppo, loss=grpo, …)."
+                f"data=synthetic or data=jsonl, or a loss that generates its own samples (loss=ppo, loss=grpo, …)."
             )
         if rollout.sampling_ranks or rollout.mode is RolloutMode.pipelined:
             raise ConfigError(
-                f"rollout.mode={rollout.mode.value}: loss={cfg.loss.name} draws no samples. Leave it out, or use a "
+                f"rollout.mode={rollout.mode.value}: loss={cfg.loss.name} generates no samples. Leave it out, or use a "
                 f"loss that does (loss=ppo, loss=grpo, …)."
             )
         return

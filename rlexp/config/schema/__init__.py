@@ -421,7 +421,7 @@ class LoggerConfig:
 class Config:
     seed: int = number(
         0, least=0
-    )  # fixes the order of samples, and the random numbers with which answers are drawn; neither depends on the layout
+    )  # fixes the order of samples, and the random numbers of generated answers; neither depends on the layout
     launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes, devices and nodes
     train: TrainConfig = field(
         default_factory=TrainConfig
@@ -436,7 +436,7 @@ class Config:
     # small matrices that are trained in the place of the model
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)  # the model that the policy is compared with
-    # how answers are drawn; only with a loss of reinforcement learning
+    # how answers are generated; only with a loss of reinforcement learning
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     # how answers are scored; only with a loss of reinforcement learning
     reward: RewardConfig = field(default_factory=RewardConfig)

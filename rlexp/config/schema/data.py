@@ -38,7 +38,7 @@ class BadRows(Enum):
 @dataclass
 class DataConfig:
     name: str = MISSING  # the kind of the data, chosen by data=NAME
-    # limit on the tokens of a prompt and an answer together; an answer that is drawn counts as rollout.max_new_tokens
+    # limit on the tokens of a prompt and an answer together; a generated answer counts as rollout.max_new_tokens
     max_length: int = number(2048, least=2, why=PROMPT_AND_ANSWER)
     too_long: TooLong = TooLong.error  # how a longer sequence is handled
     shuffle: bool = True  # draw a new order of the rows for each epoch; false: the order in which they are given

@@ -61,7 +61,7 @@ class LossConfig:
     """A loss, with what everyone may ask of it before there is a model. The ClassVars are facts, not keys."""
 
     rows: ClassVar[Kind] = Kind.pairs  # the rows that it is trained on
-    draws: ClassVar[bool] = False  # the policy draws the answers: the keys of `rollout` and `reward` count
+    draws: ClassVar[bool] = False  # the policy generates the answers: the keys of `rollout` and `reward` count
 
     name: str = MISSING  # the loss, chosen by loss=NAME
 

@@ -1,4 +1,4 @@
-"""The keys of reinforcement learning: how answers are drawn (`rollout`), and how they are scored (`reward`)."""
+"""The keys of reinforcement learning: how answers are generated (`rollout`), and how they are scored (`reward`)."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class RuleName(Enum):
 
 @dataclass
 class RolloutConfig:
-    mode: RolloutMode = RolloutMode.colocated  # which ranks draw the samples, and when
-    engine: RolloutEngine = RolloutEngine.native  # the code that draws the samples
+    mode: RolloutMode = RolloutMode.colocated  # which ranks generate the samples, and when
+    engine: RolloutEngine = RolloutEngine.native  # the code that generates the samples
     batch_size: int = number(8, least=1, most=MANY)  # prompts of a rollout
     n_samples: int = number(4, least=1, most=MANY)  # answers to each prompt
     epochs: int = number(1, least=1)  # passes over the samples of a rollout before the next rollout
     minibatches: int = MISSING  # train batches in a rollout; derived, cannot be set
-    micro_batch_size: int = number(16, least=1)  # samples that a rank draws at once
-    # limit on the tokens of the samples drawn at once, where padding counts and each answer counts as
+    micro_batch_size: int = number(16, least=1)  # samples that a rank generates at once
+    # limit on the tokens of the samples generated at once, where padding counts and each answer counts as
     # rollout.max_new_tokens; null: no limit
     micro_batch_tokens: int | None = number(None, least=1)
     # answers in one forward pass of a ring, when answers are scored; null: as many tokens as
@@ -69,7 +69,7 @@ class RolloutConfig:
     overlong: Overlong = Overlong.keep  # how an answer that reaches rollout.max_new_tokens without an end is handled
     # subtracted from the score of an answer that is too long, with rollout.overlong=penalty
     overlong_penalty: float = number(1.0, least=0)
-    # limit on a token's importance weight, which corrects for samples drawn by older weights or by vLLM; null: no such
+    # limit on a token's importance weight, which corrects for samples of older weights or of vLLM; null: no such
     # weight
     importance_cap: float | None = number(None, above=0)
     # share of a GPU's memory that vLLM may take, with rollout.engine=vllm, or on CPU: share of the machine's memory for

@@ -9,7 +9,7 @@ class Kind(Enum):
     pairs = "pairs"  # two answers to a prompt, of which one is preferred
     unpaired = "unpaired"  # an answer, and whether it is good
     supervised = "supervised"  # an answer to be learned
-    prompts = "prompts"  # none: the policy draws its own
+    prompts = "prompts"  # none: the policy generates its own
 
 
 # The answers that an example of each kind has, in the order in which they are packed.

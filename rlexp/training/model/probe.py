@@ -81,12 +81,12 @@ def probe_decoding(cfg: ModelConfig, config: PreTrainedConfig, max_length: int, 
         if is_out_of_memory(error):
             raise
         raise ModelError(
-            f"{_name(config)}: cannot draw answers token by token ({type(error).__name__}: {error})."
+            f"{_name(config)}: cannot generate answers token by token ({type(error).__name__}: {error})."
         ) from error
     if not difference < TOLERANCE:
         raise ModelError(
             f"{_name(config)}: its logits for the next token differ between decoding with a cache and reading the text "
-            f"at once (by {difference:.1e} in float64). Answers cannot be drawn with it."
+            f"at once (by {difference:.1e} in float64). It cannot generate answers."
         )
     return difference
 

@@ -156,7 +156,7 @@ def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp
         (("rollout=default", "rollout.sampling_ranks=1"), "rollout.sampling_ranks=1: rollout.mode=colocated needs"),
         (("rollout.sampling_ranks=0",), "rollout.sampling_ranks=0: rollout.mode=pipelined needs at least 1 rank"),
         (("launch.nproc=2", "rollout.sampling_ranks=2"), "rollout.sampling_ranks=2: there are 2 ranks in all"),
-        (("loss=dpo",), "rollout.mode=pipelined: loss=dpo draws no samples"),
+        (("loss=dpo",), "rollout.mode=pipelined: loss=dpo generates no samples"),
     ],
 )
 def test_a_split_that_cannot_be_is_refused(overrides: tuple[str, ...], said: str) -> None:
