@@ -238,15 +238,15 @@ def in_saver(module: Any) -> None:
 
         return written
 
-    def wrap(write: Callable[..., Any]) -> Callable[..., Any]:
-        def written(*args: Any, **kwargs: Any) -> Any:
-            write(*args, **kwargs)
+    def wrap(drain: Callable[..., Any]) -> Callable[..., Any]:
+        def drained(*args: Any, **kwargs: Any) -> Any:
+            drain(*args, **kwargs)
             fault.reach("save", saving.step)
 
-        return written
+        return drained
 
     around(module.Saver, "_write", remember)
-    around(module, "write", wrap)
+    around(module.HostCopy, "drain", wrap)
 
 
 def in_run(module: Any) -> None:
