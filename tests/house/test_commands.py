@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from bench.recipes import recipes
 from rlexp.config.elsewhere import compose_elsewhere, composed_for
@@ -64,6 +65,10 @@ def test_a_command_is_one(command: str, folder: Path, monkeypatch: pytest.Monkey
             check_module(module, args, monkeypatch)
         case ["torchrun" | "srun", *_]:
             check_module("rlexp", words[words.index("rlexp") + 1 :], monkeypatch)
+        case ["docker", "build", *_]:
+            assert (ROOT / "Dockerfile").is_file()
+        case ["docker", "run", *args]:
+            check_module("rlexp", args[args.index("-m") + 2 :], monkeypatch)
         case ["sbatch", *given]:
             script, *args = itertools.dropwhile(lambda each: each.startswith("--"), given)
             assert (ROOT / script).is_file()
@@ -141,6 +146,18 @@ def check_extras(what: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     assert (extras := re.fullmatch(r"\.(?:\[([\w,-]+)\])?", what))
     assert {*filter(None, (extras[1] or "").split(","))} <= {*project["optional-dependencies"]}
+
+
+def test_the_container_has_what_the_package_needs() -> None:
+    said = (ROOT / "Dockerfile").read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    copied = {word for line in re.findall(r"^COPY (.*) \S+$", said, re.MULTILINE) for word in line.split()}
+    assert all((ROOT / each).exists() for each in copied)
+    assert copied >= {"rlexp", "conf", "launchers", "sweeps", "pyproject.toml", project["readme"], "LICENSE"}
+    (extras,) = re.findall(r'pip install .*"/opt/rlexp\[([\w,]+)\]"', said)
+    check_extras(f".[{extras}]")
+    (version,) = re.findall(r"^FROM python:(\d+\.\d+)-", said, re.MULTILINE)
+    assert SpecifierSet(project["requires-python"]).contains(version)
 
 
 @pytest.mark.parametrize("wrong", ["python -m rlexp train.batchsize=3", "python -m rlexp.compare --nothing runs/A",
