@@ -46,6 +46,7 @@ LACKING = {
 }
 ONE_REFERENCE = "the reference is the trained model without its adapter, as theirs, and no second model is loaded"
 UNREAD = "an adapter of a reference model is not read: merge it into its model, and give reference.path=FOLDER"
+MERGED = "there a command of its own does it; here the run writes the merged model at its end"
 MERGE_FIRST = "merge it into its model first, and train that: model.path=FOLDER"
 UNWANTED = "no adapter is asked for"
 OF_FOLDER = "the adapter's folder says it"

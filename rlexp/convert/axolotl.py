@@ -72,8 +72,8 @@ RULES: tuple[Rule, ...] = (
     absent("relora", "an adapter is not merged and begun anew (ReLoRA)", until="relora"),
     absent("load_in_8bit load_in_4bit gptq", adapters.QUANTIZED, until="quant"),
     needless("bnb_config_kwargs qlora_sharded_model_loading", adapters.OF_QUANTIZED),
-    needless("merge_lora merge_method", "`axolotl merge-lora` is a command of its own; checkpoint.export=merged writes "
-             "the merged model"),
+    worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED, adapters.UNWANTED),
+    needless("merge_method", "the adapter is added to the weights"),
     needless("rl_adapter_ref_model", adapters.ONE_REFERENCE),
     needless("loraplus_lr_embedding lora_fan_in_fan_out lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
              "lora_embedding_kernel peft_ensure_weight_tying peft_autocast_adapter_dtype relora_prune_ratio "
@@ -223,6 +223,8 @@ def _adapter(conv: Conversion) -> None:
         adapters.none(conv, OF_LORA, "adapter")
         return
     adapters.lora(conv, OF_LORA, adapters.Defaults(None, None), "adapter")
+    if conv.flag("merge_lora"):
+        conv.put("checkpoint.export", "merged", "merge_lora")
     if kind == "qlora":
         conv.remark(Fate.ABSENT, "adapter", kind, adapters.QUANTIZED)
 

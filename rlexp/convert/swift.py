@@ -62,8 +62,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("adapters", "adapter.path", ""),
     worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
                "the loss compares with no reference", of="dpo kto"),
-    worked_out("merge_lora", "checkpoint.export=merged", "of `swift export`, which is a command of its own; here the "
-               "run writes the merged model at its end", "there is no adapter"),
+    worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED, adapters.UNWANTED),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
              "lora_ga_direction lora_ga_scale lora_ga_stable_gamma", "an adapter's weights are float32"),
     absent("quant_method", adapters.QUANTIZED, until="quant"),

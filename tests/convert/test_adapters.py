@@ -149,8 +149,8 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
         {NEEDLESS: {"rl_adapter_ref_model"}}),
     "axolotl of quantized weights": (
         AXOLOTL_LORA.replace("adapter: lora", "adapter: qlora") + "load_in_4bit: true\nmerge_lora: true\n"
-        "peft_use_dora: true\nloraplus_lr_ratio: 16\n", None, {"adapter": "lora", "checkpoint.export": None},
-        {ABSENT: {"adapter", "load_in_4bit", "peft_use_dora", "loraplus_lr_ratio"}, NEEDLESS: {"merge_lora"}}),
+        "peft_use_dora: true\nloraplus_lr_ratio: 16\n", None, {"adapter": "lora", "checkpoint.export": "merged"},
+        {ABSENT: {"adapter", "load_in_4bit", "peft_use_dora", "loraplus_lr_ratio"}}),
     "axolotl from an adapter": (AXOLOTL + "adapter: lora\nlora_model_dir: sft\nlora_r: 8\n", None,
                                 {"adapter.path": "sft", "adapter.rank": None, "reference.path": None},
                                 {NEEDLESS: {"lora_r"}}),
