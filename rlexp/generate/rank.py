@@ -25,7 +25,7 @@ from rlexp.training.model.probe import probe_decoding
 from rlexp.training.model.rope import MOVING
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.sinks.console import say
-from rlexp.training.train.build import build_frozen, build_policy, device_of, placing_for
+from rlexp.training.train.build import Sources, build_frozen, build_policy, device_of, models_of, placing_for
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import Examples, read_examples, refuse_foreign_tokens
 from rlexp.training.train.task import Needs
@@ -46,6 +46,7 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     prompts = prompts_of(job, cfg, examples, tokenizer)
     beside: list[list[Answer]] = [[] for _ in prompts]
     if job.beside is Beside.reference:
+        models_of(cfg, load_config(cfg.model, cfg.data.max_length), Needs(reference=True), Sources())  # or refuse it
         alone = replace(cfg, model=model_of_reference(cfg), adapter=NoAdapterConfig())
         beside = here.generated(alone, here.built(alone, examples), prompts)
     engine = here.built(cfg, examples)

@@ -115,8 +115,12 @@ def test_samples_and_a_reference(rlexp: Callable[..., Any], tmp_path: Path) -> N
     first, second = tokens(found, "answers")
     assert first != second
     assert tokens(generated(tmp_path, *asked, "parallel=ring2"), "answers") == [first, second]
+    other = json.loads((tmp_path / "two" / "config.json").read_text()) | {"vocab_size": 300}
     alone = generated(tmp_path, *asked, "model.path=two")
     assert tokens(found, "beside") == tokens(alone, "answers") != [first, second]
+    (tmp_path / "two" / "config.json").write_text(json.dumps(other))
+    done = warm.run("rlexp.generate", [*asked, "reference.path=two", "launch.device=cpu"], cwd=tmp_path)
+    assert "reference.path=two: has a vocabulary of 300 tokens, and the policy of 259." in done.stderr
 
 
 # ---- words ----
