@@ -78,7 +78,7 @@ class RolloutCase:
     def label(self) -> str:
         packed = "packed" if self.packing else "padded"
         drawn = f"{self.drawn_at_once}" if self.tokens is None else f"{self.tokens} tokens"
-        micro = f"micro-batch {self.micro_batch_size}, {drawn} drawn and {self.scored_at_once} scored at once"
+        micro = f"micro-batch {self.micro_batch_size}, {drawn} generated and {self.scored_at_once} scored at once"
         return f"ring {self.ring_size} × {self.dp_size}, {micro}, {packed}"
 
     def overrides(self) -> list[str]:

@@ -105,7 +105,7 @@ class Peaks:
 
 
 def memory() -> str:
-    heads = ("tokens", "samples of a prompt", "ring", "before", "drawing: peak", "beside", "scoring: peak", "beside")
+    heads = ("tokens", "samples of a prompt", "ring", "before", "generating: peak", "beside", "scoring: peak", "beside")
     lines = [f"| {' | '.join(heads)} | samples |", "|" + " ---: |" * (len(heads) + 1)]
     cases = [(LENGTHS[0], n_samples, 1, 16, 8) for n_samples in SAMPLES]
     cases += [(length, 1, ring, 1, 4) for length in LENGTHS for ring in RINGS]
@@ -187,7 +187,7 @@ def ranks() -> str:
     sizes = ("rollout.max_new_tokens=32", "rollout.micro_batch_size=8")
     cfgs = {name: sized(RANKS, PROMPTS, 4, 128, *way, *sizes) for name, way in WAYS.items()}
     turns: dict[str, list[Turn]] = on_ranks(ranks_rank, RANKS, cfgs)
-    lines = ["| who draws | throughput over four alone | slowest over fastest rank | in core-seconds |",
+    lines = ["| who generates | throughput over four alone | slowest over fastest rank | in core-seconds |",
              "| --- |" + " ---: |" * 3]  # fmt: skip
     alone = [sum(1 / seconds for seconds in turn.seconds) / RANKS for turn in turns[ALONE]]
     for name, mine in turns.items():

@@ -21,8 +21,8 @@ def rollout_tables() -> tuple[str, list[str]]:
     by_variant, more = variant_table()
     text = (
         f"{STEPS} optimizer steps of PPO on `model=tiny` in float64; a rollout of 8 prompts × 2 samples serves 2 "
-        f"epochs × 2 train batches of 8.\nEvery layout draws the same tokens for every sample, or is listed as broken. "
-        f"Differences are to one process, micro-batch 1,\n16 drawn and 8 scored at once.\n\n"
+        f"epochs × 2 train batches of 8.\nEvery layout generates the same tokens for every sample, or is listed as "
+        f"broken. Differences are to one process, micro-batch 1,\n16 generated and 8 scored at once.\n\n"
         f"#### Every layout\n\n{by_layout}\n\n#### Every algorithm, on ring 2 × 2\n\n{by_variant}"
     )
     return text, [*broken, *more]
