@@ -139,7 +139,7 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
         (["data=jsonl", "data.eval_path=/nowhere"], "data.eval_path=/nowhere: no such file."),
         (["data=jsonl", "data.path=/nowhere", "data.eval_size=3"], "data.path=/nowhere: no such file."),
         (["loss=ppo", "rollout.mode=pipelined", "rollout.sampling_ranks=1", "launch.nproc=2", "reward.text=e"],
-         "rollout.sampling_ranks=1: an evaluation draws its answers on the ranks that would train."),
+         "rollout.sampling_ranks=1: an evaluation generates its answers on the ranks that would train."),
     ],
 )  # fmt: skip
 def test_wrong_words_are_one_message(words: list[str], said: str) -> None:
