@@ -63,7 +63,7 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
                 {"images and audio": "image"}),
         Ability("metrics go to", "`metrics.jsonl`, and " + quoted(each.value for each in LoggerName
                 if each is not LoggerName.none), {}),
-        Ability("GPUs", "one, with every engine; several are built for and untested: [what has run "
+        Ability("GPUs", "one, with every engine; rlexp is written for several, but not tested on them: [what has run "
                 "where](#what-has-run-where)", {}),
     ]  # fmt: skip
 
