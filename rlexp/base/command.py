@@ -4,6 +4,7 @@ that only look at files. A command that composes a configuration ends by `config
 from __future__ import annotations
 
 import argparse
+import errno
 import io
 import os
 import sys
@@ -41,6 +42,8 @@ def refuse_unwritable(file: Path | None, option: str = "--json") -> None:
     if file is None:
         return
     try:
+        if file.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
         file.touch()
     except OSError as error:
         raise ConfigError(

@@ -48,8 +48,9 @@ def job_of(words: Sequence[str]) -> EvalJob:
     return job
 
 
-def composed_job(words: Sequence[str], command: str) -> EvalJob:
-    """Compose the configuration: with a folder among the words, on the ground of the run's own."""
+def composed_job(words: Sequence[str], command: str, *, reference: bool = False) -> EvalJob:
+    """Compose the configuration: with a folder among the words, on the ground of the run's own. `reference`: a loss
+    that draws keeps its reference model."""
     folders, overrides = ([word for word in words if is_folder(word) is wanted] for wanted in (True, False))
     if len(folders) > 1:
         raise ConfigError(f"{' '.join(folders)}: is more than one folder. Give one run or checkpoint, and key=value.")
@@ -59,9 +60,9 @@ def composed_job(words: Sequence[str], command: str) -> EvalJob:
             f"once, without them."
         )
     if folders:
-        job = job_of_folder(Path(folders[0]).expanduser(), overrides)
+        job = job_of_folder(folder_of(folders[0]), overrides, reference=reference)
     else:
-        job = EvalJob(for_evaluation(composed(overrides)))
+        job = EvalJob(for_evaluation(composed(overrides), reference=reference))
     if job.cfg.rollout.sampling_ranks:
         raise ConfigError(
             f"rollout.sampling_ranks={job.cfg.rollout.sampling_ranks}: an evaluation generates its answers on the "
@@ -75,7 +76,11 @@ def is_folder(word: str) -> bool:
     return "=" not in word or os.path.isdir(os.path.expanduser(word))  # which refuse no word, however long
 
 
-def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:
+def folder_of(word: str) -> Path:
+    return Path(os.path.expanduser(word))  # Path.expanduser raises for `~data`, which is no user's home
+
+
+def job_of_folder(folder: Path, overrides: Sequence[str], *, reference: bool = False) -> EvalJob:
     given = {each.partition("=")[0] for each in overrides}
     if "model.freeze" in given:
         raise ConfigError(
@@ -93,7 +98,7 @@ def job_of_folder(folder: Path, overrides: Sequence[str]) -> EvalJob:
         like = composed_like(config, overrides)
         if "eval.buckets" not in given and not draws(like.loss.name):
             like.eval.buckets = config.get("eval", {}).get("buckets", [])
-        return EvalJob(for_evaluation(like), folder)
+        return EvalJob(for_evaluation(like, reference=reference), folder)
     except UserError as error:
         values = {f"{group}.{leaf}": value for group in OF_CURVE for leaf, value in config.get(group, {}).items()}
         blamed = [key for key, value in values.items() if str(error).startswith(f"{key}={value}:")]
@@ -112,9 +117,10 @@ def config_in(checkpoints: Sequence[Path]) -> dict[str, Any]:
     return dict(read_position(checkpoints[-1])["config"])
 
 
-def for_evaluation(composed: DictConfig) -> Config:
+def for_evaluation(composed: DictConfig, *, reference: bool = False) -> Config:
     """Leave out what training alone needs, and check the rest."""
     fit_layout(composed)
     hold_out_alone(composed)
-    leave_reference(composed)
+    if not reference:
+        leave_reference(composed)
     return from_hydra(composed)

@@ -15,7 +15,8 @@ from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config, LoraConfig
 from rlexp.config.schema.losses import RewardModelConfig
 from rlexp.config.schema.rollouts import RolloutConfig, RolloutEngine
-from rlexp.eval.job import composed_job, is_folder
+from rlexp.eval.job import composed_job, config_in, folder_of, is_folder
+from rlexp.run_files.checkpoint_folder import named
 
 COMMAND = "rlexp.generate"
 ROWS = 4  # held-out rows that are answered, where nobody says how many
@@ -39,7 +40,7 @@ class GenerateJob:
     beside: Beside
     given: bool  # the prompts were typed or are in a file; else they are those of held-out rows
     rows: int | None  # the first so many; None: all
-    room: bool  # data.max_length has room for an answer beside a prompt
+    room: int  # tokens for an answer that data.max_length holds beside a prompt; which rows are held out depends on it
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def job_of(
         )
     asked = data_of(folder, prompts, file)
     try:
-        job = composed_job([*words, *asked], COMMAND)
+        job = composed_job([*words, *asked], COMMAND, reference=beside is Beside.reference)
     except CheckpointError as error:
         raise CheckpointError(explained_folder(next(filter(is_folder, words)), str(error))) from None
     cfg, given = job.cfg, bool(asked)
@@ -90,13 +91,22 @@ def job_of(
     if not given:
         refuse_nothing_held_out(cfg, COMMAND, "type a prompt: --prompt TEXT")
     limited = any(word.startswith("rollout.max_new_tokens=") for word in words)
-    room = draws(cfg.loss.name)
+    room = room_of(cfg, job.folder)
     rollout = rollout_for(cfg.rollout, samples, None if room or limited else NEW_TOKENS)
     data = replace(cfg.data, unpair=cfg.data.unpair and not given)
     return GenerateJob(
         replace(cfg, rollout=rollout, data=data), job.folder, beside_of(cfg, beside, of_run=of_run), given,
         rows or (None if given else ROWS), room,
     )  # fmt: skip
+
+
+def room_of(cfg: Config, folder: Path | None) -> int:
+    """Return the room for an answer that training had: not that of an answer whose limit is typed here, by which other
+    rows would be dropped as too long, and so other rows held out."""
+    if not draws(cfg.loss.name):
+        return 0
+    trained = {} if folder is None else config_in(named(folder)).get("rollout", {})
+    return int(trained.get("max_new_tokens", cfg.rollout.max_new_tokens))
 
 
 def data_of(folder: Path, prompts: Sequence[str], file: Path | None) -> list[str]:
@@ -130,7 +140,7 @@ def _written(place: Path, prompts: Sequence[str]) -> list[str]:
 
 def explained_folder(folder: str, said: str) -> str:
     """Add what to type instead of a folder that is no run with a checkpoint."""
-    place = Path(folder).expanduser()
+    place = folder_of(folder)
     for each in (place, place / "model"):
         if (each / OF_ADAPTER).is_file():
             return f"{said} {each} holds an adapter: model=hf model.path=NAME adapter=lora adapter.path={each}."

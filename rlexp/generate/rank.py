@@ -39,7 +39,7 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     join(spec, job.cfg.launch)
     torch.use_deterministic_algorithms(job.cfg.launch.deterministic)
     here = Here(build_world(job.cfg.parallel.ring_size), device_of(job.cfg))
-    roomy = job.cfg if job.room else with_room(job.cfg)
+    roomy = with_room(job.cfg, job.room)
     tokenizer = load_tokenizer(roomy.model)
     examples = examples_of(job, roomy, tokenizer, here.world)
     cfg = within_positions(roomy, job.cfg.data.max_length)
@@ -107,9 +107,10 @@ class Here:
         ]
 
 
-def with_room(cfg: Config) -> Config:
-    """Let data.max_length hold an answer beside a prompt that is as long as it says."""
-    return replace(cfg, data=replace(cfg.data, max_length=cfg.data.max_length + cfg.rollout.max_new_tokens))
+def with_room(cfg: Config, room: int) -> Config:
+    """Let data.max_length hold an answer beside a prompt that is as long as training allowed, with so much room."""
+    lacking = max(0, cfg.rollout.max_new_tokens - room)
+    return replace(cfg, data=replace(cfg.data, max_length=cfg.data.max_length + lacking))
 
 
 def within_positions(cfg: Config, trained: int) -> Config:
@@ -124,7 +125,8 @@ def examples_of(job: GenerateJob, roomy: Config, tokenizer: Any, world: World) -
     """Read the prompts that were given, or held-out rows as training has them. A collective call."""
     if job.given:
         return read_examples(roomy, tokenizer, world, trains=False, kind=Kind.prompts)
-    return read_examples(job.cfg, tokenizer, world, trains=False)
+    rollout = replace(job.cfg.rollout, max_new_tokens=job.room or job.cfg.rollout.max_new_tokens)
+    return read_examples(replace(job.cfg, rollout=rollout), tokenizer, world, trains=False)
 
 
 def prompts_of(job: GenerateJob, cfg: Config, examples: Examples, tokenizer: Any) -> list[Prompt]:

@@ -102,6 +102,27 @@ def test_a_run_is_shown_beside_its_start(rlexp: Callable[..., Any], tmp_path: Pa
     assert tokens(found, "beside") != tokens(found, "answers")
 
 
+def test_a_run_on_rewards_answers_the_rows_that_it_held_out(rlexp: Callable[..., Any], tmp_path: Path) -> None:
+    """Whatever limit of an answer is typed, though prompts that leave no room for the run's own limit were dropped; and
+    beside a reference that is asked for."""
+    base = untied(tmp_path / "base")
+    rows = (json.dumps({"prompt": (place + 1) * "a", "answer": "1"}) for place in range(40))
+    (tmp_path / "rows.jsonl").write_text("".join(f"{row}\n" for row in rows))
+    done = rlexp("model=hf", f"model.path={base}", "launch.device=cpu", "logger=none", "hydra.run.dir=run", "loss=grpo",
+                 "loss.beta=0.1", "reward=rule", "reward.rule=arithmetic", "data=jsonl", "data.path=rows.jsonl",
+                 "data.eval_size=4", "data.max_length=64", "data.too_long=drop", "rollout.max_new_tokens=40",
+                 "rollout.batch_size=4", "rollout.n_samples=2", "train.batch_size=8", "train.max_steps=1")  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    done = warm.run("rlexp.generate", ["run", "--jsonl", "own.jsonl", "--beside", "none"], cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    own = [json.loads(line)["origin"] for line in (tmp_path / "own.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = generated(tmp_path, "run", "--beside", "reference", f"reference.path={base}")
+    assert [each["origin"] for each in found] == own
+    assert max(len(each["prompt"]) for each in found) <= 64 - 40
+    prompts = [each["prompt"] for each in found]
+    assert tokens(found, "beside") == likeliest(loaded(base), AutoTokenizer.from_pretrained(base), prompts)
+
+
 @pytest.mark.slow
 def test_samples_and_a_reference(rlexp: Callable[..., Any], tmp_path: Path) -> None:
     """Two samples of a prompt differ, and are the same on any ring; the reference answers as by itself."""
@@ -147,6 +168,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ([], {"file": Path("blank.txt")}, "--prompts=blank.txt: has no prompt. Write one on each line."),
         ([], {"file": Path("none.jsonl")}, "data.eval_path=none.jsonl: no such file."),
         (["nowhere"], {"prompts": ["hi"]}, "nowhere: no such folder. Give a run's folder, or a checkpoint's."),
+        (["~data"], {}, "~data: no such folder. Give a run's folder, or a checkpoint's."),
         (["empty"], {}, "is neither a checkpoint nor a run that has one (checkpoints/step-…). Give the folder that"),
         (["whole"], {}, "whole holds a model: model=hf model.path=whole."),
         (["adapter"], {}, "adapter/model holds an adapter: model=hf model.path=NAME adapter=lora "
@@ -183,12 +205,20 @@ def test_a_prompt_that_leaves_no_room_is_refused(length: int, most: int, said: s
     assert said in done.stderr
 
 
+def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
+    done = warm.run("rlexp.generate", ["model=tiny", "--prompt", "hi", "--jsonl", "."], cwd=tmp_path)
+    assert (
+        done.stderr
+        == "rlexp: --jsonl=.: cannot be written (Is a directory). Give a file in a folder where you may write.\n"
+    )
+
+
 # ---- the terminal ----
 
 
 def test_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.get_terminal_size", lambda: SimpleNamespace(columns=44))
-    shown = GenerateJob(cfg=None, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=False)  # type: ignore[arg-type]
+    shown = GenerateJob(cfg=None, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=0)  # type: ignore[arg-type]
     found = [Answered("a.jsonl:3", "Say\x1b it\ntwice.", [Answer("One. " * 9, [5] * 9, True)], [Answer("", [2], True)]),
              Answered("a.jsonl:4", "Go on.", [Answer("On", [1, 2], False)], [Answer("No", [3], True)])]  # fmt: skip
     assert report.text(shown, found) == (
