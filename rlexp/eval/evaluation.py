@@ -1,11 +1,14 @@
-"""Start the ranks of an evaluation."""
+"""Start the ranks of an evaluation, or of another command that looks at a trained model."""
 
 from __future__ import annotations
 
 import dataclasses
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 from rlexp.base.engine_facts import ENGINES
+from rlexp.config.schema import Config
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
@@ -17,11 +20,16 @@ def evaluate(job: EvalJob) -> Evaluation:
     from rlexp.eval.rank import evaluate_rank
 
     job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-    prepare_environment(job.cfg.launch)
-    deepspeed = ("deepspeed",) if ENGINES[job.cfg.engine.name.value].loads_pieces else ()
+    found: Evaluation = on_ranks(evaluate_rank, job, job.cfg)
+    return found
+
+
+def on_ranks(work: Callable[..., Any], job: Any, cfg: Config) -> Any:
+    """Run `work` on ranks of this machine, with the job and an empty folder, and return what rank 0 returns."""
+    prepare_environment(cfg.launch)
+    deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].loads_pieces else ()
     with tempfile.TemporaryDirectory(prefix="rlexp-eval-") as folder:
-        found: list[Evaluation] = run_ranks(
-            evaluate_rank, job.cfg.parallel.world_size, (job, folder), device=job.cfg.launch.device.value,
+        return run_ranks(
+            work, cfg.parallel.world_size, (job, folder), device=cfg.launch.device.value,
             preload=(*PRELOAD, *deepspeed),
-        )  # fmt: skip
-    return found[0]
+        )[0]  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlexp.base.errors import UserError
+from rlexp.config.load import compose_config
 from rlexp.generate import report
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob, job_of
 from tests.helpers import warm
@@ -218,7 +219,8 @@ def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
 
 def test_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.get_terminal_size", lambda: SimpleNamespace(columns=44))
-    shown = GenerateJob(cfg=None, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=0)  # type: ignore[arg-type]
+    cfg = compose_config(["launch.device=cpu"])
+    shown = GenerateJob(cfg, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=0)
     found = [Answered("a.jsonl:3", "Say\x1b it\ntwice.", [Answer("One. " * 9, [5] * 9, True)], [Answer("", [2], True)]),
              Answered("a.jsonl:4", "Go on.", [Answer("On", [1, 2], False)], [Answer("No", [3], True)])]  # fmt: skip
     assert report.text(shown, found) == (
