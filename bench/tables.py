@@ -20,7 +20,7 @@ def put(page: Path, text: str, name: str = "table") -> None:
     for problem in kept_rows.refresh(page):
         print(f"{problem}. Keep another row.", file=sys.stderr)
     if page.parent.name == kept_rows.MEASURED:
-        where.refresh(page.parent.parent.parent / kept_rows.README)
+        where.refresh(page.parent.parent / where.PAGE)
 
 
 def signature(module: str) -> str:

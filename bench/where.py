@@ -1,4 +1,4 @@
-"""The README's table of what has run where, made from what each section of docs/measured/ says of its machine.
+"""The table of docs/hardware.md: what has run where, made from what each section of docs/measured/ says of its machine.
 
     python -m bench.where        # writes the table; `bench.tables.put` does it after each measurement
 
@@ -13,9 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.kept_rows import MEASURED, README, slug
+from bench.kept_rows import MEASURED, slug
 
 ROOT = Path(__file__).parents[1]
+PAGE = "hardware.md"
 BEGIN, END = "<!-- where: begin -->", "<!-- where: end -->"
 CPU, PREDICTED, SEVERAL = "CPU", "predicted", "several GPUs"
 ALWAYS, NEVER, NOT_THERE = "always", "never", "–"
@@ -105,22 +106,22 @@ def table(folder: Path | None = None, rows: Sequence[Row] = ROWS) -> str:
     places = [CPU, *sorted(cards | {"one H100", "one H200"}), SEVERAL]
     lines = [f"| what | {' | '.join(places)} |", f"| --- |{' --- |' * len(places)}"]
     for row, dates in zip(rows, found, strict=True):
-        what = f"[{row.what}](docs/{MEASURED}/{row.sections[0]})" if row.sections else row.what
+        what = f"[{row.what}]({MEASURED}/{row.sections[0]})" if row.sections else row.what
         cells = [max((each[place] for each in dates if place in each), default=None) for place in places]
         cells[0] = row.on_cpu or cells[0] or NOT_THERE
         lines.append(f"| {what} | {' | '.join(cell or NEVER for cell in cells)} |")
     return "\n".join(lines)
 
 
-def refresh(readme: Path) -> None:
-    """Write the table into a README that has a place for it."""
-    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+def refresh(page: Path) -> None:
+    """Write the table into its page, if it has a place for it."""
+    text = page.read_text(encoding="utf-8") if page.exists() else ""
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if begin and end:
-        made = table(readme.parent / "docs" / MEASURED)
-        readme.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
+        made = table(page.parent / MEASURED)
+        page.write_text(f"{before}{BEGIN}\n{made}\n{END}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":
-    refresh(ROOT / README)
+    refresh(ROOT / "docs" / PAGE)

@@ -1,4 +1,4 @@
-"""The README's table of what has run where is what the measured pages say."""
+"""The table of what has run where is what the measured pages say."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from tests.helpers.paths import ROOT
 MEASURED = ROOT / "docs" / "measured"
 
 
-def test_the_readme_has_the_table_of_the_measured_pages() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    _, _, rest = readme.partition(where.BEGIN)
+def test_the_page_has_the_table_of_the_measured_pages() -> None:
+    page = (ROOT / "docs" / where.PAGE).read_text(encoding="utf-8")
+    _, _, rest = page.partition(where.BEGIN)
     assert rest.partition(where.END)[0].strip() == where.table()
 
 
@@ -55,8 +55,8 @@ def test_a_measurement_moves_the_table(tmp_path: Path) -> None:
     made = where.table(tmp_path, [where.Row("rings", ("gpu.md#rings",)), where.Row("rates", ("gpu.md#rates",))])
     assert made.splitlines()[0] == "| what | CPU | one B200 | one H100 | one H200 | several GPUs |"
     assert made.splitlines()[2:] == [
-        "| [rings](docs/measured/gpu.md#rings) | 2026-11-27 | never | never | never | 2026-12-02 |",
-        "| [rates](docs/measured/gpu.md#rates) | – | 2026-12-05 | never | never | never |",
+        "| [rings](measured/gpu.md#rings) | 2026-11-27 | never | never | never | 2026-12-02 |",
+        "| [rates](measured/gpu.md#rates) | – | 2026-12-05 | never | never | never |",
     ]
     with pytest.raises(SystemExit, match=r"has no section ring\. Correct ROWS in bench/where\.py\."):
         where.table(tmp_path, [where.Row("rings", ("gpu.md#ring",))])

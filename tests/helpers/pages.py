@@ -7,7 +7,12 @@ from pathlib import Path
 
 from tests.helpers.paths import ROOT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+INDEX = ROOT / "docs" / "README.md"
+PAGES = [
+    ROOT / "README.md",
+    INDEX,
+    *sorted({*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "convert").glob("*.md")} - {INDEX}),
+]
 MEASURED = sorted((ROOT / "docs" / "measured").glob("*.md"))  # the long tables, and what wrote them
 
 

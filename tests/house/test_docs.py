@@ -18,12 +18,12 @@ from rlexp.config import sizes
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.keys import all_keys, launcher_keys
 from tests.helpers.imports import PACKAGE, modules_of
-from tests.helpers.pages import MEASURED, PAGES
+from tests.helpers.pages import INDEX, MEASURED, PAGES
 from tests.helpers.paths import ROOT
 
 REFERENCES = ("README.md", "keys.md", "coming_from.md")  # their generated tables measure nothing
 ROWS = 12  # of a measured table on a page, at most
-LOOKED_UP = ("families",)  # a table in which each reader looks for a row of their own
+LOOKED_UP = ("families", "where")  # tables in which each reader looks for a row of their own
 GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -45,25 +45,31 @@ def anchors(page: Path) -> list[str]:
 
 
 def grouped() -> list[tuple[str, str]]:
-    """Return the pages that the README lists in its tables of pages, each with its group."""
-    text = PAGES[0].read_text(encoding="utf-8")
+    """Return the pages that the index lists, each with its group."""
+    text = INDEX.read_text(encoding="utf-8")
     found = []
     for group in GROUPS:
-        _, heading, section = text.partition(f"\n### {group}\n")
+        _, heading, section = text.partition(f"\n## {group}\n")
         assert heading, group
         rows = re.findall(r"^\|.*$", section.partition("\n#")[0], flags=re.MULTILINE)
-        found += [(page, group) for row in rows for page in re.findall(r"\]\(docs/([\w-]+\.md)\)", row)]
+        found += [(page, group) for row in rows for page in re.findall(r"\]\(((?:convert/)?[\w-]+\.md)\)", row)]
     return found
 
 
-def test_the_readme_lists_each_page_once() -> None:
-    assert sorted(page for page, _ in grouped()) == [page.name for page in PAGES[1:]]
+def test_the_index_lists_each_page_once() -> None:
+    assert sorted(page for page, _ in grouped()) == sorted(map(named, PAGES[2:]))
 
 
-@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
-def test_a_page_shows_the_group_that_the_readme_lists_it_in(page: Path) -> None:
-    own = dict(grouped())[page.name]
-    shown = (f"**{group}**" if group == own else f"[{group}](../README.md#{group.lower()})" for group in GROUPS)
+def named(page: Path) -> str:
+    """Return how the index links to a page."""
+    return str(page.relative_to(INDEX.parent))
+
+
+@pytest.mark.parametrize("page", PAGES[2:], ids=named)
+def test_a_page_shows_the_group_that_the_index_lists_it_in(page: Path) -> None:
+    own = dict(grouped())[named(page)]
+    index = "../README.md" if page.parent != INDEX.parent else "README.md"
+    shown = (f"**{group}**" if group == own else f"[{group}]({index}#{group.lower()})" for group in GROUPS)
     title, empty, groups, *_ = page.read_text(encoding="utf-8").splitlines()
     assert (title[:2], empty, groups) == ("# ", "", " · ".join(shown))
 
@@ -71,11 +77,11 @@ def test_a_page_shows_the_group_that_the_readme_lists_it_in(page: Path) -> None:
 @pytest.mark.parametrize("page", MEASURED, ids=lambda page: page.name)
 def test_a_measured_page_belongs_to_inside_and_to_a_page(page: Path) -> None:
     title, empty, shown, _, *rest = page.read_text(encoding="utf-8").splitlines()
-    groups = [f"[{group}](../../README.md#{group.lower()})" for group in GROUPS[:-1]]
+    groups = [f"[{group}](../README.md#{group.lower()})" for group in GROUPS[:-1]]
     assert (title[:2], empty, shown) == ("# ", "", " · ".join([*groups, f"**{GROUPS[-1]}**"]))
     assert f"](../{page_of(page).name}" in rest[0] + rest[1]
-    inside = PAGES[0].read_text(encoding="utf-8").partition("\n### Inside\n")[2]
-    assert inside.count(f"](docs/measured/{page.name})") == 1
+    inside = INDEX.read_text(encoding="utf-8").partition("\n## Inside\n")[2]
+    assert inside.count(f"](measured/{page.name})") == 1
     assert f"](measured/{page.name}" in page_of(page).read_text(encoding="utf-8")
 
 

@@ -19,7 +19,7 @@ from rlexp.config.schema import KINDS, TrainConfig
 from rlexp.config.schema.bounds import number
 from rlexp.config.schema.keys import all_keys, launcher_keys
 from rlexp.config.schema.losses import ALL_MODIFIERS, DPOConfig, PreferenceConfig
-from tests.helpers.keys.abilities import README, abilities, readme
+from tests.helpers.keys.abilities import INDEX, abilities, page_text
 from tests.helpers.keys.defaults import shown
 from tests.helpers.keys.headers import headers
 from tests.helpers.keys.meanings import comments_of, meaning
@@ -67,12 +67,12 @@ def test_defaults_are_those_that_a_run_gets(options: list[str]) -> None:
                 assert said.partition(": ")[0] == told.partition(": ")[0], f"{each.name}.{row.leaf}"
 
 
-def test_the_readme_says_what_there_is() -> None:
-    assert readme() == README.read_text(encoding="utf-8"), WRITE
+def test_the_page_says_what_there_is() -> None:
+    assert page_text() == INDEX.read_text(encoding="utf-8"), WRITE
 
 
-def test_what_the_readme_calls_missing_is_missing() -> None:
-    """It fails where a loss, a task or an option has come that the README still lists as not there."""
+def test_what_the_page_calls_missing_is_missing() -> None:
+    """It fails where a loss, a task or an option has come that the page still lists as not there."""
     there = {*all_keys(), *(f"{group}={option}" for group, options in KINDS.items() for option in options)}
     there |= {f"{folder.name}={path.stem}" for folder in NOW.conf.iterdir() for path in folder.glob("*.yaml")}
     probes = [(missed, probe) for row in abilities() for missed, probe in row.not_yet.items() if probe]
@@ -81,7 +81,7 @@ def test_what_the_readme_calls_missing_is_missing() -> None:
     for word in ("Gemma 2", "gpt-oss", "Mamba"):
         assert word in refused
     several = any(each.endswith(f"{where.NEVER} |") for each in where.table().splitlines()[2:])
-    assert ("but not tested on them" in README.read_text(encoding="utf-8")) == several
+    assert ("but not tested on them" in INDEX.read_text(encoding="utf-8")) == several
 
 
 def test_a_modifier_is_listed_where_it_fits() -> None:
@@ -98,9 +98,9 @@ def test_a_modifier_is_listed_where_it_fits() -> None:
 @pytest.mark.parametrize(
     "group", [group for group in KINDS if group != "model"]
 )  # of models, those in conf/ are counted
-def test_a_new_option_is_in_the_readme(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_option_is_in_the_index(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(KINDS[group], "planted", type("Planted", (DPOConfig,), {}))
-    assert "`planted`" in readme()
+    assert "`planted`" in page_text()
 
 
 class Colour(Enum):

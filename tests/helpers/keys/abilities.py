@@ -1,4 +1,4 @@
-"""The README's table of what rlexp does and does not do yet. The left part is made of the schema."""
+"""The table of docs/README.md: what rlexp does and does not do yet. The left part is made of the schema."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlexp.config.schema.rollouts import RolloutEngine
 from tests.helpers.keys.defaults import options_of
 from tests.helpers.paths import ROOT
 
-README = ROOT / "README.md"
+INDEX = ROOT / "docs" / "README.md"
 BEGIN, END = "<!-- abilities: begin -->\n", "<!-- abilities: end -->\n"
 UNNAMED = ("tiny", "hf")  # the options of `model` that name no model
 READ = ("jsonl", "hf")  # the options of `data` that read rows
@@ -44,9 +44,9 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
         Ability("losses on single answers", quoted(unpaired), {}),
         Ability("reinforcement learning", quoted(policies), {}),
         Ability("supervised training, reward models", quoted(others), {}),
-        Ability("trained weights", f"all parameters, or [adapters](docs/adapters.md): {quoted(adapters)}; "
+        Ability("trained weights", f"all parameters, or [adapters](adapters.md): {quoted(adapters)}; "
                 "`model.freeze` excludes some", {"QLoRA, DoRA": "quant"}),
-        Ability("models", f"[most causal decoders](docs/models.md#which-models-work), {len(named)} of them by name: "
+        Ability("models", f"[most causal decoders](models.md#which-models-work), {len(named)} of them by name: "
                 "Llama, Qwen 2.5 and 3, Mistral, Phi-4 mini, SmolLM …; attention windows, as in Gemma 3 and OLMo 3",
                 {"soft-capped scores (Gemma 2)": "", "attention sinks (gpt-oss)": "",
                  "Mamba": "", "images": "image"}),
@@ -64,7 +64,7 @@ def abilities(conf: Path = ROOT / "conf") -> list[Ability]:
         Ability("metrics go to", "`metrics.jsonl`, and " + quoted(each.value for each in LoggerName
                 if each is not LoggerName.none), {}),
         Ability("GPUs", "one, with every engine; rlexp is written for several, but not tested on them: [what has run "
-                "where](#what-has-run-where)", {}),
+                "where](hardware.md)", {}),
     ]  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def table(rows: Iterable[Ability]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def readme(file: Path = README) -> str:
-    """Return the README with the table of this schema."""
+def page_text(file: Path = INDEX) -> str:
+    """Return the page with the table of this schema."""
     head, rest = file.read_text(encoding="utf-8").split(BEGIN)
     return head + BEGIN + table(abilities()) + END + rest.partition(END)[2]
