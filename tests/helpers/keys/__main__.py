@@ -1,5 +1,5 @@
-"""python -m tests.helpers.keys: write docs/keys.md, the table of abilities in docs/README.md, and the keys in the yaml files of
-losses and rings."""
+"""python -m tests.helpers.keys: write docs/keys.md, the table of abilities in docs/README.md, and the keys in the yaml
+files of losses and rings."""
 
 from tests.helpers.keys.abilities import INDEX, page_text
 from tests.helpers.keys.headers import headers
