@@ -282,7 +282,7 @@ def _rank_main(
         sys.stderr.write(text + "\n" if spec.rank else "")
         sys.stderr.flush()
 
-    watch.Watch.tell = staticmethod(tell)
+    watch.report_by(tell)
     try:
         say("value", target(spec, *pickle.loads(args)))
     except BaseException as error:

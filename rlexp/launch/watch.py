@@ -18,6 +18,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -35,6 +36,20 @@ GOT_FURTHER, PLACE = "watch/further", "watch/place"  # keys in the store
 
 class Stuck(Exception):
     """No rank of the world gets any further."""
+
+
+class Clock:
+    """The time by which a watch looks."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def pause(self, ended: threading.Event, seconds: float) -> bool:
+        """Wait for so long, or until the watch ends. Return whether it has ended."""
+        return ended.wait(seconds)
+
+
+clock = Clock()  # a test has one of its own, and moves it
 
 
 class _Progress:
@@ -113,14 +128,21 @@ def end() -> None:
         watch.join(timeout=5.0)
 
 
-def _alone(error: BaseException) -> None:
+def _print(error: BaseException) -> None:
     sys.stderr.write(f"{error}\n")
 
 
-class Watch(threading.Thread):
-    """Looks after all ranks from one of them. `tell` is told the error, in this thread, before the process ends."""
+_report: Callable[[BaseException], None] = _print
 
-    tell: Callable[[BaseException], None] = staticmethod(_alone)
+
+def report_by(report: Callable[[BaseException], None]) -> None:
+    """Pass the error that ends this process to `report`, in the thread of the watch."""
+    global _report
+    _report = report
+
+
+class Watch(threading.Thread):
+    """Looks after all ranks from one of them."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, seconds: float, gpu: int | None = None) -> None:
         super().__init__(name="watch", daemon=True)
@@ -143,12 +165,12 @@ class Watch(threading.Thread):
 
         Between two looks no more than two beats count: a job that Slurm suspends for an hour goes on where it was.
         """
-        mine, seen, quiet, looked = -1, b"", 0.0, time.monotonic()
-        while not self.ended.wait(self._beat):
+        mine, seen, quiet, looked = -1, b"", 0.0, clock.now()
+        while not clock.pause(self.ended, self._beat):
             done = _progress.done()
             further, mine = done != mine or _progress.waits_elsewhere > 0, done
             now = self._passed_on(further=further)
-            before, looked = looked, time.monotonic()
+            before, looked = looked, clock.now()
             quiet = 0.0 if further or now != seen else quiet + min(looked - before, 2 * self._beat)
             seen = now
             if quiet > self._seconds:
@@ -183,7 +205,7 @@ class Watch(threading.Thread):
     def _standings(self, mine: Standing, since: str) -> dict[int, Standing]:
         keys = [f"{PLACE}/{since}/{rank}" for rank in range(self._ranks)]
         self._store.set(keys[self._rank], json.dumps(mine))
-        self.ended.wait(2 * self._beat)  # until each has looked
+        clock.pause(self.ended, 2 * self._beat)  # until each has looked
         there = [rank for rank, key in enumerate(keys) if self._store.check([key])]
         return {rank: Standing(*json.loads(self._store.get(keys[rank]))) for rank in there}
 
@@ -194,18 +216,21 @@ class Watch(threading.Thread):
         import torch
 
         event = torch.cuda.default_stream(self._gpu).record_event()
-        self.ended.wait(self._beat)
+        clock.pause(self.ended, self._beat)
         return not event.query()
 
     def _end(self, behind: list[int], said: str) -> None:
         """End this process. Those that are behind wait, so that others are taken for those that waited."""
         if self._rank in behind and len(behind) < self._ranks:
-            self.ended.wait(30.0)
+            clock.pause(self.ended, 30.0)
         error = Stuck(
             f"Timed out waiting: no rank has got any further in launch.timeout_seconds={self._seconds:g}. {said}."
         )
         try:
-            self.tell(error)
+            _report(error)
+        except BaseException:  # it must not hide why this process ends
+            _print(error)
+            traceback.print_exc()
         finally:
             os._exit(1)
 

@@ -149,7 +149,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     if under_torchrun():
         end_with_parent()
     claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
-    watch.Watch.tell = lambda error: _leave(spec, claimed, error)
+    watch.report_by(lambda error: _leave(spec, claimed, error))
     try:
         from rlexp.training.train.rank import train
         from rlexp.training.world.objects import from_rank0

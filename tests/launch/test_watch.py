@@ -2,102 +2,126 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rlexp.launch import watch
+from rlexp.launch import rank_reports, watch
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.watch import Standing, behind_of
 from rlexp.training.rollout.host import Host, build_host
 from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import gather_objects
+from tests.helpers.moved_clock import MovedClock
 
-PATIENT = 1.0  # seconds
-
-
-def on_watched_ranks(ranks: int, function: Callable[[int], Any]) -> list[Any]:
-    return run_ranks(_joined, ranks, (function,), preload=PRELOAD, timeout=60.0)
+PATIENT = 10.0  # seconds of a clock that a rank moves
 
 
-def _joined(spec: RankSpec, function: Callable[[int], Any]) -> Any:
+def on_watched_ranks(ranks: int, folder: Path, function: Callable[[int, MovedClock], Any]) -> list[Any]:
+    clock = MovedClock.file(folder / "clock", ranks)
+    return run_ranks(_joined, ranks, (function, clock), preload=PRELOAD, timeout=240.0)
+
+
+def _joined(spec: RankSpec, function: Callable[[int, MovedClock], Any], path: Path) -> Any:
+    clock = watch.clock = MovedClock(path, spec.rank)
     if function is comes_late and spec.rank == 2:
-        time.sleep(1000)
+        clock.move(2 * PATIENT, [0, 1])
     join(spec, launch_on("cpu", PATIENT))
-    found = function(spec.rank)
+    answer = function(spec.rank, clock)
     leave_world()
-    return found
+    return answer
 
 
-def slow_but_sure(rank: int) -> list[int]:
+def slow_but_sure(rank: int, clock: MovedClock) -> list[int]:
     """Rank 1 takes twice as long as a rank waits for one that hangs; then it waits for what has no limit. In the end
     all stand still for longer, as in a job that Slurm suspends."""
     if rank == 1:
-        for _ in range(4):
-            time.sleep(PATIENT / 2)
+        for _ in range(3):
+            clock.move(0.7 * PATIENT, range(3))
             watch.note()
     gather_objects(rank, 3)
     if rank == 1:
         with watch.elsewhere():
-            time.sleep(2 * PATIENT)
+            clock.move(2 * PATIENT, range(3))
     gather_objects(rank, 3)
-    time.sleep(PATIENT / 4)
-    subprocess.Popen(["sh", "-c", f"sleep {2 * PATIENT}; kill -CONT {os.getpid()}"])
-    os.kill(os.getpid(), signal.SIGSTOP)
+    if rank == 1:
+        clock.jump(20 * PATIENT, range(3))
     return gather_objects(rank, 3)
 
 
-def all_compute(rank: int) -> list[int]:
-    time.sleep(3 * PATIENT)
+def all_compute(rank: int, clock: MovedClock) -> list[int]:
+    """Rank 0 computes until rank 1 says that the time has passed: it reads a file, which is no collective."""
+    if rank == 1:
+        clock.move(3 * PATIENT, range(2))
+    while clock.now() < 3 * PATIENT:
+        time.sleep(0.001)
     return gather_objects(rank, 2)
 
 
-def hangs(rank: int) -> None:
+def hangs(rank: int, clock: MovedClock) -> None:
     """The others wait where they wait for samples, which may take long to draw."""
     host: Host = build_host(World(rank, 3, ALONE))
     if rank == 1:
         watch.at("in step 7, in its backward phase")
-        time.sleep(1000)
+        clock.move(100 * PATIENT, range(3))
     host.meet()
 
 
-def comes_late(_rank: int) -> None:
+def comes_late(_rank: int, _clock: MovedClock) -> None:
     """Rank 2 never joins."""
 
 
-def test_a_rank_that_gets_further_is_waited_for() -> None:
-    assert on_watched_ranks(3, slow_but_sure) == [[0, 1, 2]] * 3
+@pytest.fixture(autouse=True)
+def launcher_that_waits_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One second for reports that say no more than the first."""
+    monkeypatch.setattr(rank_reports, "PATIENCE", 1.0)
 
 
-def test_ranks_that_all_compute_are_left_alone() -> None:
+def test_a_rank_that_gets_further_is_waited_for(tmp_path: Path) -> None:
+    assert on_watched_ranks(3, tmp_path, slow_but_sure) == [[0, 1, 2]] * 3
+
+
+def test_ranks_that_all_compute_are_left_alone(tmp_path: Path) -> None:
     """As long as none waits for another: they load a model, say, and note nothing."""
-    assert on_watched_ranks(2, all_compute) == [[0, 1]] * 2
+    assert on_watched_ranks(2, tmp_path, all_compute) == [[0, 1]] * 2
 
 
-def test_who_holds_the_others_up_is_named() -> None:
-    began = time.monotonic()
+def test_who_holds_the_others_up_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed) as error:
-        on_watched_ranks(3, hangs)
-    said = str(error.value)
+        on_watched_ranks(3, tmp_path, hangs)
     assert (
-        "Timed out waiting: no rank has got any further in launch.timeout_seconds=1. Behind the others: rank 1; "
-        in said
-    )
-    assert "rank 0 waits where it began; rank 1 is in step 7, in its backward phase; rank 2 waits" in said
-    assert time.monotonic() - began < 45
+        "Timed out waiting: no rank has got any further in launch.timeout_seconds=10. Behind the others: rank 1; "
+        "rank 0 waits where it began; rank 1 is in step 7, in its backward phase; rank 2 waits"
+    ) in str(error.value)
 
 
-def test_who_never_joins_is_named() -> None:
+def test_who_never_joins_is_named(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match=r"Behind the others: rank 2; .* rank 2 does not answer\."):
-        on_watched_ranks(3, comes_late)
+        on_watched_ranks(3, tmp_path, comes_late)
+
+
+def test_why_a_stuck_rank_ends_is_reported_or_else_printed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under a launcher that is not ours, too: `report_by` is given a function of the launcher's."""
+    reported: list[BaseException] = []
+    ends: list[int] = []
+    monkeypatch.setattr(watch, "_report", watch._report)
+    monkeypatch.setattr(watch.os, "_exit", ends.append)
+    looking = watch.Watch(dist.HashStore(), 0, 2, PATIENT)
+    for report in (lambda error: reported.append(error), lambda: None):
+        watch.report_by(report)  # type: ignore[arg-type]
+        looking._end([1], "Behind the others: rank 1")
+    assert str(reported[0]).endswith("in launch.timeout_seconds=10. Behind the others: rank 1.")
+    assert (len(reported), ends) == (1, [1, 1])
+    assert "Behind the others: rank 1.\n" in (printed := capsys.readouterr().err)
+    assert "TypeError" in printed
 
 
 def test_a_rank_alone_keeps_no_events_that_nobody_looks_at() -> None:
