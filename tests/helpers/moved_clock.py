@@ -1,4 +1,4 @@
-"""A clock that the watches of several ranks share, and that one of them moves: no verdict depends on a machine's speed."""
+"""A clock that the watches of several ranks share, and that one of them moves."""
 
 from __future__ import annotations
 

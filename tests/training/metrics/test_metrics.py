@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,18 +48,20 @@ def test_one_reduction_tells_sharded_from_replicated() -> None:
 
 
 def slow_rank(spec: RankSpec, cfg: Config) -> float:
+    """Return how long a replica waits, by a clock in which only rank 1's forward passes take time: 0.2 s each."""
+    from rlexp.training.metrics import stopwatch
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
 
     task = build(cfg, probing=unprobed)
-    forward = task.run.engine.forward
+    forward, clock = task.run.engine.forward, SimpleNamespace(now=0.0)
 
     def slowly(shard: Any) -> Any:
-        time.sleep(0.2)
+        clock.now += 0.2 * spec.rank
         return forward(shard)
 
-    if spec.rank == 1:
-        task.run.engine.forward = slowly  # type: ignore[method-assign]
+    task.run.engine.forward = slowly  # type: ignore[method-assign]
+    stopwatch.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     return train_step(task, 1)["train/replica_wait_seconds"]
 
 
@@ -68,8 +70,7 @@ def test_how_long_a_replica_waits_for_a_slow_one_is_told() -> None:
     cfg = compose_config(["launch.device=cpu", "launch.nproc=2", "logger=none", "data=synthetic", "data.size=16",
                           "train.batch_size=8", "train.micro_batch_size=2", "engine=torch"])  # fmt: skip
     one, other = on_ranks(2, slow_rank, cfg)
-    assert one == other
-    assert 0.3 < one < 5
+    assert one == other == pytest.approx(0.4)
 
 
 def test_the_memory_peak_is_of_the_step_alone() -> None:

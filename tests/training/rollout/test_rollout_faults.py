@@ -86,7 +86,7 @@ def refused(answer: subprocess.CompletedProcess[str], folder: Path, *said: str) 
     for each in said:
         assert each in answer.stderr, answer.stderr
     assert answer.stderr.count("rlexp: ") == 1, answer.stderr
-    assert gone(left_in(folder), within=5)
+    assert gone(left_in(folder), within=240)
 
 
 # ---- rewards of the user's own ----
@@ -105,7 +105,8 @@ def refused(answer: subprocess.CompletedProcess[str], folder: Path, *said: str) 
     ],
 )
 def test_a_reward_that_fails_says_for_which_sample(rlexp: Shell, rewards: Path, function: str, said: list[str]) -> None:
-    python = ("reward=python", f"reward.function=grades:{function}", "reward.timeout_seconds=1")
+    python = ("reward=python", f"reward.function=grades:{function}",
+              f"reward.timeout_seconds={1 if function == 'hangs' else 200}")  # fmt: skip
     own = [part for part in RUN if not part.startswith(("reward.rule", "reward.pattern"))]
     answer = rlexp(*own, "parallel=ring2", *python)
     refused(answer, rewards, f"reward.function=grades:{function}", *said)
