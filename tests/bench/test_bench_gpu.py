@@ -61,7 +61,7 @@ def test_make_asks_before_it_installs_anything(tmp_path: Path) -> None:
     for words in ((), (f"GPU_PYTHON={sys.executable}",)):
         told = subprocess.run(
             ["make", "gpu", f"VENV={tmp_path / 'venv'}", *words],
-            cwd=ROOT, env=os.environ | HIDDEN, capture_output=True, text=True, timeout=60, check=False,
+            cwd=ROOT, env=os.environ | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert told.stderr.startswith("make gpu: no GPU is visible on this machine"), told.stderr
         assert told.returncode != 0

@@ -80,7 +80,7 @@ def test_a_section_is_rehearsed_and_the_page_of_the_docs_stays(tmp_path: Path, w
 def test_without_a_gpu_it_says_so() -> None:
     told = subprocess.run(
         [sys.executable, "-m", "bench.beside_trl", "--write", str(PAGE)], cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=100, check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert (told.returncode, told.stdout) == (beside_trl.NO_GPU, "")
     assert told.stderr.startswith("bench.beside_trl: no GPU is visible on this machine")

@@ -166,7 +166,7 @@ def measured() -> Measured:
              "rollout.vllm_memory=0.1", "train.max_steps=8", "data.size=40"]  # fmt: skip
     cfg = compose_config(words)
     sampled = replace(cfg, rollout=replace(cfg.rollout, engine=type(cfg.rollout.engine).vllm))  # none is installed
-    (found,) = run_ranks(rank, 1, (sampled,), timeout=100)
+    (found,) = run_ranks(rank, 1, (sampled,), timeout=240)
     assert isinstance(found, Measured)
     return found
 

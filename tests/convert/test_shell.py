@@ -49,7 +49,7 @@ def test_words_are_those_of_bash(script: str, words: list[str], tmp_path: Path) 
     assert words in [command.words for command in commands(script)]
     told = tmp_path / "told"
     run = f"c() {{ printf '%s\\0' c \"$@\" > '{told}'; }}\n{script}\nwait"  # a command may be in the background
-    subprocess.run(["bash", "-c", run], check=True, timeout=30, capture_output=True, cwd=tmp_path)
+    subprocess.run(["bash", "-c", run], check=True, timeout=240, capture_output=True, cwd=tmp_path)
     assert told.read_text(encoding="utf-8").split("\0")[:-1] == words
 
 
@@ -183,5 +183,5 @@ def test_the_folder_of_a_script_is_known(tmp_path: Path) -> None:
     (words,) = [each.words for each in commands(text, script)]
     assert words == ["c", str(script.parent), f"{tmp_path}/x", str(tmp_path), "$(cd a;pwd)"]
     script.write_text(f"c() {{ printf '%s\\n' c \"$@\"; }}\n{text}\n")
-    told = subprocess.run(["bash", str(script)], check=True, timeout=30, capture_output=True, cwd=tmp_path, text=True)
+    told = subprocess.run(["bash", str(script)], check=True, timeout=240, capture_output=True, cwd=tmp_path, text=True)
     assert told.stdout.splitlines()[:4] == words[:4]

@@ -36,7 +36,7 @@ METRICS = {
 def run(folder: Path, *args: str, **env: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "rlexp.dashboard", *args],
-        cwd=folder, env=CLEAN | env, capture_output=True, text=True, timeout=60, check=False,
+        cwd=folder, env=CLEAN | env, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
 
 

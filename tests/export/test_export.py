@@ -68,7 +68,7 @@ for place in sys.argv[1:]:
 def loaded_plainly(*places: Path) -> list[tuple[list, list, str, str, bool]]:
     answer = subprocess.run(
         [sys.executable, "-c", PLAIN, *map(str, places)],
-        cwd=places[0], capture_output=True, text=True, timeout=120, check=False,
+        cwd=places[0], capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     return [tuple(json.loads(line)) for line in answer.stdout.splitlines()[-len(places) :]]

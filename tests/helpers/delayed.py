@@ -28,7 +28,7 @@ from torch import Tensor
 from rlexp.launch.joining import RankSpec, join, launch_on
 
 NAME, PLAYED = "delayed", "delayed_played"
-PATIENCE = timedelta(seconds=60)
+PATIENCE = timedelta(seconds=240)
 SLEEP = 20_000_000  # a GPU's cycles: 10 ms
 Start = Callable[[list[Tensor], list[Tensor]], Any]  # inputs and outputs of its own; returns what to wait for, if any
 

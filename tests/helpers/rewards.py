@@ -59,7 +59,7 @@ def children() -> list[int]:
     return found
 
 
-def function(name: str, timeout: float = 20.0, workers: int = 1) -> PythonRewardConfig:
+def function(name: str, timeout: float = 240.0, workers: int = 1) -> PythonRewardConfig:
     return PythonRewardConfig(
         function=f"tests.helpers.reward_functions:{name}", timeout_seconds=timeout, workers=workers
     )  # fmt: skip

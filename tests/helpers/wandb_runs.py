@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlexp.run_files.checkpoint_folder import latest_first
 from tests.helpers import warm
+from tests.helpers.runs import descendants, gone
 
 ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false", "train.batch_size=2",
         "data.size=100", "data.eval_size=4")  # fmt: skip
@@ -31,13 +32,14 @@ def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> 
 def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> None:
     """Start a run, and kill its launcher and with it all its processes, some rows after its last checkpoint."""
     process = begin(folder, "train.max_steps=100000", *overrides, env=env)
-    deadline = time.monotonic() + 90
+    deadline = time.monotonic() + 240
     run = folder / "run"
     while (len(curve_of(run)) < rows or not latest_first(run)) and time.monotonic() < deadline:
         time.sleep(0.02)
+    everyone = descendants(process.pid)  # the ranks, and the client, which writes what it has before it ends
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=60)
-    time.sleep(2)  # for the ranks to end, and for the client to write what it has
+    process.wait(timeout=240)
+    assert gone(everyone, within=240)
 
 
 def curve_of(run_dir: Path) -> list[dict[str, float]]:
@@ -56,7 +58,7 @@ def wandb(*args: str, env: Env = CLEAN) -> str:
     """Run the client's own command line. It writes logs beside the folder that is named last."""
     done = subprocess.run(
         [sys.executable, "-m", "wandb", *args],
-        cwd=Path(args[-1]).parent, env=env, capture_output=True, text=True, timeout=90, check=False,
+        cwd=Path(args[-1]).parent, env=env, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

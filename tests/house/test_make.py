@@ -60,7 +60,7 @@ def test_make_takes_a_python_that_fits(tmp_path: Path, case: str) -> None:
         env={key: value for key, value in os.environ.items() if key not in INHERITED} | {"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     if chosen is None:

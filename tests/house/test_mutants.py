@@ -139,7 +139,7 @@ def test_it_is_planted_in_a_process_of_its_own(tmp_path: Path) -> None:
     def said(plan: Plan) -> Any:
         plan.write(tmp_path / "plan.json")
         run = subprocess.run([sys.executable, "-c", program], env=environment(tmp_path / "plan.json"), cwd=tmp_path,
-                             capture_output=True, text=True, check=True, timeout=60)  # fmt: skip
+                             capture_output=True, text=True, check=True, timeout=240)  # fmt: skip
         return json.loads(run.stdout)
 
     log = tmp_path / "log"

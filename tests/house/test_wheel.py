@@ -19,7 +19,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel's content, alone, as site-packages would have it."""
     folder = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(folder)]
-    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=120)
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=240)
     (wheel,) = folder.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(folder / "site")
@@ -34,7 +34,7 @@ def run(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[s
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
 
@@ -47,7 +47,7 @@ def test_it_is_the_wheel_that_answers(installed: Path, tmp_path: Path) -> None:
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=True,
     )
     assert answer.stdout.strip() == str(installed / "rlexp" / "__init__.py")

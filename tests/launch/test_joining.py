@@ -67,7 +67,7 @@ print(total.item(), os.environ.get("GLOO_SOCKET_IFNAME"))
 """
 
 
-def step_of(folder: Path, job: int, rank: int, world: int, timeout: float = 60, interface: str = "") -> warm.Process:
+def step_of(folder: Path, job: int, rank: int, world: int, timeout: float = 240, interface: str = "") -> warm.Process:
     env = os.environ | {
         "SLURM_STEP_NUM_TASKS": str(world), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank),
         "SLURM_JOB_ID": str(job), "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost",
@@ -80,18 +80,18 @@ def test_two_jobs_meet_in_one_folder_on_one_node(tmp_path: Path) -> None:
     """The ranks of each job meet only each other, at free ports, and leave no file."""
     ranks = {(job, rank): step_of(tmp_path, job, rank, 2) for job in (71, 72) for rank in range(2)}
     for (number, _), process in ranks.items():
-        said, complaint = process.communicate(timeout=90)
+        said, complaint = process.communicate(timeout=240)
         assert said.split()[:1] == [str(2.0 * number)], complaint
         assert said.split()[1] == "lo"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_who_does_not_come_to_the_meeting_is_named(tmp_path: Path) -> None:
-    alone, late = step_of(tmp_path, 73, 0, 3, timeout=10), step_of(tmp_path, 73, 1, 3, timeout=60)
+    alone, late = step_of(tmp_path, 73, 0, 3, timeout=30), step_of(tmp_path, 73, 1, 3)
     wrong = step_of(tmp_path, 74, 0, 2, interface="no0")
     orphan = step_of(tmp_path, 75, 1, 2, timeout=2)
-    said = [process.communicate(timeout=90)[1].strip() for process in (alone, late, wrong, orphan)]
-    assert said[0].endswith("UserError: rank 2 did not join the rendezvous within launch.timeout_seconds=10.")
+    said = [process.communicate(timeout=240)[1].strip() for process in (alone, late, wrong, orphan)]
+    assert said[0].endswith("UserError: rank 2 did not join the rendezvous within launch.timeout_seconds=30.")
     assert "launch.interface=no0: node localhost has no such interface" in said[2]
     assert "has lo" in said[2].replace("It has", "has")
     assert "rank 0 did not join the rendezvous within launch.timeout_seconds=2" in said[3]

@@ -86,7 +86,7 @@ def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: 
         assert process.poll() is None
         time.sleep(0.05)
     process.send_signal(signal.SIGKILL)
-    process.wait(timeout=10)
+    process.wait(timeout=240)
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "running", "waiting"]
     assert 8 <= len(steps_of(tmp_path / "sw" / "1")) < 40
     first = (tmp_path / "sw" / "0" / "run.json").read_bytes()
@@ -211,15 +211,15 @@ def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
     sweep = ("-m", *QUICK, "train.max_steps=100000", "parallel=ring1,ring2", "logger.progress=false")
     process = warm.start("rlexp", sweep, tmp_path)
     curve = tmp_path / "sw" / "0" / "metrics.jsonl"
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 240
     while not (curve.exists() and len(steps_of(curve.parent)) >= 2) and time.monotonic() < deadline:
         time.sleep(0.05)
-    second = warm.run("rlexp", sweep, tmp_path, timeout=60)
+    second = warm.run("rlexp", sweep, tmp_path, timeout=240)
     assert second.returncode == 1
     assert second.stderr.startswith("rlexp: hydra.sweep.dir=")
     assert "another process" in second.stderr
     process.send_signal(signal.SIGINT)
-    said, told = process.communicate(timeout=100)
+    said, told = process.communicate(timeout=240)
     assert process.returncode == 130
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["stopped", "waiting"]
     assert "To continue, give the same command with hydra.sweep.dir=" in told

@@ -177,11 +177,11 @@ def small_disk(place: Path, size: int) -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=20)
+        subprocess.run(["umount", "--lazy", str(place)], check=True, timeout=240)
 
 
 def mount(*args: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["mount", *args], capture_output=True, text=True, timeout=20, check=False)
+    return subprocess.run(["mount", *args], capture_output=True, text=True, timeout=240, check=False)
 
 
 @pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 12), ("fp64", 24)])

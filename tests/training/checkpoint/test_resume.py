@@ -234,7 +234,7 @@ def test_a_curve_that_is_removed_costs_no_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "run" / "metrics.jsonl").unlink()
     wait_for_steps(tmp_path, process, steps=8)
     process.send_signal(signal.SIGTERM)
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 143
     assert "could not be saved" not in stderr
     last = steps_of(tmp_path / "run")[-1]
@@ -282,11 +282,11 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     process.send_signal(signal.Signals[name])
-    _, stderr = process.communicate(timeout=30)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.Signals[name]
     assert "Traceback" not in stderr
     assert f"stopped: stopped by {name}; " in stderr
-    assert gone(everyone, within=5)
+    assert gone(everyone, within=240)
     last = checkpoint.latest_first(tmp_path / "run")[0]
     manifest = checkpoint.check_sizes(last)
     checkpoint.check_contents(last, manifest["files"], manifest)
@@ -301,7 +301,7 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
     wait_for_steps(tmp_path, process)
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
     os.kill(descendants(servers[0])[1], signal.SIGUSR1)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGUSR1
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_of(tmp_path / "run")[-1]
 
@@ -314,7 +314,7 @@ def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name
     process = start(tmp_path)
     wait_for_steps(tmp_path, process)
     os.killpg(process.pid, signal.Signals[name])
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == 128 + signal.Signals[name]
     assert run_json(tmp_path / "run")["reason"] == f"stopped by {name}"
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_of(tmp_path / "run")[-1]
@@ -330,8 +330,8 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     process.send_signal(signal.SIGUSR1)  # torchrun does not handle the signal, and dies
-    process.communicate(timeout=30)
-    assert gone(everyone, within=20)
+    process.communicate(timeout=240)
+    assert gone(everyone, within=240)
     run = run_json(tmp_path / "run")
     assert (run["status"], run["reason"]) == ("stopped", "stopped by SIGTERM")
     done = steps_of(tmp_path / "run")[-1]
@@ -339,7 +339,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
     for said in ("continues from", "the run is finished. To train on"):
         answer = subprocess.run(
             [*torchrun, *QUICK, "parallel=ring2", f"train.max_steps={done + 1}"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert answer.returncode == 0, answer.stderr
         assert said in answer.stderr
@@ -353,7 +353,7 @@ def leaves_its_world(place: Path, *overrides: str) -> None:
     joined = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     answer = subprocess.run(
         [sys.executable, "-c", code, *QUICK, *overrides],
-        cwd=place, env=os.environ | joined, capture_output=True, text=True, timeout=120, check=False,
+        cwd=place, env=os.environ | joined, capture_output=True, text=True, timeout=240, check=False,
     )  # fmt: skip
     assert answer.stdout.split() == ["0", "False"], answer.stderr
     assert "the run is finished" in answer.stderr
@@ -372,10 +372,10 @@ def test_a_step_that_takes_too_long_is_abandoned_whole(tmp_path: Path, how: str)
     if how == "a second Ctrl-C":
         time.sleep(0.6)
         process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=60)
+    _, stderr = process.communicate(timeout=240)
     assert process.returncode == 130
     assert "Traceback" not in stderr
-    assert gone(everyone, within=5)
+    assert gone(everyone, within=240)
     assert steps_of(tmp_path / "run") == [1]
     assert run_json(tmp_path / "run")["status"] == "stopped"
 
@@ -402,12 +402,12 @@ held = Freed()
 gone = weakref.ref(held, lambda _: os.kill(os.getpid(), stops.END_NOW))
 try:
     del held
-    time.sleep(20)
+    time.sleep(200)
     print("the stop was lost")
 except stops.Terminated as ended:
     print(ended, ended.exit_code)
 """
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
     assert answer.stdout.splitlines() == ["stopped by SIGINT 130"]
     assert not answer.stderr
 
@@ -416,7 +416,7 @@ def test_a_run_that_ended_before_its_first_checkpoint_begins_again(rlexp: Shell,
     process = start(tmp_path, "checkpoint.save_every=null")
     wait_for_steps(tmp_path, process)
     process.kill()
-    process.wait(timeout=10)  # its ranks may outlive it for a moment: the next process waits for them
+    process.wait(timeout=240)  # its ranks may outlive it for a moment: the next process waits for them
     answer = rlexp(*QUICK, "parallel=ring2", "train.max_steps=2", "resume.force=[seed]", "seed=3")
     assert answer.returncode == 0, answer.stderr
     assert "no checkpoint here yet: begins at step 1" in answer.stderr

@@ -162,8 +162,8 @@ def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> Non
     everyone = [process.pid, *descendants(process.pid)]
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
     os.kill(process.pid if victim == "launcher" else descendants(servers[0])[1], signal.SIGKILL)
-    process.wait(timeout=30)
-    assert gone(everyone, within=15)
+    process.wait(timeout=240)
+    assert gone(everyone, within=240)
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 4
     for folder, layout in (("run", ("parallel=ring1", "launch.nproc=2")), ("straight", ())):
         answer = warm.run("rlexp", overrides(*layout, f"hydra.run.dir={folder}"), tmp_path, timeout=300)

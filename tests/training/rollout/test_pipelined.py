@@ -140,11 +140,11 @@ def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp
     wait_for_steps(tmp_path, process, 2)
     ranks = descendants(process.pid)
     os.kill(max(ranks), signal.SIGKILL)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 1, said
     assert "SIGKILL" in said
     assert run_json(tmp_path / "run")["status"] == "failed"
-    assert gone(ranks, within=20)
+    assert gone(ranks, within=240)
     again = rlexp(*command)
     assert again.returncode == 0, again.stderr
     assert same_run(straight, tmp_path / "run") == []

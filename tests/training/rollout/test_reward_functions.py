@@ -55,9 +55,9 @@ def test_what_a_function_prints_is_no_score(capfd: pytest.CaptureFixture[str]) -
     assert "said by another" in printed
 
 
-def test_workers_judge_at_the_same_time() -> None:
-    with built(function("process", workers=2)) as rewards:
-        assert len(set(scored(rewards, samples("a", "b")))) == 2
+def test_workers_judge_at_the_same_time(tmp_path: Path) -> None:
+    with built(function("meets_another", workers=2)) as rewards:
+        assert len(set(scored(rewards, samples(str(tmp_path), str(tmp_path))))) == 2
 
 
 def test_the_processes_of_functions_import_no_torch() -> None:
@@ -176,7 +176,6 @@ def test_a_process_in_a_call_goes_when_its_rank_is_killed(tmp_path: Path) -> Non
         assert parent.stdout.readline() == "submitted\n"
         assert eventually(lambda: told.exists() and told.read_text("utf-8"))
         worker = int(told.read_text("utf-8"))
-        time.sleep(0.2)
         os.kill(worker, 0)
         parent.send_signal(signal.SIGKILL)
     assert eventually(lambda: gone(worker)), f"{worker} outlived its rank"

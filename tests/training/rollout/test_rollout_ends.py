@@ -44,7 +44,7 @@ def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_pat
     process = warm.start("rlexp", args, tmp_path)
     wait_for_steps(tmp_path, process, 3)
     process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=60)
+    _, said = process.communicate(timeout=240)
     assert process.returncode == 143, said
     assert run_json(tmp_path / "run")["reason"] == "stopped by SIGTERM"
     [last] = checkpoint.latest_first(tmp_path / "run")

@@ -224,7 +224,7 @@ def test_a_prompt_longer_than_the_limit(rlexp: Shell, tmp_path: Path) -> None:
 # ---- deaths ----
 
 
-def wait_for(what: Callable[[], bool], process: warm.Process, within: float = 90) -> None:
+def wait_for(what: Callable[[], bool], process: warm.Process, within: float = 240) -> None:
     deadline = time.monotonic() + within
     while not what():
         assert process.poll() is None, process.stderr.read()
@@ -241,9 +241,9 @@ def test_a_death_while_sampling_leaves_no_process(tmp_path: Path, victim: str) -
     everyone = [process.pid, *descendants(process.pid)]
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
     os.kill(process.pid if victim == "launcher" else descendants(servers[0])[2], signal.SIGKILL)
-    _, stderr = process.communicate(timeout=30)
-    assert gone(everyone, within=15)
-    assert gone(left_in(tmp_path), within=5)
+    _, stderr = process.communicate(timeout=240)
+    assert gone(everyone, within=240)
+    assert gone(left_in(tmp_path), within=240)
     if victim == "rank":
         assert process.returncode == 1
         assert "SIGKILL" in stderr, stderr
@@ -263,9 +263,9 @@ def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rew
     assert len(left_in(rewards)) > 3
     servers = [pid for pid in descendants(process.pid) if descendants(pid)]
     os.kill(descendants(servers[0])[0], signal.SIGKILL)
-    process.communicate(timeout=30)
+    process.communicate(timeout=240)
     assert process.returncode == 1
-    assert gone(left_in(rewards), within=10)
+    assert gone(left_in(rewards), within=240)
 
 
 # ---- configurations ----

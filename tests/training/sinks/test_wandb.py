@@ -197,7 +197,7 @@ def test_a_client_that_is_ended_does_not_end_the_run(tmp_path: Path) -> None:
     clients = [pid for pid in below(table, [process.pid]) if table[pid].name == "wandb-core"]
     assert len(clients) == 1
     os.kill(clients[0], signal.SIGTERM)
-    said = process.communicate(timeout=100)[1]
+    said = process.communicate(timeout=240)[1]
     assert process.returncode == 0, said
     assert said.count("W&B's process has ended before the run") == 1
     assert [row["step"] for row in curve_of(tmp_path / "run")] == list(range(1, 121))
@@ -354,7 +354,7 @@ def test_a_run_that_dies_of_memory_leaves_where(tmp_path: Path, account: pytest.
     prepare_environment(LaunchConfig(device=Device.cpu))
     run_folder.enter(cfg, tmp_path / "run")
     with pytest.raises(Exception, match="rank 1 ran out of memory in step 3, in its backward phase") as raised:
-        run_ranks(dying_rank, 2, (str(tmp_path / "run"),), preload=PRELOAD, timeout=120)
+        run_ranks(dying_rank, 2, (str(tmp_path / "run"),), preload=PRELOAD, timeout=240)
     assert not isinstance(raised.value, RankFailed)
     run_folder.leave(tmp_path / "run")
     (run,) = read_offline(tmp_path / "run")

@@ -10,7 +10,6 @@ import re
 import shutil
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.train.step import train_step
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
+from tests.helpers.slurm.machine import wait_until
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "engine=torch", "data.size=20", "data.eval_size=3",
         "train.batch_size=4", "train.micro_batch_size=2", "train.eval_every=2")  # fmt: skip
@@ -327,24 +327,19 @@ def test_another_run_that_computes_the_same_is_waited_for(
     ((name, content),) = files(cache).items()
     place = cache / "reference" / name
     place.unlink()
-    begun, asked = threading.Event(), threading.Event()
+    begun = threading.Event()
 
     def compute() -> None:
         with locked(place):
             begun.set()
-            asked.wait(60)
-            time.sleep(0.3)
+            inode = os.stat(place.with_name(f".{place.name}.lock")).st_ino
+            wait_until(lambda: re.search(rf"-> FLOCK .*:{inode} ", Path("/proc/locks").read_text()), 240)  # it waits
             place.write_bytes(content)
-
-    def asking(*args: Any) -> Any:
-        asked.set()
-        return locked(*args)
 
     other = threading.Thread(target=compute)
     other.start()
     begun.wait()
     monkeypatch.setattr(building, "frozen_model", no_model)
-    monkeypatch.setattr(precompute, "locked", asking)
     build(configured("train.eval_every=null"), probing=unprobed)
     other.join()
     assert "waits for another run that computes the reference of the same pairs." in capfd.readouterr().err

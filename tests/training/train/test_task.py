@@ -206,7 +206,7 @@ def test_preflight_rehearses_it() -> None:
     """An answer a sample is half of what a pair is: so are the tokens of the forward pass."""
     pairs = compose_elsewhere(["hardware=h100", "parallel=ring2", "launch.nproc=2", "train.batch_size=1"])
     answers = dataclasses.replace(pairs, loss=SupervisedConfig())
-    [(of_pairs, of_answers)] = run_ranks(rehearsed_rank, 1, ([pairs, answers],), timeout=120)
+    [(of_pairs, of_answers)] = run_ranks(rehearsed_rank, 1, ([pairs, answers],), timeout=240)
     assert of_answers == pytest.approx(of_pairs / 2, rel=1e-6)
 
 
