@@ -181,15 +181,6 @@ def test_the_tests_of_a_gpu_pass_on_the_cpu(tmp_path: Path) -> None:
     assert int(total) > int(passed)
 
 
-def test_engines_and_rings_are_right_on_cpu_ranks(tmp_path: Path) -> None:
-    """The short cases of what a GPU runs, on one world, over the same process group: every engine among them."""
-    on = stand_in()
-    cases = [case for name in gpu_world.CASES for case in gpu_world.CASES[name](on) if case.short]
-    assert {f"`{engine}`" for engine in ENGINES} < {case.name for case in cases}
-    found = gpu_world.run_all(on, cases, tmp_path)
-    assert {case.label: why for case in cases if (why := gpu_world.wrong(on, case, found[case]))} == {}
-
-
 def test_a_part_of_flash_attn_has_the_heads_of_its_cases(monkeypatch: pytest.MonkeyPatch) -> None:
     on = dataclasses.replace(stand_in(), device="cuda")
     monkeypatch.setattr(gpu_world, "gpu_generations", lambda: {9})
@@ -203,6 +194,10 @@ def test_a_part_of_flash_attn_has_the_heads_of_its_cases(monkeypatch: pytest.Mon
         kernel = case.words[-1].partition("=")[2]
         size = model.hidden_size // model.heads
         assert takes(kernel if kernel.startswith("flash_attn") else "flash_attn", size, 9), case
+
+
+def test_every_engine_is_a_case() -> None:
+    assert {f"`{engine}`" for engine in ENGINES} <= {case.name for case in gpu_world.engine_cases(stand_in())}
 
 
 @pytest.mark.slow

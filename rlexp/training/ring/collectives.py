@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rlexp.launch import watch
 from rlexp.training.world.groups import Ring
 
 
@@ -81,7 +82,9 @@ def between(ring: Ring, going: Posted, coming: Posted) -> Underway:
 
 
 def _leaving(ring: Ring, size: int) -> Callable[[], None]:
-    """Count bytes that are sent, and return what to call when this rank has waited for them."""
+    """Count bytes that are sent, and return what to call when this rank has waited for them. The watch learns that this
+    rank has begun: one that hangs before is behind the others."""
+    watch.note()
     return functools.partial(ring.traffic.arrived, ring.traffic.send(size))
 
 

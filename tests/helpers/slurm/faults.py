@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
 import re
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -66,6 +70,7 @@ class Seen:
     ended: float  # seconds from the fault until the job ended in Slurm
     told: float  # seconds until the launcher printed it
     line: str
+    shown: str  # by rlexp.status, of the whole sweep
     run_dir: Path
 
 
@@ -118,8 +123,18 @@ def seen_of(sweep: Sweep, part: Part, number: int, said: dict[tuple[str, int], f
         part.faults[number], job["status"], job["reason"] or "", at, known,
         # Slurm cuts fractions off: the job may have ended up to one second later.
         known.ended + 1 - (at or 0), said.get((part.name, number), 0) - (at or 0),
-        line_of(sweep.said, number), sweep.folder / job["folder"],
+        line_of(sweep.said, number), shown(sweep), sweep.folder / job["folder"],
     )  # fmt: skip
+
+
+@functools.cache
+def shown(sweep: Sweep) -> str:
+    """Return what `rlexp.status` prints of a sweep that has ended, as one line."""
+    done = subprocess.run(
+        [sys.executable, "-m", "rlexp.status", str(sweep.folder)], capture_output=True, text=True, timeout=240,
+        check=False, env=os.environ | sweep.lab.env(),
+    )  # fmt: skip
+    return " ".join(done.stdout.split())
 
 
 def accounted(lab: Lab, job: str) -> Accounted:

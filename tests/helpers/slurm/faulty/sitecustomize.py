@@ -4,7 +4,8 @@
     RLEXP_TEST_FAULT=1:rank=0,…;4:rank=2,…           faults in jobs 1 and 4 of a sweep on Slurm
 
 `where` is `import` (before anything else), `load` (as the product is imported), `meet` (before the process group),
-`step` (before a step), `forward` and `backward` (within a step), `save` (the rank's state is written, the rest of the
+`step` (before a step), `forward` and `backward` (within a step), `collective` (as it is about to send keys and values
+within a step, in the call that does it), `save` (the rank's state is written, the rest of the
 checkpoint is not) or `end` (after the last collective). With a number, as step3 or save4, the fault happens at that
 optimizer step; without one, at the first time.
 
@@ -36,7 +37,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-PLACES = ("import", "load", "meet", "step", "forward", "backward", "save", "end")
+PLACES = ("import", "load", "meet", "step", "forward", "backward", "collective", "save", "end")
 WAYS = re.compile(r"raise|kill|stop|hang|loop|memory|eat|(exit|quit)\d+")
 
 
@@ -216,6 +217,20 @@ def in_policy(module: Any) -> None:
     around(module.Policy, "forward", wrap)
 
 
+def in_collectives(module: Any) -> None:
+    """Strike in the call that begins messages between the ranks of a ring."""
+
+    def wrap(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            if fault.now:
+                fault.reach("collective", fault.now)
+            return begin(*args, **kwargs)
+
+        return begun
+
+    around(module.dist, "batch_isend_irecv", wrap)
+
+
 def in_engine(module: Any) -> None:
     def wrap(backward: Callable[..., Any]) -> Callable[..., Any]:
         def passed(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,6 +281,7 @@ CHANGES = {
     "rlexp.launch.joining": in_place,
     "rlexp.training.train.loop": in_loop,
     "rlexp.training.model.policy": in_policy,
+    "rlexp.training.ring.collectives": in_collectives,
     "rlexp.training.engine.plain": in_engine,
     "rlexp.training.checkpoint.saver": in_saver,
     "rlexp.training.train.rank": in_run,
