@@ -81,17 +81,17 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.resume --write docs/measured/invariance.md
 	$(BIN)/python -m bench.kills --write docs/checkpoints.md
 	$(BIN)/python -m bench.bug_report --write docs/why.png
-	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/ppo.md $(STORIES)
-	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts.md
+	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/rollouts_inside.md $(STORIES)
+	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts_inside.md
 	$(BIN)/python -m bench.holding --write docs/layouts.png
 	$(BIN)/python -m bench.batch_picture --write docs/batch.png
 	$(BIN)/python -m bench.longest_picture --write docs/longest.png
 	$(BIN)/python -m bench.attention --write docs/measured/attention.md
 	$(BIN)/python -m bench.pairs $(BEFORE) --write docs/measured/attention.md
 	$(BIN)/python -m bench.traffic --write docs/measured/layouts.md
-	$(BIN)/python -m bench.sharing --write docs/sharing.md
-	$(BIN)/python -m bench.dealing --write docs/sharing.md
-	$(BIN)/python -m bench.families --write docs/models.md
+	$(BIN)/python -m bench.sharing --write docs/measured/sharing.md
+	$(BIN)/python -m bench.dealing --write docs/measured/sharing.md
+	$(BIN)/python -m bench.families --write docs/measured/models.md
 	$(BIN)/python -m bench.report_picture --write docs/report.png
 	$(BIN)/python -m bench.checkpoint --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.memory --write docs/measured/adapters.md

@@ -145,7 +145,7 @@ WHOLE, ASYNC = "`torch.save`, fsync", "torch's async checkpoint"
 
 def saving() -> str:
     lines = [
-        "| engine, ranks | what | stands still: first | later | on disk after | GB/s | held up | core-seconds |",
+        "| engine, ranks | what | paused: first | later | on disk after | GB/s | held up | core-seconds |",
         "| --- | --- |" + " ---: |" * 6,
     ]
     parameters = 0

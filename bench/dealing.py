@@ -1,7 +1,7 @@
 """Time what the dealer makes of short pairs on a ring of 8, and how evenly two replicas work.
 
     python -m bench.dealing                             print both tables; a quarter of an hour on two cores
-    python -m bench.dealing --write docs/sharing.md
+    python -m bench.dealing --write docs/measured/sharing.md
 
 On eight ranks, pairs with HH-RLHF's lengths are trained by a ring of 8 and by eight rings of 1. Nothing is chosen by
 hand; beside it, the ring has one pair at a time. A ring sends keys and values that rings of 1 do not send, and each

@@ -1,7 +1,7 @@
-"""Say which model families train over a ring, and how far each is from its model alone: the table of docs/models.md.
+"""Say which model families train over a ring, and how far each is from its model alone: docs/measured/models.md.
 
     python -m bench.families                         print it
-    python -m bench.families --write docs/models.md
+    python -m bench.families --write docs/measured/models.md
 
 Each family is made by transformers, small and with random float64 weights, and its windows are shorter than most
 sequences. It runs packed over real ranks, on every ring and layout, and one sequence after the other by transformers

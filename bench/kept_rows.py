@@ -27,7 +27,7 @@ KEPT = re.compile(
     re.DOTALL,
 )
 # Measured pages whose page has another name.
-OF_PAGE = {"convert.md": "coming_from.md", "rollouts_gpu.md": "rollouts.md"}
+OF_PAGE = {"convert.md": "coming_from.md", "rollouts_gpu.md": "rollouts_inside.md"}
 Rows = list[str]  # lines of a table; the first two are its head
 
 

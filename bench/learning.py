@@ -3,7 +3,7 @@
 The runs are `+experiment=ppo_tiny`, the same with optim.lr=0, and `+experiment=dog` with three algorithms and three
 seeds.
 
-    python -m bench.learning --write docs/learning.png --page docs/ppo.md --stories ../shared/models/stories260K
+    python -m bench.learning --write docs/learning.png --page docs/rollouts_inside.md --stories FOLDER
 
 Without `--stories` only ppo_tiny runs. With `--keep FILE` the curves are stored there and read again the next time. The
 exit code is 1 if ppo_tiny does not keep the bounds below, or learns without a learning rate.

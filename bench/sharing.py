@@ -2,7 +2,7 @@
 
     python -m bench.sharing                              print it; a quarter of an hour on a quiet core
     python -m bench.sharing --only group                 one line
-    python -m bench.sharing --write docs/sharing.md
+    python -m bench.sharing --write docs/measured/sharing.md
 
 Pairs have the lengths of real ones: HH-RLHF's, and SQuALITY's stories with two summaries. TRL's DPOTrainer is timed
 beside them where it is installed. `group` is eight answers of 200 tokens to a prompt of 2,000, which are scored and

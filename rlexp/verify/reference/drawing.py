@@ -1,4 +1,4 @@
-"""Which token a random number chooses, written out a second time from docs/rollouts.md.
+"""Which token a random number chooses, written out a second time from docs/rollouts_inside.md.
 
 A sample's numbers follow from (seed, rollout, prompt, sample, position). A number u chooses the token at which the
 probabilities of the tokens that may be drawn, added up in the order of the vocabulary, first exceed u times their sum.

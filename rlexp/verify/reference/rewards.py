@@ -1,4 +1,4 @@
-"""Answers as texts, their ends, and their rewards, written a second time from docs/rewards.md and docs/rollouts.md.
+"""Answers as texts, their ends, and their rewards, written again from docs/rewards.md and docs/reinforcement.md.
 
 Rules are in `reward_rules.py`. The user's functions are asked again, in processes of their own.
 Reward models are transformers' own in float64, one sequence at a time. No code comes from training/rollout/.

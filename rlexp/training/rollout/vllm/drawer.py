@@ -130,7 +130,7 @@ class VLLMDrawer:
         if answer.tolist() != list(output.token_ids):
             raise DrawError(
                 f"{request.prompt.origin}: vLLM returned other tokens than were chosen for it. This version of vLLM "
-                f"does not fit; docs/rollouts.md says which do. Use rollout.engine=native."
+                f"does not fit; docs/reinforcement.md says which do. Use rollout.engine=native."
             )
         if not np.isfinite(logps).all():
             refuse_not_finite(request, int(np.isfinite(logps).argmin()))
