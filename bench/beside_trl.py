@@ -268,11 +268,11 @@ class Compared:
                 if not apart <= near]  # fmt: skip
 
     def row(self) -> str | None:
-        """Return the line's row of the short table: the fastest of each side."""
+        """Return the line's row of the short table: the fastest of each side. Its section has the peaks of memory."""
         ours, theirs = self.fastest("rlexp"), self.fastest("TRL")
         if ours is None or theirs is None:
             return None
-        cells = [f"{self.seconds(each):.3g} | {self.peak(each)} | {each.name}" for each in (theirs, ours)]
+        cells = [f"{self.seconds(each):.3g} | {each.name}" for each in (theirs, ours)]
         times = self.seconds(theirs) / self.seconds(ours)
         return f"| {self.title} | {' | '.join(cells)} | {times:.2f} | {time.strftime('%Y-%m-%d')} |"
 

@@ -7,7 +7,7 @@ python -m bench.flash_attn_2 --check                         only say what is mi
 flash-attn compiles 73 files for four kinds of GPU, and has no switch for fewer. This part has 9 files, for Hopper
 (--generation 90) or another. `bench/flash_attn_2.patch` leaves the rest out: other head sizes, float16, dropout, ALiBi,
 capped logits, and keys that are split for decoding. Who calls these gets a message. The wheel is for the Python and the
-torch that run this. docs/gpu.md says how long it takes, and what was run.
+torch that run this. bench/README.md says how long it takes, and what was run.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ python -m bench.gpu                                            on this machine's
 python -m bench.gpu --write docs/measured/gpu.md               and writes each into the page as soon as it is complete
 python -m bench.gpu --only engines                             one section; each takes at most six minutes
 python -m bench.gpu --only rates --keep-rates                  and writes what preflight and parallel.kernel=auto know
-python -m bench.gpu --rehearse                                 the same on two CPU ranks, small, to see that it runs
+python -m bench.gpu --rehearse                                 the same on four CPU ranks, small, to see that it runs
 python -m bench.gpu --predict --write docs/measured/gpu.md     no GPU: the longest pair that fits, by ring size
 
 With no GPU it says so and exits with 3. With a GPU it exits with 1 if a section failed, or found something wrong.

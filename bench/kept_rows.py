@@ -1,4 +1,5 @@
-"""Rows of a measured table that a page keeps: copied from docs/measured/NAME.md into docs/NAME.md, between two markers.
+"""Rows of a measured table that a page keeps: copied from docs/measured/NAME.md into a page of docs/, between two
+markers.
 
 A page marks them with the measured page and the heading that the table stands under:
 
@@ -27,25 +28,25 @@ KEPT = re.compile(
     re.DOTALL,
 )
 # Measured pages whose page has another name.
-OF_PAGE = {"convert.md": "coming_from.md", "rollouts_gpu.md": "rollouts_inside.md"}
+OF_PAGE = {"convert.md": "coming_from.md", "gpu.md": "hardware.md", "rollouts_gpu.md": "rollouts_inside.md"}
 Rows = list[str]  # lines of a table; the first two are its head
 
 
 def page_of(measured: Path) -> Path:
-    """Return the page that keeps rows of a measured page; of any other page, itself."""
+    """Return the page that explains a measured page; for any other page, the page itself."""
     if measured.parent.name != MEASURED:
         return measured
     return measured.parent.parent / OF_PAGE.get(measured.name, measured.name)
 
 
 def refresh(measured: Path) -> list[str]:
-    """Copy the kept rows into the page of a measured page, and into the README. Return what was not found: such a table
-    stays as it was."""
+    """Copy the rows that other pages keep of a measured page. Return what was not found: such a table stays as it
+    was."""
     if (page := page_of(measured)) == measured:
         return []
     problems: list[str] = []
-    for each in (page, page.parent.parent / README):
-        if each.exists():
+    for each in (*sorted(page.parent.glob("*.md")), page.parent.parent / README):
+        if each.exists() and f"{MEASURED}/{measured.name}#" in each.read_text(encoding="utf-8"):
             text, more = refreshed(each)
             each.write_text(text, encoding="utf-8")
             problems += more

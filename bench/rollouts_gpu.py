@@ -8,7 +8,7 @@ python -m bench.rollouts_gpu --rehearse --short           on a CPU with vLLM's b
 
 With no GPU or no vLLM it says so and exits with 3. It exits with 1 if a case failed, or misses its goal.
 
-How vLLM comes to a machine without internet, and how large its wheels are: docs/gpu.md.
+How vLLM comes to a machine without internet, and how large its wheels are: bench/README.md.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = "hardware.md"
 BEGIN, END = "<!-- where: begin -->", "<!-- where: end -->"
 CPU, PREDICTED, SEVERAL = "CPU", "predicted", "several GPUs"
-ALWAYS, NEVER, NOT_THERE = "always", "never", "–"
+ALWAYS, NEVER, NOT_THERE = "always", "", "–"
+REHEARSED = "rehearsed {}"  # by CPU ranks, in place of ranks that share a GPU
 GPU = re.compile(r"\b(\d+|one) (?:× )?(?:NVIDIA )?([A-Z]+\d+\w*)\b")
 ON_CPU = re.compile(r"Not run on a GPU|Rehearsed|\bCPU, by|\b0 GPUs")
 DATE = re.compile(r"20\d\d-\d\d-\d\d")
@@ -27,34 +28,36 @@ DATE = re.compile(r"20\d\d-\d\d-\d\d")
 
 @dataclass(frozen=True)
 class Row:
-    """What has run, and the sections that say so, as `gpu.md#tests`; the first one is linked."""
+    """What has run, and the sections with its dates, as `gpu.md#tests`; the first one is linked."""
 
     what: str
     sections: tuple[str, ...] = ()
-    on_cpu: str | None = None  # where no section says it
+    on_cpu: str | None = None  # in place of a date; `{}` is the date
+    cells: tuple[tuple[str, str], ...] = ()  # by place: what a section does not date, or more than its date: `{}`
 
 
+SHARED = "four ranks on one GPU: "
 ROWS = (
-    Row("the whole test suite: rings of up to 8 ranks, two nodes under torchrun, a real Slurm", on_cpu=ALWAYS),
-    Row("kernels, and every engine against float64, on a ring of 1", ("gpu.md#tests",), on_cpu=ALWAYS),
-    Row("memory and time of `zero1`, as predicted and as measured", ("gpu.md#training",)),
-    Row("every engine on rings of 1, 2 and 4, as ranks that share a GPU", ("gpu.md#engines",)),
-    Row("every layout, transport and kernel on rings of 2 and 4, as ranks that share a GPU", ("gpu.md#rings",)),
-    Row("adapters, references, checkpointing and other options, as ranks that share a GPU", ("gpu.md#options",)),
-    Row("a run that stops and continues on another ring, as ranks that share a GPU", ("gpu.md#commands",)),
-    Row("`rlexp.verify` on a ring of 4, as ranks that share a GPU", ("gpu.md#verify",)),
-    Row("`rlexp.verify`, 25 of 26 configurations, on a ring of 1", ("verify.md#on-one-gpu",), on_cpu=ALWAYS),
-    Row("layouts and rings, one rank at a time", ("benchmarks.md#attention-on-a-gpu",)),
-    Row("speed beside TRL, and flash-attn 4, on a ring of 1", ("beside_trl.md#8000-tokens", "beside_trl.md#hh")),
-    Row(
-        "answers by vLLM: tokens, weights, curves",
-        ("rollouts_gpu.md#curves", "rollouts_gpu.md#the-tokens-of-a-rollout"),
-    ),
+    Row("all tests: rings of 8, two nodes, Slurm", on_cpu=ALWAYS),
+    Row("tests of kernels and engines, ring of 1", ("gpu.md#tests",), on_cpu=ALWAYS),
+    Row("memory and time of `zero1`", ("gpu.md#training",)),
+    Row(f"{SHARED}engines", ("gpu.md#engines",), on_cpu=REHEARSED),
+    Row(f"{SHARED}layouts, transports", ("gpu.md#rings",), on_cpu=REHEARSED),
+    Row(f"{SHARED}adapters, references, losses", ("gpu.md#options",), on_cpu=REHEARSED),
+    Row(f"{SHARED}resuming on another ring", ("gpu.md#commands",), on_cpu=REHEARSED),
+    Row(f"{SHARED}`rlexp.verify`", ("gpu.md#verify",), on_cpu=REHEARSED),
+    Row("`rlexp.verify`, ring of 1", ("verify.md#on-one-gpu",), on_cpu=ALWAYS,
+        cells=(("one H200", "{}: 25 of 26"),)),
+    Row("layouts, one rank at a time", ("benchmarks.md#attention-on-a-gpu",)),
+    Row("speed beside TRL, ring of 1", ("beside_trl.md#8000-tokens", "beside_trl.md#hh")),
+    Row("flash-attn 4, ring of 1", ("beside_trl.md#before",), cells=(("one H200", "2026-11, by hand"),)),
+    Row("answers by vLLM",
+        ("rollouts_gpu.md#curves", "rollouts_gpu.md#the-tokens-of-a-rollout"), on_cpu=REHEARSED),
     Row("`rlexp.generate`", on_cpu=ALWAYS),
-    Row("the recipes for an 8B model, with a small model in its place", on_cpu=ALWAYS),
+    Row("recipes, with a small model", on_cpu=ALWAYS),
     Row("flash-attn 2 and 3, ring-flash-attn"),
     Row("NCCL between several GPUs or nodes"),
-)
+)  # fmt: skip
 
 
 def where(text: str) -> tuple[str, str] | None:
@@ -73,7 +76,7 @@ def where(text: str) -> tuple[str, str] | None:
 
 
 def said(section: str, folder: Path) -> dict[str, str]:
-    """Return the last date of each place that a section names; a section has the parts below it."""
+    """Return the last date of each place that a section and its parts name."""
     file, _, heading = section.partition("#")
     dates: dict[str, str] = {}
     for place, date in filter(None, map(where, paragraphs(folder / file, heading))):
@@ -107,9 +110,11 @@ def table(folder: Path | None = None, rows: Sequence[Row] = ROWS) -> str:
     lines = [f"| what | {' | '.join(places)} |", f"| --- |{' --- |' * len(places)}"]
     for row, dates in zip(rows, found, strict=True):
         what = f"[{row.what}]({MEASURED}/{row.sections[0]})" if row.sections else row.what
-        cells = [max((each[place] for each in dates if place in each), default=None) for place in places]
-        cells[0] = row.on_cpu or cells[0] or NOT_THERE
-        lines.append(f"| {what} | {' | '.join(cell or NEVER for cell in cells)} |")
+        latest = {place: max((each[place] for each in dates if place in each), default=NEVER) for place in places}
+        on_cpu = row.on_cpu if latest[CPU] or row.on_cpu != REHEARSED else None
+        texts = {CPU: on_cpu or latest[CPU] or NOT_THERE, **dict(row.cells)}
+        cells = (texts.get(place, latest[place]).format(latest[place]) for place in places)
+        lines.append(f"| {what} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -52,11 +52,14 @@ def test_a_measurement_moves_the_table(tmp_path: Path) -> None:
         "### Of four\nMeasured 2026-12-02 at commit 2, on 4 × NVIDIA H100 80GB HBM3.\n<!-- rings: end -->\n\n"
         "## Rates\n\nMeasured 2026-12-05 at commit 2, on 1 × NVIDIA B200.\n"
     )
-    made = where.table(tmp_path, [where.Row("rings", ("gpu.md#rings",)), where.Row("rates", ("gpu.md#rates",))])
+    made = where.table(tmp_path, [
+        where.Row("rings", ("gpu.md#rings",), on_cpu=where.REHEARSED),
+        where.Row("rates", ("gpu.md#rates",), cells=(("one B200", "{}: 2 of 3"),)),
+    ])  # fmt: skip
     assert made.splitlines()[0] == "| what | CPU | one B200 | one H100 | one H200 | several GPUs |"
     assert made.splitlines()[2:] == [
-        "| [rings](measured/gpu.md#rings) | 2026-11-27 | never | never | never | 2026-12-02 |",
-        "| [rates](measured/gpu.md#rates) | – | 2026-12-05 | never | never | never |",
+        "| [rings](measured/gpu.md#rings) | rehearsed 2026-11-27 |  |  |  | 2026-12-02 |",
+        "| [rates](measured/gpu.md#rates) | – | 2026-12-05: 2 of 3 |  |  |  |",
     ]
     with pytest.raises(SystemExit, match=r"has no section ring\. Correct ROWS in bench/where\.py\."):
         where.table(tmp_path, [where.Row("rings", ("gpu.md#ring",))])

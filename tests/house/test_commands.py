@@ -43,6 +43,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     written = dict.fromkeys(("PAIRS.jsonl", "pairs.jsonl", "FILE", "help.jsonl", "sets/a.parquet"), ROWS)
     written["conf/experiment/hh_helpful.jsonl.gz"] = ROWS  # a reader types in a checkout, which has it
     written["runs/reward/model/config.json"] = '{"model_type": "llama"}'  # that a command of docs/rewards.md trains
+    config = "tests/files/models/llama_8b/config.json"  # of the checkout too
+    written[config] = (ROOT / config).read_text(encoding="utf-8")
     for page in PAGES:
         written |= files(page)
     for name, text in written.items():

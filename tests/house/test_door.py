@@ -63,4 +63,4 @@ def test_the_commands_of_the_quickstart_work_as_typed(clone: Path) -> None:
     assert "fits: " in said
     _, trained, after = said.rpartition("/runs/first  (")
     assert trained
-    assert "Say hello in German." in after
+    assert "What is 3 plus 3?" in after
