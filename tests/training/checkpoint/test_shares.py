@@ -20,7 +20,14 @@ QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch"
          "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
 
 
-def test_shares_of_the_data_and_of_the_run_are_the_same_on_every_layout(tmp_path: Path) -> None:
+FEW = ([(2, 5)], Where("torch", 1, 2, "fp64"))
+MANY = ([(2, 2), (4, 5)], Where("torch", 2, 2, "fp64"))
+
+
+@pytest.mark.parametrize(("stops", "end"), [FEW, pytest.param(*MANY, marks=pytest.mark.slow)], ids=["few", "many"])
+def test_shares_of_the_data_and_of_the_run_are_the_same_on_every_layout(
+    tmp_path: Path, stops: list[tuple[int, int]], end: Where
+) -> None:
     """The first 25 of 30 rows are read, and a fifth of them is held out: five steps an epoch, so that shares of it fall
     between two steps, and one between two epochs. Rings of 1, 2 and 4, in other micro-batches, stopped in the warm-up
     and behind a save."""
@@ -40,9 +47,9 @@ def test_shares_of_the_data_and_of_the_run_are_the_same_on_every_layout(tmp_path
     assert sorted(saved) == [4, 7, 9]
     rates = [row["train/learning_rate"] for row in straight.rows]
     assert rates[:4] == pytest.approx([0.0, 5e-4 / 3, 1e-3 / 3, 5e-4])
-    for ring, stop in ((2, 2), (4, 5)):
+    for ring, stop in stops:
         run(Where("torch", ring, 1, "fp64"), tmp_path / "run", f"train.stop_after={stop}", base=base)
-    curve = curve_of(run(Where("torch", 2, 2, "fp64"), tmp_path / "run", base=base))
+    curve = curve_of(run(end, tmp_path / "run", base=base))
     assert excesses(straight, curve) == []
     assert [row["step"] for row in curve.rows if "eval/loss" in row] == [2, 3, 5, 6, 8, 9]
 

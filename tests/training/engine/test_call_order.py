@@ -23,8 +23,9 @@ from tests.helpers.ranks import TIMEOUT, train_steps
 BASE = ("launch.device=cpu", "logger=none", "parallel=ring2", "launch.nproc=4", "train.batch_size=8", "data.size=16",
         "train.micro_batch_size=2", "data.eval_size=0", "memory.checkpointing=full")  # fmt: skip
 LORA = ("adapter=lora", "adapter.rank=2")
-USUAL = [("engine=torch", *LORA), ("engine=zero2",), ("engine=fsdp2", "parallel.layout=allgather")]
-OTHERS = [("engine=torch", "parallel.layout=ulysses"), ("engine=zero0", "parallel.layout=allgather"), ("engine=zero1",),
+USUAL = [("engine=torch", *LORA), ("engine=zero2",)]
+OTHERS = [("engine=fsdp2", "parallel.layout=allgather"),
+          ("engine=torch", "parallel.layout=ulysses"), ("engine=zero0", "parallel.layout=allgather"), ("engine=zero1",),
           ("engine=zero2", "parallel.layout=contiguous", *LORA), ("engine=zero3",), ("engine=zero3", *LORA),
           ("engine=zero2", "engine.offload=optimizer"), ("engine=fsdp2", *LORA)]  # fmt: skip
 
