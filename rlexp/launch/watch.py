@@ -22,13 +22,15 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
     import torch.distributed as dist
 
+T = TypeVar("T")
 FOR_EVER = timedelta(days=7)  # of a collective; who ends it is the watch
 MOST_BEAT = 15.0  # seconds between two looks
+ANSWER = 5.0  # seconds for the store to answer, at least; rank 0, which holds it, may have stopped
 BETWEEN_EVENTS = 0.01  # seconds of the host between two events of a GPU: it launches whole layers in less
 WAITING = ("rlexp/launch/staged.py", "rlexp/training/ring/collectives.py")  # beside torch's own files
 GOT_FURTHER, PLACE = "watch/further", "watch/place"  # keys in the store
@@ -148,6 +150,7 @@ class Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self._store, self._rank, self._ranks, self._seconds, self._gpu = store, rank, ranks, seconds, gpu
         self._beat = min(MOST_BEAT, seconds / 10)
+        self._question: threading.Thread | None = None
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -179,12 +182,37 @@ class Watch(threading.Thread):
 
     def _passed_on(self, *, further: bool) -> bytes:
         """Tell all ranks that this one has got further, and return what changes as soon as any has."""
-        try:
+
+        def passed_on() -> bytes:
             if further:
                 self._store.add(GOT_FURTHER, 1)
             return self._store.get(GOT_FURTHER) if self._store.check([GOT_FURTHER]) else b""
+
+        try:
+            return self._answer(passed_on)
         except Exception:  # the store has gone with rank 0, or with its folder: then this rank's own progress counts
             return b""
+
+    def _answer(self, question: Callable[[], T]) -> T:
+        """Ask the store, in a thread that may wait for ever: a process that is stopped keeps its connections open."""
+        answers: list[T] = []
+        errors: list[Exception] = []
+
+        def ask() -> None:
+            try:
+                answers.append(question())
+            except Exception as error:
+                errors.append(error)
+
+        if self._question is None or not self._question.is_alive():
+            self._question = threading.Thread(target=ask, name="watch's question", daemon=True)
+            self._question.start()
+            self._question.join(max(ANSWER, self._beat))
+        if errors:
+            raise errors[0]
+        if not answers:
+            raise TimeoutError("the store does not answer")
+        return answers[0]
 
     def _verdict(self, since: bytes) -> tuple[list[int], str] | None:
         """Return the ranks that are behind, and where all are, in words. None if no rank waits, and so all compute, or
@@ -192,9 +220,13 @@ class Watch(threading.Thread):
         mine = Standing(waits() or self._gpu_waits(), _progress.noted, begun(), _progress.place)
         try:
             known = self._standings(mine, since.decode())
-            further = self._store.get(GOT_FURTHER) != since
+            further = self._answer(lambda: self._store.get(GOT_FURTHER)) != since
         except Exception:
-            return ([], "Their store does not answer: rank 0, which holds it, may be gone") if mine.waits else None
+            return (
+                ([], "Their store does not answer: rank 0, which holds it, may be gone or stopped")
+                if mine.waits
+                else None
+            )
         if further or (len(known) == self._ranks and not any(each.waits for each in known.values())):
             return None
         behind = behind_of(known, self._ranks)
@@ -204,10 +236,13 @@ class Watch(threading.Thread):
 
     def _standings(self, mine: Standing, since: str) -> dict[int, Standing]:
         keys = [f"{PLACE}/{since}/{rank}" for rank in range(self._ranks)]
-        self._store.set(keys[self._rank], json.dumps(mine))
+        self._answer(lambda: self._store.set(keys[self._rank], json.dumps(mine)))
         clock.pause(self.ended, 2 * self._beat)  # until each has looked
-        there = [rank for rank, key in enumerate(keys) if self._store.check([key])]
-        return {rank: Standing(*json.loads(self._store.get(keys[rank]))) for rank in there}
+
+        def written() -> dict[int, bytes]:
+            return {rank: self._store.get(key) for rank, key in enumerate(keys) if self._store.check([key])}
+
+        return {rank: Standing(*json.loads(text)) for rank, text in self._answer(written).items()}
 
     def _gpu_waits(self) -> bool:
         """Say whether the GPU works on something that does not end: the host may wait for it, and no call tells."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,6 +124,20 @@ def test_why_a_stuck_rank_ends_is_reported_or_else_printed(
     assert (len(reported), ends) == (1, [1, 1])
     assert "Behind the others: rank 1.\n" in (printed := capsys.readouterr().err)
     assert "TypeError" in printed
+
+
+def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 holds it, and is stopped: its connections stay open. Rank 1 waits in a collective."""
+    never = threading.Event()
+    monkeypatch.setattr(watch, "ANSWER", 0.01)
+    monkeypatch.setattr(watch, "waits", lambda: True)
+    monkeypatch.setattr(watch, "begun", lambda: 0)
+    looking = watch.Watch(SimpleNamespace(check=lambda _: never.wait(), set=lambda *_: never.wait()), 1, 2, 0.1)
+    assert looking._passed_on(further=False) == b""
+    assert looking._verdict(b"") == (
+        [], "Their store does not answer: rank 0, which holds it, may be gone or stopped",
+    )  # fmt: skip
+    never.set()
 
 
 def test_a_rank_alone_keeps_no_events_that_nobody_looks_at() -> None:
