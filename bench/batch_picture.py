@@ -18,6 +18,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 
+from bench.pictures import save
 from rlexp.config.sizes import dp_size, grad_acc
 from rlexp.training.dealer.deal import Dealer, Room
 
@@ -39,8 +40,8 @@ class Layout:
     @property
     def title(self) -> str:
         return (
-            f"ring {self.ring} × {counted(self.replicas, 'replica')}\n"
-            f"× {counted(self.accumulation, 'micro-batch', 'micro-batches')}"
+            f"ring {self.ring} × {counted(self.replicas, 'replica')} × "
+            f"{counted(self.accumulation, 'micro-batch', 'micro-batches')}"
         )
 
 
@@ -76,27 +77,38 @@ def counted(number: int, one: str, more: str = "") -> str:
     return f"{number} {one if number == 1 else more or one + 's'}"
 
 
+def shows(layouts: list[Layout]) -> dict[str, Any]:
+    """Return the pairs of each replica in each micro-batch, by the ring."""
+    shown = {}
+    for one in layouts:
+        of = {f"replica {replica}, micro-batch {place}": [*pairs] for (replica, place), pairs in one.work.items()}
+        shown[f"ring {one.ring}"] = of
+    return shown
+
+
 def draw(layouts: list[Layout], path: Path) -> None:
+    """Draw the layout with the most micro-batches at the left, and the others one below the other beside it."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(layouts), figsize=(12, 4.9), sharey=True, layout="constrained")
-    for axes, one in zip(panels, layouts, strict=True):
-        panel(axes, one)
-    panels[0].set(ylabel="micro-batch")
+    figure = plt.figure(figsize=(10, 6.6), layout="constrained")
+    first, *others = layouts
+    left, right = figure.subfigures(1, 2)
+    panel(left.subplots(), first)
+    heights = [one.accumulation + 1.3 for one in others]  # with room for the title
+    for part, one in zip(right.subplots(len(others), 1, height_ratios=heights), others, strict=True):
+        panel(part, one)
     figure.suptitle(
-        f"One optimizer step on {GPUS} GPUs: train.batch_size={BATCH}, train.micro_batch_size={MICRO}", fontsize=13
-    )
-    explained = (
-        "Each colour is one pair of the train batch, which is the same for every ring size. A ring cuts both",
-        "sequences of its pair: each of its GPUs computes 1/ring of the tokens. The optimizer steps once, at the end.",
-    )
-    figure.supxlabel("\n".join(explained), fontsize=10.5)
-    figure.savefig(path, dpi=120)
+        f"One optimizer step on {GPUS} GPUs with train.batch_size={BATCH} train.micro_batch_size={MICRO}: "
+        f"every ring size\ncomputes the same {BATCH} pairs. Each colour is one pair.", fontsize=12
+    )  # fmt: skip
+    figure.supxlabel("A ring shares both sequences of its pair: each of its GPUs computes 1/ring of the tokens.\n"
+                     "The optimizer steps once, after the last micro-batch.", fontsize=10.5)  # fmt: skip
+    save(figure, path, shows(layouts))
 
 
 def panel(axes: Any, one: Layout) -> None:
-    most = max(layout(ring).accumulation for ring in RINGS)
+    most = one.accumulation
     for (replica, place), pairs in one.work.items():
         for pair in pairs:
             for gpu in range(replica * one.ring, (replica + 1) * one.ring):
@@ -110,10 +122,9 @@ def panel(axes: Any, one: Layout) -> None:
     axes.set_xticks([gpu + 0.5 for gpu in range(GPUS)], [str(gpu) for gpu in range(GPUS)])
     axes.set_yticks([place + 0.5 for place in range(most)], [str(place + 1) for place in range(most)])
     axes.tick_params(length=0)
-    axes.xaxis.tick_top()
-    axes.xaxis.set_label_position("top")
-    axes.set_xlabel("GPU")
-    axes.set_title(one.title, fontsize=11, pad=10)
+    axes.set_xlabel("GPU", labelpad=1)
+    axes.set_title(one.title, fontsize=11, pad=6)
+    axes.set_ylabel("micro-batch")
     axes.spines[:].set_visible(False)
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 import matplotlib
 import numpy as np
 
+from bench.pictures import save
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
@@ -25,7 +26,7 @@ LAYOUTS = (
     ("ring 8, micro-batch 1", "ring8", 1),
     ("ring 8, micro-batch 8: one micro-batch is the whole batch", "ring8", 8),
 )
-COLOURS, WIDTHS, STYLES = ("#0072b2", "#d55e00", "#009e73"), (5.0, 2.6, 1.2), ("-", "-", "--")
+COLOURS, WIDTHS, STYLES = ("#0072b2", "#d55e00", "#009e73"), (4.4, 2.4, 1.2), ("-", "-", "--")
 STEPS = 30
 
 
@@ -33,6 +34,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.bug_report", description=__doc__)
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     options = parser.parse_args()
+    logged, elsewhere = curves()
+    draw(logged, elsewhere, options.write)
+    gap = max(float(np.abs(curve / logged[0] - 1).max()) for curve in logged)
+    swing = max(float(np.abs(curve / elsewhere[0] - 1).max()) for curve in elsewhere)
+    print(f"{options.write}: the curves logged here differ by {gap:.1e}, those of the last micro-batch by {swing:.1e}")
+
+
+def curves(first: int = STEPS) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Train on each layout, and return the logged curves and those of rank 0's last micro-batches: the first steps."""
     prepare_environment(ON_CPU)
     configs = [
         compose_config(
@@ -41,11 +51,8 @@ def main() -> None:
         )
         for _, ring, micro in LAYOUTS
     ]  # fmt: skip
-    logged, elsewhere = run_ranks(draw_rank, 8, (configs,), timeout=1800)[0]
-    draw(logged, elsewhere, options.write)
-    gap = max(float(np.abs(curve / logged[0] - 1).max()) for curve in logged)
-    swing = max(float(np.abs(curve / elsewhere[0] - 1).max()) for curve in elsewhere)
-    print(f"{options.write}: the curves logged here differ by {gap:.1e}, those of the last micro-batch by {swing:.1e}")
+    logged, elsewhere = run_ranks(draw_rank, 8, (configs, first), timeout=1800)[0]
+    return logged, elsewhere
 
 
 class Listening:
@@ -61,7 +68,7 @@ class Listening:
         return result
 
 
-def draw_rank(spec: RankSpec, configs: list[Config]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+def draw_rank(spec: RankSpec, configs: list[Config], first: int = STEPS) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
     from rlexp.launch.joining import join
     from rlexp.training.train.build import build, unprobed
@@ -75,7 +82,7 @@ def draw_rank(spec: RankSpec, configs: list[Config]) -> tuple[list[np.ndarray], 
         assert isinstance(task, OfflineTask)
         loss = task.loss = Listening(task.loss)
         curve = []
-        for step in range(1, task.run.total_steps + 1):
+        for step in range(1, first + 1):
             curve.append((train_step(task, step)["train/loss"], loss.last))
         logged.append(np.array([each[0] for each in curve]))
         elsewhere.append(np.array([each[1] for each in curve]))
@@ -99,8 +106,9 @@ def draw(logged: list[np.ndarray], elsewhere: list[np.ndarray], path: Path) -> N
         axes.grid(alpha=0.25)
     left.set_ylabel("DPO loss")
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False, fontsize=10)
-    figure.suptitle("The same training, 8 ranks, batch 8, three layouts", fontsize=12)
-    figure.savefig(path, dpi=130)
+    figure.suptitle("DPO of a small model on 8 ranks with batch 8, trained on three layouts", fontsize=12)
+    save(figure, path, {"logged": [each.tolist() for each in logged],
+                        "elsewhere": [each.tolist() for each in elsewhere]}, dpi=130)  # fmt: skip
 
 
 if __name__ == "__main__":

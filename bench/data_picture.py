@@ -19,6 +19,7 @@ from rich.terminal_theme import TerminalTheme
 from rich.text import Text
 
 from bench.browser import chromium
+from bench.pictures import mark
 from rlexp.config.load import compose_config
 from rlexp.data import draw
 from rlexp.data.answer import preview
@@ -26,8 +27,9 @@ from rlexp.data.answer import preview
 ROWS = Path(__file__).resolve().parent.parent / "conf" / "experiment" / "hh_helpful.jsonl.gz"
 SAMPLES = 1
 WORDS = ("+experiment=smollm_hh", f"data.path={ROWS.name}")  # a relative path, so that no folder of a machine is shown
-WIDTH = 104
-PIXELS = 1000
+COMMAND = f"python -m rlexp.data {' '.join(WORDS)} --samples {SAMPLES}"
+WIDTH = 88
+PIXELS = 800
 THEME = TerminalTheme(
     (22, 24, 29),
     (222, 224, 230),
@@ -43,17 +45,24 @@ def main() -> None:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--write", type=Path, required=True, help="the picture, a PNG")
     picture = parser.parse_args().write.resolve()
+    console = drawn()
+    text = console.export_text(clear=False)
+    folders = [word for word in text.split() if word.startswith("/") and word != "/"]
+    photograph(console.export_svg(title="", theme=THEME), picture)
+    mark(picture, text.splitlines())
+    print(f"{picture.name}: {COMMAND}")
+    sys.exit(f"it shows folders of this machine: {', '.join(folders)}" if folders else None)
+
+
+def drawn() -> Console:
+    """Return the terminal with the command and what it shows."""
     with contextlib.chdir(ROWS.parent):
         facts = preview(compose_config(list(WORDS)), SAMPLES)
     console = Console(width=WIDTH, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor",
                       highlight=False)  # fmt: skip
-    command = f"python -m rlexp.data {' '.join(WORDS)} --samples {SAMPLES}"
-    console.print(Text.assemble(("$ ", "bold cyan"), (command, "bold")), "")
+    console.print(Text.assemble(("$ ", "bold cyan"), (COMMAND, "bold")), "")
     console.print(draw.page(facts, WIDTH, colours=True))
-    folders = [word for word in console.export_text(clear=False).split() if word.startswith("/") and word != "/"]
-    photograph(console.export_svg(title="", theme=THEME), picture)
-    print(f"{picture.name}: {command}")
-    sys.exit(f"it shows folders of this machine: {', '.join(folders)}" if folders else None)
+    return console
 
 
 def photograph(svg: str, picture: Path) -> None:

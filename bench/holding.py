@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bench.pictures import save
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.kernels.base import Rows, segments
 from rlexp.training.ring.layouts import Layout, get_layout
@@ -31,11 +32,11 @@ from rlexp.training.world.groups import Ring
 RING, TOKENS, HEADS, INNER = 4, 32, 8, 2
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7")
 TITLES = {
-    "zigzag": "zigzag: each rank gets what it sees",
-    "contiguous": "contiguous: the same, uneven",
-    "allgather": "allgather: one head of all keys at a time",
-    "ulysses": "ulysses: all tokens of some heads",
-    "hybrid": f"hybrid, ulysses_size={INNER}",
+    "zigzag": "zigzag: an early and a late part on each rank",
+    "contiguous": "contiguous: one part on each rank, uneven work",
+    "allgather": "allgather: the other ranks' keys in one step",
+    "ulysses": "ulysses: each rank computes some heads",
+    "hybrid": f"hybrid (ulysses_size={INNER}): two rings of two ranks",
 }
 SEGMENTS = (Segment(0, TOKENS, TOKENS),)
 
@@ -131,6 +132,17 @@ def panel(heads: str, blocks: dict[int, list[Computed]]) -> Panel:
 # ---- the picture ----
 
 
+def shows(panels: dict[str, list[Panel]]) -> dict[str, Any]:
+    """Return who computes each pair of a query and a key, and in which step: a text of digits for each query."""
+    return {f"{name}, heads {each.heads}": [["".join(map(_digit, row)) for row in values.tolist()]
+                                            for values in (each.ranks, each.steps)]
+            for name, parts in panels.items() for each in parts}  # fmt: skip
+
+
+def _digit(value: int) -> str:
+    return "." if value < 0 else str(value)
+
+
 def draw(panels: dict[str, list[Panel]], path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
@@ -145,7 +157,7 @@ def draw(panels: dict[str, list[Panel]], path: Path) -> None:
         for each, one in zip(axes, shown, strict=True):
             draw_panel(each, one, held, alone=len(shown) == 1)
     explain(parts[-1].subplots())
-    figure.savefig(path, dpi=130)
+    save(figure, path, shows(panels), dpi=130)
 
 
 def draw_panel(axes: Any, shown: Panel, held: tuple[Tensor, ...], *, alone: bool) -> None:
@@ -153,21 +165,20 @@ def draw_panel(axes: Any, shown: Panel, held: tuple[Tensor, ...], *, alone: bool
     for rank, colour in enumerate(COLOURS):
         base = np.array(matplotlib.colors.to_rgb(colour))
         for step in range(RING):
-            paler = 0.17 * step
+            paler = 0.22 * step
             image[(shown.ranks == rank) & (shown.steps == step)] = base * (1 - paler) + paler
     axes.imshow(image, extent=(0, TOKENS, TOKENS, 0), interpolation="nearest")
     for rank, places in enumerate(held):
         for place in places.tolist():
             axes.add_patch(rectangle((-3.2, place), 2.4, 1, COLOURS[rank]))
             axes.add_patch(rectangle((place, -3.2), 1, 2.4, COLOURS[rank]))
-    if alone:
+    if (shown.steps > 0).any():  # else all is computed at once
         for step, row, column in steps_to_name(shown):
-            axes.text(column, row, str(step), ha="center", va="center", fontsize=8, color="black")
+            axes.text(column, row, str(step), ha="center", va="center", fontsize=10 if alone else 8, color="black")
     axes.set(xlim=(-3.4, TOKENS), ylim=(TOKENS, -3.4), xticks=[], yticks=[])
     axes.spines[:].set_visible(False)
-    if alone:
-        axes.set(xlabel="keys", ylabel="queries")
-    else:
+    axes.set(xlabel="keys", ylabel="queries")
+    if not alone:
         axes.set_title(f"heads {shown.heads}", fontsize=9)
 
 
@@ -192,9 +203,10 @@ def explain(axes: Any) -> None:
         axes.add_patch(rectangle((0.02, 0.86 - 0.08 * rank), 0.07, 0.05, colour))
         axes.text(0.12, 0.885 - 0.08 * rank, f"rank {rank}", va="center", fontsize=10)
     text = (
-        "Bars: who holds the token.\nSquare: who computes the pair of a query\nand a key that it sees.\n\n"
-        "Number: the step of the ring; later steps are\npaler (allgather: 0 own keys, 1 all that come before).\n\n"
-        "In every step a ring waits for its slowest\nrank. With zigzag, all ranks have the same\nwork in a step."
+        "Bars at the edges: the rank that holds the token.\nColour of a field: the rank that computes it.\n\n"
+        "Number in a field: the step in which it is computed.\nStep 0 needs the rank's own keys only. Later steps\n"
+        "are paler.\n\n"
+        "In each step, all ranks wait for the slowest one.\nWith zigzag, all ranks have equal work."
     )
     axes.text(0.02, 0.52, text, va="top", fontsize=10)
     axes.set(xlim=(0, 1), ylim=(0, 1))

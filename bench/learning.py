@@ -26,6 +26,7 @@ import numpy as np
 
 from bench import tables
 from bench.curves import draw_rank
+from bench.pictures import numbers_of, save
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
@@ -38,6 +39,7 @@ UNTRAINED, LEARNED, FLOOR = (
     0.7,
     2.0,
 )  # bounds that ppo_tiny is held to: reward before, reward after (a run reaches 0.99), entropy in nats per token
+FIRST = "| run | seed | samples |"  # how the head of its table begins
 WINDOW = 128  # samples at the start and at the end that the table takes means over
 ALGORITHMS, SEEDS = ("ppo", "grpo", "rloo"), (0, 1, 2)
 COLOURS = {"ppo": "#0072b2", "grpo": "#d55e00", "rloo": "#009e73", "still": "#777777"}
@@ -180,7 +182,7 @@ def draw(curves: dict[str, Learned], path: Path) -> None:
     grid[0, 0].set_ylabel("mean reward of a rollout")
     grid[1, 0].set_ylabel("entropy, nats a token")
     figure.get_layout_engine().set(hspace=0.06, wspace=0.04)
-    figure.savefig(path, dpi=130)
+    save(figure, path, numbers_of(table(curves), FIRST), dpi=130)
 
 
 def draw_tiny(reward: Any, entropy: Any, curves: dict[str, Learned]) -> None:
@@ -191,11 +193,10 @@ def draw_tiny(reward: Any, entropy: Any, curves: dict[str, Learned]) -> None:
     for axes, bound in ((reward, UNTRAINED), (reward, LEARNED), (entropy, FLOOR)):
         axes.axhline(bound, color="black", linewidth=0.9, linestyle="--")
     right = {"x": curves["tiny"].samples[-1], "ha": "right", "fontsize": 9}
-    reward.text(y=LEARNED - 0.02, s=f"to above {LEARNED}", va="top", **right)
-    reward.text(y=UNTRAINED + 0.02, s=f"from under {UNTRAINED}", va="bottom", **right)
-    entropy.text(
-        y=FLOOR - 0.1, s=f"floor {FLOOR:.1f} (ten digits alike: ln 10 = {math.log(10):.2f})", va="top", **right
-    )
+    reward.text(y=LEARNED - 0.02, s=f"must end above {LEARNED}", va="top", **right)
+    reward.text(y=UNTRAINED + 0.02, s=f"must begin below {UNTRAINED}", va="bottom", **right)
+    said = f"must stay above {FLOOR:.1f} (ten digits equally likely: ln 10 = {math.log(10):.2f})"
+    entropy.text(y=FLOOR - 0.1, s=said, va="top", **right)
     reward.set_title("ppo_tiny: random weights learn to write digits", fontsize=11)
     reward.legend(frameon=False, fontsize=9, loc="center right")
 
@@ -208,7 +209,7 @@ def draw_dog(reward: Any, entropy: Any, curves: dict[str, Learned]) -> None:
             values = np.array([getattr(curve, field) for curve in seeds])
             axes.plot(seeds[0].samples, values.T, color=COLOURS[name], linewidth=0.7, alpha=0.35)
             axes.plot(seeds[0].samples, values.mean(0), color=COLOURS[name], linewidth=2, label=NAMES[name])
-    reward.set_title("dog: stories260K learns to tell of dogs, seeds 0, 1, 2", fontsize=11)
+    reward.set_title("dog: stories260K learns to write about dogs, seeds 0, 1, 2", fontsize=11)
     reward.legend(frameon=False, fontsize=9, loc="lower right")
 
 

@@ -2,28 +2,27 @@
 
     python -m bench.longest_picture --write docs/longest.png
 
-For each engine there are two lines: checkpointing alone, and the memory options that fit the longest pair. An adapter
-is another training, and is left out.
+Each engine has up to three rows: checkpointing alone, the memory options that fit the longest pair, and an adapter
+(LoRA). Engines that fit the same pairs by the same options share a row.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import matplotlib
-import numpy as np
 
 from bench.kept_rows import filled, table_under
+from bench.pictures import save
 
 TABLE = Path(__file__).resolve().parent.parent / "docs" / "measured" / "gpu.md"
 HEADING = "the-longest-pair-by-ring-size"
-COLOURS = {"zero1": "#0072b2", "zero2": "#56b4e9", "zero3": "#009e73", "fsdp2": "#d55e00"}
-ALONE = "checkpointing"
-APART = 0.052  # of the picture's height: the least distance of two labels
+COLOURS = {1: "#bdd7ee", 2: "#6baed6", 4: "#2171b5", 8: "#08306b"}  # of a ring
+ALONE, ADAPTER = "checkpointing", "LoRA"
 
 
 @dataclass(frozen=True)
@@ -35,7 +34,7 @@ class Line:
 
     @property
     def label(self) -> str:
-        return f"{self.engine}, {self.memory}: {self.tokens[-1]:,}"
+        return f"{self.engine}: {self.memory}"
 
 
 def main() -> None:
@@ -49,7 +48,7 @@ def main() -> None:
         raise SystemExit(f"{options.table}: no engine has a length for every ring yet. Run `make predict` to the end.")
     draw(lines, options.write)
     for line in lines:
-        print(f"{options.write}: {line.label}")
+        print(f"{options.write}: {line.label}: {line.tokens[-1]:,}")
 
 
 def read(page: Path) -> list[Line]:
@@ -66,66 +65,53 @@ def read(page: Path) -> list[Line]:
 
 
 def chosen(lines: list[Line]) -> list[Line]:
-    """Return each engine's line of checkpointing alone and its longest line, from the longest pair to the shortest."""
-    kept = []
+    """Return each engine's lines of checkpointing alone, of its longest pair and of its adapter; the longest first."""
+    kept: dict[tuple[str, tuple[int, ...]], Line] = {}
     for _, group in itertools.groupby(lines, lambda line: line.engine):
-        own = [line for line in group if "LoRA" not in line.memory]
-        if not own:
-            continue
-        longest = max(own, key=lambda line: line.tokens[-1])
-        kept += [line for line in own if line is longest or line.memory == ALONE]
-    return sorted(kept, key=lambda line: -line.tokens[-1])
+        every = [*group]
+        own = [line for line in every if ADAPTER not in line.memory]
+        longest = max(own, key=lambda line: line.tokens[-1], default=None)
+        for line in every:
+            if line is longest or line.memory == ALONE or ADAPTER in line.memory:
+                same = kept.get((line.memory, line.tokens))
+                engine = line.engine if same is None else f"{same.engine}, {line.engine}"
+                kept[line.memory, line.tokens] = Line(engine, line.memory, line.rings, line.tokens)
+    return sorted(kept.values(), key=lambda line: -line.tokens[-1])
+
+
+def shows(lines: list[Line]) -> list[dict[str, Any]]:
+    return [{name: [*value] if isinstance(value, tuple) else value for name, value in asdict(line).items()}
+            for line in lines]  # fmt: skip
 
 
 def draw(lines: list[Line], path: Path) -> None:
+    """One row for each line, with a dot for each ring."""
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import FuncFormatter
 
-    rings = lines[0].rings
-    figure, axes = plt.subplots(figsize=(11, 5.2), layout="constrained")
-    for line in lines:
-        offloaded = "offload" in line.memory
-        axes.plot(rings, line.tokens, "--" if offloaded else "-", color=COLOURS[line.engine], marker="o",
-                  markersize=4.5, linewidth=1.8)  # fmt: skip
-    axes.set(xscale="log", yscale="log", xlim=(rings[0] * 0.93, rings[-1] * 1.02))
-    axes.set_xticks(rings, [str(ring) for ring in rings])
+    figure, axes = plt.subplots(figsize=(11, 0.42 * len(lines) + 1.8), layout="constrained")
+    for place, line in enumerate(lines):
+        axes.plot(line.tokens, [place] * len(line.tokens), color="#bbbbbb", linewidth=1.2, zorder=1)
+        axes.text(line.tokens[-1] * 1.12, place, f"{line.tokens[-1]:,}", va="center", fontsize=9.5)
+    for number, ring in enumerate(rings := lines[0].rings):
+        tokens = [line.tokens[number] for line in lines]
+        said = f"ring of {ring}{', with its number of tokens' * (ring == rings[-1])}"
+        axes.scatter(tokens, range(len(lines)), s=52, color=COLOURS[ring], zorder=2, label=said)
+    axes.set(xscale="log", ylim=(len(lines) - 0.5, -0.5), xlim=(800, 2_000_000))
+    axes.set_yticks(range(len(lines)), [line.label for line in lines])
+    ticks = [2**power for power in range(10, 21, 2)]
+    axes.set_xticks(ticks)
     axes.xaxis.set_minor_locator(plt.NullLocator())
-    ticks = [2**power for power in range(10, 20)]
-    axes.set_yticks(ticks)
-    axes.yaxis.set_minor_locator(plt.NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set(xlabel="ring size, of 8 GPUs", ylabel="tokens of the longest sequence")
-    axes.set_title(
-        "The longest DPO pair that fits: Llama 8B on 8 × 80 GB\n"
-        "predicted, not measured; the numbers are those of the longest ring",
-        fontsize=12,
-        loc="left",
-    )
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    label(axes, lines)
-    figure.savefig(path, dpi=120)
-
-
-def label(axes: Any, lines: list[Line]) -> None:
-    """Write each line's options and longest pair at its right end, with room between two labels."""
-    low, high = np.log(axes.get_ylim())
-    ends = [(np.log(line.tokens[-1]) - low) / (high - low) for line in lines]
-    places = list(ends)
-    for _ in range(200):  # two labels that are too close push each other away
-        for upper in range(len(places) - 1):
-            missing = APART - (places[upper] - places[upper + 1])
-            if missing > 0:
-                places[upper] += missing / 2
-                places[upper + 1] -= missing / 2
-    for line, end, place in zip(lines, ends, places, strict=True):
-        axes.annotate(
-            line.label, (1.005, end), (1.06, place), xycoords="axes fraction", textcoords="axes fraction",
-            color=COLOURS[line.engine], fontsize=9.5, va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": COLOURS[line.engine], "linewidth": 0.6, "shrinkA": 0, "shrinkB": 0,
-                        "relpos": (0, 0.5)},
-        )  # fmt: skip
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel("tokens of the longest sequence")
+    axes.set_title("The longest DPO pair that fits: Llama 8B on 8 GPUs of 80 GB (predicted, not measured)", fontsize=12,
+                   loc="right")  # fmt: skip
+    axes.grid(alpha=0.25, axis="x")
+    axes.tick_params(axis="y", length=0)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=9.5)
+    save(figure, path, shows(lines))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import matplotlib
 import numpy as np
 
 from bench import tables
+from bench.pictures import numbers_of, save
 from rlexp.run_files.metrics_jsonl import MetricRow, read_rows
 
 MODES = {
@@ -32,6 +33,7 @@ LEARNED = 0.7  # reward above
 LAST = 5  # rollouts that a run's reward is taken over
 SHOWN = 6  # rollouts on the timeline
 COLOURS = {"colocated": "#0072b2", "pipelined": "#d55e00"}
+FIRST = "| mode | seed | samples |"  # how the head of its table begins
 WORK = {"sampling": "#e69f00", "scoring": "#56b4e9", "training": "#0072b2"}
 Span = tuple[float, float]
 
@@ -124,20 +126,22 @@ def draw(runs: dict[tuple[str, int], Drawn], path: Path) -> None:
     for (mode, seed), drawn in runs.items():
         label = mode if seed == SEEDS[0] else None
         curve.plot(*drawn.reward(), color=COLOURS[mode], alpha=0.85, linewidth=1.4, label=label)
-    curve.set(xlabel="samples drawn", ylabel="mean reward", ylim=(0, 1), title="The same reward in the same samples")
+    curve.set(xlabel="generated answers", ylabel="mean reward", ylim=(0, 1),
+              title="Pipelined runs need as many answers as colocated runs for the same reward")  # fmt: skip
     curve.legend(frameon=False, loc="lower right", title=f"{len(SEEDS)} seeds each")
-    for lane, mode in zip(lanes, MODES, strict=True):
-        timeline(lane, runs[mode, SEEDS[0]], mode)
-    lanes[-1].set_xlabel("seconds")
+    ends = [timeline(lane, runs[mode, SEEDS[0]], mode) for lane, mode in zip(lanes, MODES, strict=True)]
+    for lane in lanes:
+        lane.set_xlim(0, min(ends))
+    lanes[-1].set_xlabel("seconds. The model is so small that generating takes little of them")
     handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in WORK.values()]
     lanes[0].legend(handles, WORK, frameon=False, ncols=3, loc="lower right", bbox_to_anchor=(1, 1))
     for axes in (curve, *lanes):
         axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    save(figure, path, numbers_of(table(runs), FIRST), dpi=110)
 
 
-def timeline(axes: Any, drawn: Drawn, mode: str) -> None:
-    """Some rollouts in the middle of a run."""
+def timeline(axes: Any, drawn: Drawn, mode: str) -> float:
+    """Draw some rollouts in the middle of a run, and return how many seconds they took."""
     first = len(drawn.rollouts) // 2
     begin = drawn.rollouts[first]["spans"]["taking"][0][0]
     end = drawn.rollouts[min(first + SHOWN, len(drawn.rollouts) - 1)]["spans"]["taking"][0][0]
@@ -147,8 +151,10 @@ def timeline(axes: Any, drawn: Drawn, mode: str) -> None:
         within = [(max(a, begin), min(b, end)) for a, b in spans if b > begin and a < end]
         axes.broken_barh([(a - begin, b - a) for a, b in within], (rows[kind] + 0.1, 0.8), color=WORK[kind])
     names = ("rank 0", "rank 1") if apart else ("both ranks",)
-    axes.set(yticks=[0.5, 1.5][: len(names)], yticklabels=names, xlim=(0, end - begin), ylim=(0, len(names)))
-    axes.set_title(mode, loc="left")
+    axes.set(yticks=[0.5, 1.5][: len(names)], yticklabels=names, ylim=(0, len(names)))
+    said = "rank 1 generates the next answers while rank 0 trains" if apart else "both ranks generate, then both train"
+    axes.set_title(f"{mode}: {said}", loc="left", fontsize=11)
+    return float(end - begin)
 
 
 if __name__ == "__main__":

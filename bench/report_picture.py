@@ -14,8 +14,13 @@ import tempfile
 from pathlib import Path
 
 from bench.browser import chromium
+from bench.pictures import mark
+from rlexp.run_files.metrics_jsonl import read_rows
 
-WIDTH, HEIGHT = 1240, 1120
+WIDTH, HEIGHT = 1240, 1190
+SWEEP = ("-m", "+sweep=ring_sizes", "launch.device=cpu", "logger=none", "checkpoint.export=false",
+         "train.eval_every=10")  # fmt: skip
+LOSS = "train/loss"
 
 
 def main() -> None:
@@ -24,11 +29,15 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="rlexp-report-") as place:
         sweep = Path(place) / "ring_sizes"
-        command = [sys.executable, "-m", "rlexp", "-m", "+sweep=ring_sizes", "launch.device=cpu", "logger=none",
-                   "checkpoint.export=false", "train.eval_every=10", f"hydra.sweep.dir={sweep}"]  # fmt: skip
+        command = [sys.executable, "-m", "rlexp", *SWEEP, f"hydra.sweep.dir={sweep}"]
         subprocess.run(command, check=True, timeout=1800)
         photograph(sweep / "report.html", options.write)
-    print(f"{options.write}: the report of {' '.join(command[1:5])}")
+        mark(options.write, {LOSS: losses(sweep / "0")})
+    print(f"{options.write}: the report of python -m rlexp {' '.join(SWEEP[:2])}")
+
+
+def losses(run: Path) -> list[float]:
+    return [float(row[LOSS]) for row in read_rows(run / "metrics.jsonl") if LOSS in row]
 
 
 def photograph(page: Path, picture: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from bench.gpu_training import Result
+from bench.pictures import numbers_of, save
 from bench.vllm_cases import NOT_RUN, PATIENCE, SMOLLM, TINY, Setup, failed_lines, failures, lines_of, share_same
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.run_files.rollouts_jsonl import lines
@@ -40,6 +41,7 @@ ON_GPU = (  # on a CPU, in float32, the reward of `native` goes from 0.02 to 0.9
 ON_CPU = ("+experiment=ppo_tiny", *TINY)
 SHORT = ("train.max_steps=12",)
 REWARD = "train/objective/scores"
+FIRST = "| samples by | seed |"  # how the head of its table begins
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ def curves_section(setup: Setup, picture: Path | None = None) -> tuple[str, list
     labelled = {label(way, seed): found[way.name, seed] for way in WAYS for seed in SEEDS}
     text, wrong = table(found)
     if picture is not None and any("rewards" in each for each in found.values()):
-        draw(found, picture)
+        draw(found, picture, gpu=setup.gpu)
     return "\n".join([_about(setup), "", *text, *failed_lines(labelled)]), [*failures(labelled), *wrong]
 
 
@@ -241,7 +243,7 @@ def _compared(found: dict[Key, Result], way: Way) -> list[tuple[str, bool]] | No
     return compared
 
 
-def draw(found: dict[Key, Result], path: Path) -> None:
+def draw(found: dict[Key, Result], path: Path, *, gpu: bool) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -260,4 +262,6 @@ def draw(found: dict[Key, Result], path: Path) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, loc="lower right", title=f"{len(SEEDS)} seeds each")
     panels[0].set(ylabel="mean reward", ylim=(0, 1))
-    figure.savefig(path, dpi=110)
+    where = "GPU" if gpu else "CPU"
+    figure.suptitle(f"ppo_tiny, measured on a {where}: vLLM has the curves of native", fontsize=11)
+    save(figure, path, numbers_of("\n".join(table(found)[0]), FIRST), dpi=110)
