@@ -4,7 +4,7 @@ python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, 
 python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL, ms-swift, LLaMA-Factory
 
 It prints an experiment file that has every argument of theirs: taken over, or with the reason why it means something
-else, is not here, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
+else, is missing, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
 `python -m rlexp +experiment=NAME` finds it. The exit code is 0 if the experiment composes, else 1.
 """
 

@@ -30,15 +30,13 @@ BY_PEFT: Mapping[tuple[str, ...], str] = {
 }
 OF_FAMILIES = {family: layers for layers, families in BY_PEFT.items() for family in families.split()}
 
-NO_DROPOUT = "which inputs are dropped would depend on the layout, and so would the curve: 0 is taken"
-QUANTIZED = (
-    "weights are not quantized (no QLoRA): the model's own are kept in the dtype that computes, which takes more memory"
-)
+NO_DROPOUT = "no dropout (0 is used)"
+QUANTIZED = "weights stay in the dtype that computes (no QLoRA): that takes more memory"
 OF_QUANTIZED = "only with weights that are quantized"
-NO_DORA = "a direction and a length of their own (DoRA) are not here: plain LoRA is taken"
-NO_PARAMETERS = "adapters are of linear layers, not of single parameters, such as the experts of a mixture"
-ONE_RATE = "one rate for both matrices of an adapter (no LoRA+)"
-OF_START = "the first matrix is drawn as peft does by default, and the second one is 0"
+NO_DORA = "no DoRA: plain LoRA is used"
+NO_PARAMETERS = "an adapter is on linear layers only"
+ONE_RATE = "no LoRA+"
+OF_START = "always peft's default start"
 LACKING = {
     **dict.fromkeys(("use_dora", "peft_use_dora"), (NO_DORA, "dora")),
     **dict.fromkeys(("target_parameters", "lora_target_parameters"), (NO_PARAMETERS, "parameters")),
@@ -46,7 +44,7 @@ LACKING = {
 }
 ONE_REFERENCE = "the reference is the trained model without its adapter, as theirs, and no second model is loaded"
 UNREAD = "an adapter of a reference model is not read: merge it into its model, and give reference.path=FOLDER"
-MERGED = "there a command of its own does it; here the run writes the merged model at its end"
+MERGED = "the run writes the merged model at its end"
 MERGE_FIRST = "merge it into its model first, and train that: model.path=FOLDER"
 UNWANTED = "no adapter is asked for"
 OF_FOLDER = "the adapter's folder says it"
@@ -172,7 +170,7 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
     else:
         conv.refuse(name, "names the head or embeddings alone, which take no adapter here", "Name linear layers too.")
     if patterns:
-        why = "a pattern of names is not here, and all linear layers get an adapter: name them by adapter.targets"
+        why = "all linear layers get an adapter: name others by adapter.targets"
         conv.remark(Fate.ABSENT, conv.said(name), patterns, why)
     if other:
         why = "head and embeddings take no adapter here; adapter.also trains them whole"

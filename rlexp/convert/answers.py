@@ -65,10 +65,10 @@ def single(
 
 
 def chosen_of(conv: Conversion, known: Mapping[str, str], default: str) -> str:
-    """Return our loss by their loss_type; the default one's for a type that is not here."""
+    """Return our loss by their loss_type; the default one's for a type that rlexp lacks."""
     said = conv.text("loss_type", default)
     if said not in known:
-        conv.tell(Fate.INSTEAD, "loss_type", f"{said} is not here; {default} is taken")
+        conv.tell(Fate.INSTEAD, "loss_type", f"{said} is missing; {default} is used")
     return known.get(said, known[default])
 
 

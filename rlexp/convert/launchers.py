@@ -6,7 +6,7 @@ import re
 
 from rlexp.convert.rules import Conversion, ConvertError, Rule, needless, taken, worked_out
 
-NOT_SPLIT = "a model is not split across GPUs; the batch is as theirs, of its replicas"
+NOT_SPLIT = "no such parallelism; the batch stays the same"
 OF_A_NODE = 8  # GPUs, where --gpus says more than one node has
 ONE_NODE = "there is one, or --gpus says how many GPUs there are"
 COUNTED = "another argument, or --gpus, says how many GPUs there are"
@@ -14,7 +14,7 @@ STARTS = "it tells the launcher how to start; `python -m rlexp` starts its own r
 
 VARIABLES: tuple[Rule, ...] = (
     worked_out(
-        "CUDA_VISIBLE_DEVICES", "launch.nproc", "as many as it lists, where nothing else says how many", COUNTED
+        "CUDA_VISIBLE_DEVICES", "launch.nproc", "the GPUs that it lists, if nothing else gives their number", COUNTED
     ),
     taken("WANDB_PROJECT", "logger.project"),
     taken("WANDB_ENTITY", "logger.entity"),
@@ -24,9 +24,9 @@ VARIABLES: tuple[Rule, ...] = (
     ),
 )
 RULES: tuple[Rule, ...] = (
-    worked_out("nproc_per_node num_gpus", "launch.nproc", "of torchrun and deepspeed: the GPUs of one machine",
+    worked_out("nproc_per_node num_gpus", "launch.nproc", "GPUs of one machine (torchrun, deepspeed)",
                COUNTED),
-    worked_out("include", "launch.nproc", "of deepspeed: localhost:4,5 are two GPUs", COUNTED),
+    worked_out("include", "launch.nproc", "deepspeed: localhost:4,5 are two GPUs", COUNTED),
     worked_out("num_machines nnodes num_nodes", "launch.nodes", "", ONE_NODE),
     needless("module hostfile master_port master_addr address runtime-env-json working-dir node_rank rdzv_backend "
              "rdzv_endpoint standalone", STARTS),

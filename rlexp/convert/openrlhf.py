@@ -21,7 +21,7 @@ HELD_OUT = {"dpo": "test", "ppo": "train", "sft": "test", "rm": "train", "kto": 
 PROMPTS = {"ppo": "input", "sft": "input", "kto": "input"}
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 
-EVERY = "every answer of a conversation is trained on"
+EVERY = "rlexp trains on every answer"
 FOUND, NO_SPLITS = "the column is found by its name", "a file has no splits"
 OF_LORA = adapters.Names()
 OF_HEADS = (
@@ -34,7 +34,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("model.model_name_or_path actor.model_name_or_path pretrain", "model=hf, model.path", ""),
     taken("ref.model_name_or_path ref_pretrain", "reference.path", of="dpo ppo"),
     worked_out("ref.offload ref_offload ref_reward_offload", "reference.offload",
-               "with an adapter the reference is the trained model, and is not moved",
+               "with an adapter, the reference stays on the GPU",
                "there is no reference, or it is the trained model without its adapter"),
     taken("ds.param_dtype param_dtype", "train.precision", default="bf16"),
     needless("bf16", "it is the default of what computes on GPUs"),
@@ -47,13 +47,13 @@ RULES: tuple[Rule, ...] = (
     worked_out("ds.lora.rank lora_rank", "adapter=lora, adapter.rank", "0, their default, is no adapter"),
     worked_out("ds.lora.alpha lora_alpha", "adapter.alpha", "their default is 16"),
     worked_out("ds.lora.dropout lora_dropout", "adapter.dropout", adapters.NO_DROPOUT),
-    worked_out("ds.lora.target_modules target_modules", "adapter.targets", "by default all linear layers, as here"),
+    worked_out("ds.lora.target_modules target_modules", "adapter.targets", "same default: all linear layers"),
     absent("ds.load_in_4bit load_in_4bit", adapters.QUANTIZED, until="quant"),
-    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "a mixture of experts has no loss of its own"),
+    absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "no auxiliary loss for experts"),
     # data
     worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", ""),
     worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
-               "an epoch ends when the first source is used up here, and when the last one is there",
+               "rlexp ends an epoch with the first empty source, OpenRLHF with the last",
                "there is one set"),
     worked_out("data.dataset_split data.prompt_split dataset_split train_split prompt_split", "data.split", "",
                NO_SPLITS),
@@ -65,33 +65,33 @@ RULES: tuple[Rule, ...] = (
     worked_out("data.chosen_key chosen_key", "data.columns.chosen", "", FOUND, of=OF_PAIRS),
     worked_out("data.rejected_key rejected_key", "data.columns.rejected", "", FOUND, of=OF_PAIRS),
     worked_out("data.output_key output_key", "data.columns.completion",
-               "without it, the input is a whole conversation or a text", FOUND, of=OF_ANSWERS),
+               "without it, the input is a conversation or a text", FOUND, of=OF_ANSWERS),
     worked_out("data.label_key label_key", "data.columns.label", "", FOUND, of="kto"),
     taken("data.label_key label_key", "data.columns.answer", of="ppo"),
     worked_out("data.apply_chat_template apply_chat_template", "data.template", ""),
-    absent("data.input_template input_template", "rows are written by the tokenizer's template, or as they are"),
+    absent("data.input_template input_template", "use the tokenizer's template"),
     worked_out("data.tokenizer_chat_template tokenizer_chat_template", "model.chat_template",
-               "OpenRLHF takes the template as text, rlexp a file with it"),
-    worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer together",
+               "rlexp takes a file"),
+    worked_out("data.max_len max_len", "data.max_length", "tokens of prompt and answer",
                "prompt_max_len and generate_max_len decide"),
-    worked_out("prompt_max_len", "data.max_length", "there is one limit, for prompt and answer together"),
+    worked_out("prompt_max_len", "data.max_length", "one limit, for prompt and answer together"),
     absent("data.image_key image_key data.max_images_per_prompt max_images_per_prompt", "images are not read", "images",
            until="image"),
     taken("ds.packing_samples packing_samples", "data.packing", default=False),
     # sizes
-    taken("train.batch_size train_batch_size", "train.batch_size", "of all GPUs, as here", default=128),
-    worked_out("train.micro_batch_size micro_train_batch_size", "train.micro_batch_size", "of one ring, as here"),
+    taken("train.batch_size train_batch_size", "train.batch_size", "of all GPUs, as in rlexp", default=128),
+    worked_out("train.micro_batch_size micro_train_batch_size", "train.micro_batch_size", "of one ring, as in rlexp"),
     taken("train.seed seed", "seed", default=42),
     taken("train.full_determinism_enable full_determinism", "launch.deterministic"),
     worked_out("ds.ring_attn_size ring_attn_size", "parallel.ring_size", ""),
     needless("ds.ring_attn_head_stride ring_head_stride", "the layout decides what is sent at once"),
-    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "a model is not split across GPUs by tensor parallelism",
+    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "no tensor parallelism",
            1, until="tensor_parallel"),
     # the engine
     worked_out("ds.zero_stage zero_stage", "engine", ""),
     worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer", "", "ZeRO 0 keeps the optimizer on the GPU"),
     needless("reward.offload offload", "a reward model is held as the engine holds its weights"),
-    absent("ds.zpg zpg", "ZeRO++'s partition is refused", 1),
+    absent("ds.zpg zpg", "no ZeRO++ partition", 1),
     needless("ds.grad_accum_dtype grad_accum_dtype ds.overlap_comm overlap_comm ds.deepcompile deepcompile "
              "ds.use_liger_kernel use_liger_kernel ds.experts_implementation ds.use_universal_ckpt "
              "use_ds_universal_ckpt ds.enable_sleep deepspeed_enable_sleep local_rank perf actor_init_on_gpu "
@@ -108,23 +108,23 @@ RULES: tuple[Rule, ...] = (
     worked_out("min_lr_ratio actor.min_lr_ratio", "optim.min_lr_ratio", "by default a tenth"),
     taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
     absent("muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov actor.muon.lr actor.muon.momentum "
-           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "Muon is not here",
+           "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "no Muon",
            until="optim=muon"),
     # length, checkpoints, logs
     worked_out("train.max_epochs max_epochs", "train.epochs, or rollout.epochs", "for PPO: passes over a rollout"),
-    worked_out("ckpt.output_dir save_path", "hydra.run.dir", "a run's folder; its trained model lies in model/ "
-               "below it"),
+    worked_out("ckpt.output_dir save_path", "hydra.run.dir",
+               "the run's folder; the trained model is in its folder model/"),
     needless("ckpt.path ckpt_path", "checkpoints lie in the run's folder"),
     worked_out("ckpt.save_steps save_steps", "checkpoint.save_every", "for PPO, theirs counts rollouts"),
     taken("ckpt.max_num max_ckpt_num", "checkpoint.keep_last", default=3),
-    absent("ckpt.max_mem max_ckpt_mem", "checkpoints are counted, not weighed"),
+    absent("ckpt.max_mem max_ckpt_mem", "use checkpoint.keep_last"),
     needless("ckpt.save_hf save_hf_ckpt", "`python -m rlexp.export` makes a model of any checkpoint"),
     needless("ckpt.load_enable load_checkpoint", "a run continues if its folder has a checkpoint"),
     worked_out("ckpt.disable_ds disable_ds_ckpt", "checkpoint.on_exit=false", ""),
-    absent("ckpt.best_metric_key best_metric_key", "checkpoint.best_metric takes a metric of rlexp, such as eval/loss"),
+    absent("ckpt.best_metric_key best_metric_key", "use a metric of rlexp, such as eval/loss"),
     worked_out("eval.steps eval_steps", "train.eval_every", "for PPO, theirs counts rollouts", "nothing is evaluated"),
     needless("logger.logging_steps logging_steps", "every step is logged"),
-    worked_out("logger.wandb.key use_wandb", "logger=wandb", "log in with `wandb login`: a key is never written"),
+    worked_out("logger.wandb.key use_wandb", "logger=wandb", "log in with `wandb login`"),
     taken("logger.wandb.org wandb_org", "logger.entity"),
     taken("logger.wandb.group wandb_group", "logger.group"),
     taken("logger.wandb.project wandb_project", "logger.project"),
@@ -137,15 +137,15 @@ RULES: tuple[Rule, ...] = (
                of="dpo"),
     worked_out("model.ipo_enable ipo", "loss=ipo, loss.normalize=sequence", "", of="dpo"),
     worked_out("model.nll_loss_coef nll_loss_coef", "loss.sft_weight",
-               "a mean over each answer's tokens there, over the train batch's here", of="dpo"),
+               "a mean over the train batch's tokens, not each answer's", of="dpo"),
     # supervised training, KTO and reward models
-    worked_out("model.pretrain_mode_enable pretrain_mode", "loss=sft", "a prompt is never trained on",
+    worked_out("model.pretrain_mode_enable pretrain_mode", "loss=sft", "rlexp never trains on prompts",
                "a row that is a text is trained on whole, and no prompt is", of="sft"),
     worked_out("data.multiturn multiturn", "loss=sft", EVERY, EVERY, of="sft"),
     worked_out("beta", "loss.beta", "", of="kto"),
     worked_out("desirable_loss_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_loss_weight", "loss.undesirable_weight", "", of="kto"),
-    worked_out("model.loss_type loss", "loss=reward", "sigmoid; others are not here", of="rm"),
+    worked_out("model.loss_type loss", "loss=reward", "sigmoid; others are missing", of="rm"),
     worked_out("model.margin_loss_enable margin_loss", "loss.margin_weight", "of rows with a margin", of="rm"),
     needless("model.compute_fp32_loss_enable compute_fp32_loss", "scores are compared in float64", of="rm"),
     *rollouts.RULES,
@@ -208,7 +208,7 @@ def _preference(conv: Conversion) -> None:
 def _supervised(conv: Conversion) -> None:
     answers.supervised(conv, "", answers.OF_MICRO_BATCHES)
     if conv.flag("pretrain_mode") and (conv.flag("apply_chat_template") or conv.get("output_key") is not None):
-        conv.tell(Fate.OTHER, "pretrain_mode", "a prompt is never trained on")
+        conv.tell(Fate.OTHER, "pretrain_mode", "rlexp never trains on prompts")
     if not conv.flag("multiturn") and conv.flag("apply_chat_template") and conv.name("multiturn") is None:
         why = "without it theirs trains the last answer of a conversation; here every one is trained on"
         conv.remark(Fate.OTHER, "multiturn", False, why)

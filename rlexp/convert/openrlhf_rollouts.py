@@ -21,7 +21,8 @@ BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 
 RULES: tuple[Rule, ...] = (
     # samples
-    taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as here", default=1024, of="ppo"),
+    taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as in rlexp", default=1024,
+          of="ppo"),
     taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
     taken("rollout.micro_batch_size micro_rollout_batch_size", "rollout.score_batch_size", of="ppo"),
     taken("rollout.max_new_tokens max_new_tokens generate_max_len", "rollout.max_new_tokens", of="ppo"),
@@ -43,27 +44,27 @@ RULES: tuple[Rule, ...] = (
     worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", COUNTED, of="ppo"),
     taken("vllm.enable_sleep vllm_enable_sleep", "rollout.vllm_sleep", default=False, of="ppo"),
     worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
-    absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "a model is not split across GPUs to sample", 1,
+    absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "rlexp does not split a model to sample", 1,
            of="ppo"),
     taken("vllm.gpu_memory_utilization vllm_gpu_memory_utilization", "rollout.vllm_memory", of="ppo"),
-    other("train.async_enable async_train", "rollout=pipelined", "some ranks sample the next rollout meanwhile",
+    other("train.async_enable async_train", "rollout=pipelined", "some ranks generate the next rollout meanwhile",
           of="ppo"),
     absent("train.partial_rollout_enable partial_rollout train.async_queue_size async_queue_size",
            "a rollout is generated whole", of="ppo"),
-    absent("train.agent_func_path agent_func_path", "agents of several turns are not here", of="ppo"),
+    absent("train.agent_func_path agent_func_path", "no agents of several turns", of="ppo"),
     # rewards
     worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
                "its head must be called `score`", "the function decides", of="ppo"),
     worked_out("reward.remote_url remote_rm_url", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of="ppo"),
-    other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic begins with the policy's weights",
+    other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic starts as the policy",
           of="ppo"),
-    absent("reward.normalize_enable normalize_reward", "scores are taken as they are; advantages are normalized",
+    absent("reward.normalize_enable normalize_reward", "rlexp normalizes advantages",
            of="ppo"),
-    absent("reward.clip_range reward_clip_range", "scores are taken as they are", [-10, 10], of="ppo"),
+    absent("reward.clip_range reward_clip_range", "scores are not clipped", [-10, 10], of="ppo"),
     absent("reward.overlong_buffer_len overlong_buffer_len reward.overlong_penalty_factor overlong_penalty_factor "
-           "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "see rollout.overlong", of="ppo"),
-    absent("ds.value_head_prefix value_head_prefix", "a reward model's head is called `score`", "score", of="ppo rm"),
+           "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "use rollout.overlong", of="ppo"),
+    absent("ds.value_head_prefix value_head_prefix", "the head must be called `score`", "score", of="ppo rm"),
     # the loss
     worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo"),
     worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", "", of="ppo"),
@@ -71,7 +72,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("algo.kl.estimator kl_estimator", "loss.kl", "", of="ppo"),
     worked_out("algo.kl.use_loss use_kl_loss", "loss.kl_in", "", of="ppo"),
     other("algo.kl.target kl_target algo.kl.horizon kl_horizon", "loss.kl_target",
-          "of a token there, of a whole answer here", of="ppo"),
+          "theirs is per token, rlexp's per answer", of="ppo"),
     worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", "", "eps_clip_low_high decides", of="ppo"),
     worked_out("actor.eps_clip_low_high eps_clip_low_high", "loss.clip_low, loss.clip_high", "", of="ppo"),
     taken("actor.dual_clip dual_clip", "loss.dual_clip", of="ppo"),
@@ -82,25 +83,25 @@ RULES: tuple[Rule, ...] = (
              "critic.gradient_checkpointing_enable", "the critic is optimized with the policy", of="ppo"),
     worked_out("algo.advantage.gamma gamma", "loss.gamma", "", UNUSED, of="ppo"),
     worked_out("algo.advantage.lambd lambd", "loss.lam", "", UNUSED, of="ppo"),
-    absent("algo.advantage.no_std_norm no_advantage_std_norm", "advantages are divided by their deviation too",
+    absent("algo.advantage.no_std_norm no_advantage_std_norm", "rlexp divides advantages by their deviation",
            of="ppo"),
     worked_out("algo.advantage.is_correction_enable enable_vllm_is_correction", "rollout.importance_cap",
-               "weighs samples that vLLM's own kernels drew", of="ppo"),
+               "weighs samples that vLLM generated", of="ppo"),
     worked_out("algo.advantage.is_correction_type vllm_is_correction_type", "rollout.importance_cap",
-               "tis is here, others are not", "no weight is asked for", of="ppo"),
+               "tis; others are missing", "no weight is asked for", of="ppo"),
     worked_out("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "rollout.importance_cap",
                "the upper limit", "no weight is asked for", of="ppo"),
-    absent("use_icepop", "tokens with a large weight are not left out", of="ppo"),
+    absent("use_icepop", "rlexp drops no tokens", of="ppo"),
     taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
     absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
-    absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "policy and critic train from the start",
+    absent("actor.freezing_steps freezing_actor_steps critic.freezing_steps", "both train from the start",
            -1, of="ppo"),
     worked_out("algo.dynamic_filtering_enable dynamic_filtering", "loss.filter=true",
-               "prompts with equal scores are left out, and no others replace them", of="ppo"),
-    absent("algo.dynamic_filtering_range dynamic_filtering_reward_range", "a prompt is left out if all its scores are "
-           "the same", [0, 1], of="ppo"),
+               "rlexp replaces no left-out prompts", of="ppo"),
+    absent("algo.dynamic_filtering_range dynamic_filtering_reward_range", "rlexp leaves out prompts with equal scores",
+           [0, 1], of="ppo"),
     absent("eval.temperature eval_temperature eval.n_samples_per_prompt eval_n_samples_per_prompt",
-           "held-out prompts are sampled as the others", of="ppo"),
+           "held-out prompts are sampled like the others", of="ppo"),
 )  # fmt: skip
 
 
@@ -156,7 +157,7 @@ def _importance(conv: Conversion) -> None:
 def _loss(conv: Conversion) -> None:
     estimator, in_loss = conv.text("advantage_estimator", "gae"), conv.flag("use_kl_loss")
     if estimator not in ESTIMATORS:
-        conv.refuse("advantage_estimator", "is not here", f"Known are {', '.join(ESTIMATORS)}.")
+        conv.refuse("advantage_estimator", "is missing", f"Known are {', '.join(ESTIMATORS)}.")
     gspo = conv.text("policy_loss_type", "ppo") == "gspo"
     loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
@@ -209,9 +210,9 @@ def _reward(conv: Conversion) -> None:
             f"function `rewards` of our form into {module}.py, which calls the old one: docs/rewards.md."
         )
     elif function is not None:
-        conv.refuse("remote_rm_url", "a reward behind an address is not here", "Give a model, or a function of Python.")
+        conv.refuse("remote_rm_url", "rlexp asks no reward behind an address", "Give a model, or a function of Python.")
     elif not models and conv.get("agent_func_path") is not None:
-        conv.refuse("agent_func_path", "an agent scores the answers, in several turns, which is not here",
+        conv.refuse("agent_func_path", "an agent scores the answers, in several turns, which rlexp lacks",
                     "Give a reward model, or a function of Python.")  # fmt: skip
     elif not models:
         why = "so is remote_rm_url; without them nothing scores an answer"

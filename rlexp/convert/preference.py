@@ -20,11 +20,9 @@ LOSSES = {
     "discopop": "discopop",
 }  # fmt: skip
 SFT = "sft"
-TYPES = (
-    "the losses over pairs; several are loss=mpo with loss.terms, where sft is loss.sft_weight; sft alone is loss=sft"
-)
+TYPES = "several types are loss=mpo with loss.terms; sft alone is loss=sft"
 ONE_LOSS = "there is one loss"
-SMOOTHING = "TRL ignores it for sigmoid since 0.29"
+SMOOTHING = "TRL ignores it for sigmoid and sigmoid_norm"
 OTHERS = "it changes nothing with this loss"
 NOT_YET = "loss=kto_pair"  # an option of ours that would have what is refused
 SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})  # with label_smoothing in TRL since 0.29
@@ -84,7 +82,9 @@ def rules(names: Names, of: str, more: str = "") -> Sequence[Rule]:
 def of_cpo_rules(of: str, told: str = "") -> Sequence[Rule]:
     """Return the rules of TRL's CPO, which has SimPO too."""
     return (
-        worked_out("loss_type", "loss=cpo or loss=simpo", "hinge and ipo have a reference here", "it is said", of=of),
+        worked_out(
+            "loss_type", "loss=cpo or loss=simpo", "rlexp's hinge and ipo have a reference", "it is said", of=of
+        ),
         worked_out("cpo_alpha", "loss.sft_weight", told, of=of),
         worked_out("simpo_gamma", "loss.gamma", "", OTHERS, of=of),
     )
@@ -171,7 +171,7 @@ def _asked(conv: Conversion, names: Names, types: Sequence[str]) -> Asked:
             asked.add(LOSSES[name], weight)
     if unknown:
         taken = "" if asked.weights else "; sigmoid is taken"
-        why = f"{', '.join(unknown)} is not here{taken}"
+        why = f"{', '.join(unknown)} is missing{taken}"
         conv.remark(Fate.INSTEAD, conv.said(names.loss), conv.get(names.loss), why)
     if unknown and not asked.weights:
         asked.add("dpo", 1.0)
@@ -266,5 +266,5 @@ def of_cpo(conv: Conversion) -> str:
     """Return our name of a loss of TRL's CPO, which has no reference."""
     said = conv.text("loss_type", "simpo" if conv.trainer == "simpo" else "sigmoid")
     if said not in ("sigmoid", "simpo"):
-        conv.tell(Fate.INSTEAD, "loss_type", f"{said} without a reference is not here; cpo's sigmoid is taken")
+        conv.tell(Fate.INSTEAD, "loss_type", f"{said} without a reference is missing; cpo's sigmoid is used")
     return "simpo" if said == "simpo" else "cpo"

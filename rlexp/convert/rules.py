@@ -16,7 +16,7 @@ class Fate(Enum):
     TAKEN = "taken over"
     INSTEAD = "trains something else than the file asks for"
     OTHER = "means something else here"
-    ABSENT = "not here"
+    ABSENT = "missing"
     NEEDLESS = "needs nothing here"
 
 
@@ -39,11 +39,11 @@ class Rule:
 
     names: tuple[str, ...]
     fate: Fate
-    key: str = ""  # ours, as the table of docs/coming_from.md shows it
+    key: str = ""  # ours, as the pages of docs/convert/ show it
     why: str = ""  # in one sentence, for the table and for the file that is written
     default: Any = UNSAID  # theirs, written where a file does not say it
     convert: Callable[[Any], Any] | None = None  # from their value to ours; None: other code does it, with others
-    harmless: tuple[Any, ...] = ()  # values with which an argument that is not here changes nothing
+    harmless: tuple[Any, ...] = ()  # values with which a missing argument changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
     until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
     rest: str = ""  # why a value that asks for something sets nothing, where no code says it
@@ -330,10 +330,10 @@ class Refused:
 
 
 def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:
-    """Return what converts a value by a table; any other is not here."""
+    """Return what converts a value by a table; any other is missing."""
 
     def convert(value: Any) -> Any:
         wanted = value.lower() if isinstance(value, str) else None
-        return options[wanted] if wanted in options else Refused(f"{what} {value} is not here")
+        return options[wanted] if wanted in options else Refused(f"{what} {value} is missing")
 
     return convert

@@ -39,28 +39,27 @@ RULES: tuple[Rule, ...] = (
     *LIKE_TRL,
     taken("temperature", "rollout.temperature", default=0.9, of="grpo"),
     taken("dynamic_sample", "loss.filter", "no other prompts replace them", of="grpo"),
-    absent("advantage_estimator kl_in_reward", "the advantages are those of the group, and a divergence is in the loss",
+    absent("advantage_estimator kl_in_reward", "advantages are per group, and the KL is in the loss",
            "grpo", of="grpo", fate=Fate.INSTEAD),
-    absent("multi_turn_scheduler use_gym_env", "an answer is generated in one turn", of="grpo", fate=Fate.INSTEAD),
-    absent("soft_cache_length soft_max_length", "see rollout.overlong", of="grpo"),
+    absent("multi_turn_scheduler use_gym_env", "answers have one turn", of="grpo", fate=Fate.INSTEAD),
+    absent("soft_cache_length soft_max_length", "use rollout.overlong", of="grpo"),
     needless("sleep_level offload_optimizer offload_model move_model_batches external_plugins log_entropy "
              "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,
              of="grpo"),
-    worked_out("rlhf_type", "loss", "dpo, cpo, orpo, simpo, kto, rm or grpo; swift sft and swift pt are "
-               "loss=sft", "the loss is chosen", of=OF_RLHF),
+    worked_out("rlhf_type", "loss", "swift sft and swift pt are loss=sft", "the loss is chosen", of=OF_RLHF),
     worked_out("model", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
     taken("ref_model", "reference.path", of="dpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
-    worked_out("tuner_type train_type", "adapter=lora", "lora, their default, and full; others are not here",
+    worked_out("tuner_type train_type", "adapter=lora", "lora (their default) and full; others are missing",
                "all weights are trained", until="adapter=adalora adapter=longlora adapter=vera"),
     *adapters.rules(OF_LORA, rank="their default is 8", alpha="their default is 32", dropout="their default is 0.05; ",
-                    targets="by default all linear layers, as here"),
-    absent("target_regex", "a pattern of names is not here: adapter.targets", until="regex"),
-    absent("lora_bias", "biases are not trained beside an adapter", "none", until="adapter.bias"),
+                    targets="same default: all linear layers"),
+    absent("target_regex", "use adapter.targets", until="regex"),
+    absent("lora_bias", "no biases are trained", "none", until="adapter.bias"),
     absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
     worked_out("adapters", "adapter.path", ""),
-    worked_out("ref_adapters", "reference=adapter", "the same as adapters; another one is not read",
+    worked_out("ref_adapters", "reference=adapter", "only the same adapter as adapters",
                "the loss compares with no reference", of="dpo kto"),
     worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED, adapters.UNWANTED),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
@@ -73,34 +72,34 @@ RULES: tuple[Rule, ...] = (
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
     worked_out("center_rewards_coefficient", "loss.center", "", of="rm"),
-    absent("loss_scale", "the tokens of an answer weigh alike", "default"),
+    absent("loss_scale", "all tokens weigh the same", "default"),
     worked_out("dataset", "data=hf, data.path or data.sources",
-               "prompt, chosen and rejected for pairs; prompt, completion and label for kto; messages for sft"),
-    absent("val_dataset", "name held-out rows by data.eval_path"),
+               "columns: prompt, chosen, rejected; for kto prompt, completion, label; for sft messages"),
+    absent("val_dataset", "use data.eval_path"),
     worked_out("split_dataset_ratio", "data.eval_size", ""),
-    other("columns", "data.columns", "from column to field there, from field to column here"),
-    taken("max_length", "data.max_length", "tokens of prompt and answer together; their default is the model's limit"),
+    other("columns", "data.columns", "rlexp maps field to column"),
+    taken("max_length", "data.max_length", "tokens of prompt and answer; their default is the model's limit"),
     worked_out("truncation_strategy", "data.too_long", ""),
     taken("packing padding_free", "data.packing",
-          "for sft and pt, a sample of the batch is a block of several rows there, and one row here"),
+          "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows"),
     taken("system", "data.system"),
     taken("streaming", "data.streaming"),
     worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
-    worked_out("template", "model.chat_template", "a name whose text is the same; else the tokenizer's own is used"),
+    worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     taken("new_special_tokens", "model.add_tokens"),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
-    worked_out("sequence_parallel_size", "parallel.ring_size", "any layout has the same curve"),
+    worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size"),
     needless("attn_impl load_from_cache_file use_hf model_type lazy_tokenize",
              "no number depends on it here"),
     worked_out("NPROC_PER_NODE", "launch.nproc", "", launchers.COUNTED),
     worked_out("NNODES", "launch.nodes", "", launchers.ONE_NODE),
-    absent("cached_dataset", "rows that `swift export` tokenized are not read: name the rows themselves by dataset"),
+    absent("cached_dataset", "give the rows themselves by dataset"),
     needless("model_name model_author", "they are written into rows of self-cognition alone"),
     worked_out("task_type", "loss", "causal_lm", "it is the only one here"),
-    absent("enable_dft_loss", "every token's likelihood weighs alike", fate=Fate.INSTEAD, until="loss=dft"),
-    worked_out("num_processes", "launch.nproc", "of accelerate: the GPUs of all machines together", launchers.COUNTED),
+    absent("enable_dft_loss", "all tokens weigh the same", fate=Fate.INSTEAD, until="loss=dft"),
+    worked_out("num_processes", "launch.nproc", "GPUs of all machines (accelerate)", launchers.COUNTED),
     needless("config_file machine_rank use_ray zero_stage offload_optimizer_device offload_param_device",
              launchers.STARTS),
     *launchers.RULES,
@@ -140,7 +139,7 @@ def convert(conv: Conversion) -> None:
     if conv.trainer == "grpo":
         for name in ("use_gym_env", "multi_turn_scheduler", "teacher_model"):
             if conv.given.get(name) and not (conv.get("reward_funcs") or conv.get("reward_model_name_or_path")):
-                conv.refuse(name, "scores the answers, and is not here", "Give reward_funcs.")
+                conv.refuse(name, "scores the answers, and is missing in rlexp", "Give reward_funcs.")
         rollouts.convert(conv, gpus, *sized, beta=0.04, divisor="grpo", prompt="max_length")
     else:
         _loss(conv)
@@ -153,7 +152,9 @@ def convert(conv: Conversion) -> None:
 def _task(conv: Conversion) -> None:
     """Refuse what trains another head, or has no rows."""
     if (task := conv.text("task_type", "causal_lm")) != "causal_lm":
-        conv.refuse("task_type", f"trains {task}, which is not here", "What is here trains answers, or a reward model.")
+        conv.refuse(
+            "task_type", f"trains {task}, which is missing in rlexp", "rlexp trains answers, or a reward model."
+        )
     if conv.get("dataset") is None and conv.get("cached_dataset") is not None:
         conv.refuse("cached_dataset", "has rows that `swift export` tokenized, which are not read",
                     "Name the rows themselves by dataset.")  # fmt: skip

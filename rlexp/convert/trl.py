@@ -37,7 +37,7 @@ OF_LORA = adapters.Names(
     rest="use_dora lora_target_parameters lora_task_type",
 )  # fmt: skip
 ANOTHER = "another argument chooses the engine"
-ALONE = "the assistant's turns alone are trained on"
+ALONE = "rlexp always trains only on the assistant's turns"
 OF_HEAD = "the head is trained whole here; theirs is frozen unless this is SEQ_CLS, or lora_modules_to_save has it"
 
 RULES: tuple[Rule, ...] = (
@@ -49,24 +49,24 @@ RULES: tuple[Rule, ...] = (
     worked_out("model_name_or_path", "model=hf, model.path", "", "sft_model_path decides"),
     worked_out("sft_model_path", "model.path", "the policy and the reference", of="ppo"),
     taken("model_revision", "model.revision", to=lambda value: None if value == "main" else value),
-    taken("dtype torch_dtype", "model.dtype", "weights that are trained are float32 here", to=huggingface.dtype_of),
+    taken("dtype torch_dtype", "model.dtype", "trained weights are float32", to=huggingface.dtype_of),
     taken("attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
     taken("trust_remote_code", "model.trust_remote_code"),
-    absent("model_init_kwargs", "keys of model name the revision, the dtype and the tokenizer's additions"),
-    worked_out("use_peft", "adapter=lora", "the reference is then the model without its adapter, as theirs"),
+    absent("model_init_kwargs", "use the keys of model"),
+    worked_out("use_peft", "adapter=lora", "same reference: the model without adapter"),
     *adapters.rules(OF_LORA, rank="their default is 16", alpha="their default is 32", dropout="their default is 0.05; ",
-                    targets="all-linear is []; if left out, peft's choice for the model, as q_proj and v_proj"),
-    worked_out("lora_task_type", "adapter=lora", "the head of a reward model is trained whole",
+                    targets="all-linear is []; if left out, the file sets peft's choice"),
+    worked_out("lora_task_type", "adapter=lora", "rlexp trains a reward model's head whole",
                "the loss says which head the model has"),
     absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, until="quant"),
     needless("use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage", adapters.OF_QUANTIZED),
-    absent("router_aux_loss_coef", "the loss of a mixture of experts has no term of its own", until="router aux_loss"),
-    absent("sync_ref_model", "the reference is the model at the start"),
+    absent("router_aux_loss_coef", "no auxiliary loss for experts", until="router aux_loss"),
+    absent("sync_ref_model", "the reference stays the model at the start"),
     needless("ref_model_mixup_alpha ref_model_sync_steps", "only with sync_ref_model"),
     needless("disable_dropout", "there is no dropout here"),
     needless("ignore_bias_buffers ds3_gather_for_generation pad_to_multiple_of padding_free pad_token "
              "gradient_checkpointing_use_reentrant cast_lm_head_to_fp32", "no number depends on it here"),
-    absent("activation_offloading", "memory.checkpointing is the way to save memory", until="activation_offload"),
+    absent("activation_offloading", "use memory.checkpointing", until="activation_offload"),
     # data
     worked_out("dataset_name", "data=hf, data.path", "", "datasets decides"),
     worked_out("dataset_config", "data.subset", "", "datasets decides"),
@@ -74,47 +74,48 @@ RULES: tuple[Rule, ...] = (
     worked_out("dataset_test_split", "data.eval_split", "only if it is evaluated",
                "nothing is evaluated, or another argument says on what"),
     worked_out("dataset_streaming streaming", "data.streaming", ""),
-    worked_out("datasets", "data.sources", "a fraction is a weight; it takes other rows in the next epoch here"),
-    worked_out("dataset_mixture", "data.sources", "of alignment-handbook and open-r1", "datasets decides"),
-    worked_out("dataset_mixer", "data.sources", "of alignment-handbook until 0.4", "datasets decides"),
+    worked_out("datasets", "data.sources", "a fraction is a weight; each epoch takes other rows"),
+    worked_out("dataset_mixture", "data.sources", "alignment-handbook, open-r1", "datasets decides"),
+    worked_out("dataset_mixer", "data.sources", "alignment-handbook until 0.4", "datasets decides"),
     worked_out("dataset_splits", "data.split, data.eval_split", "of dataset_mixer", "nothing is evaluated"),
     taken("dataset_prompt_column", "data.columns.prompt", "of open-r1", of=rollouts.DRAWING),
     taken("system_prompt", "data.system", "of open-r1"),
-    other("chat_template", "model.chat_template", "the template itself there, a file with it here"),
-    worked_out("test_split_size", "data.eval_size", "a share is rounded down here, and up there"),
+    other("chat_template", "model.chat_template", "rlexp takes a file"),
+    worked_out("test_split_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     taken("dataset_num_proc preprocessing_num_workers", "data.workers"),
-    worked_out("max_length max_seq_length", "data.max_length", "tokens of prompt and answer together", of=OFFLINE),
-    worked_out("max_prompt_length", "data.max_length", "there is one limit, for prompt and answer together"),
-    worked_out("truncation_mode", "data.too_long=truncate", "the start of the prompt is cut first, then the end of the "
-               "answers", "nothing is cut", of=f"{PAIRS} sft {SINGLE}"),
-    absent("tools", "tools are a column of the rows"),
-    absent("dataset_kwargs", "rows are always tokenized here", {"skip_prepare_dataset": False}),
+    worked_out("max_length max_seq_length", "data.max_length", "tokens of prompt and answer", of=OFFLINE),
+    worked_out("max_prompt_length", "data.max_length", "one limit, for prompt and answer together"),
+    worked_out("truncation_mode", "data.too_long=truncate", "rlexp cuts the prompt's start, then the answer's end",
+               "nothing is cut", of=f"{PAIRS} sft {SINGLE}"),
+    absent("tools", "put tools in a column of the rows"),
+    absent("dataset_kwargs", "rlexp always tokenizes rows", {"skip_prepare_dataset": False}),
     taken("chat_template_kwargs", "data.template_options", of=rollouts.DRAWING),
     taken("shuffle_dataset", "data.shuffle", of=rollouts.DRAWING),
     worked_out("chat_template_path", "model.chat_template", "a jinja file", of="sft reward"),
-    absent("eos_token", "the tokenizer's own end of sequence, or its template, ends an answer", of="sft reward"),
+    absent("eos_token", "the tokenizer or its template ends an answer", of="sft reward"),
     # supervised training
-    worked_out("loss_type", "loss=sft", "nll; others are not here", of="sft", until="loss=dft"),
+    worked_out("loss_type", "loss=sft", "nll; others are missing", of="sft", until="loss=dft"),
     worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts",
                "the column is found by its name", of="sft"),
     worked_out("packing", "data.packing",
-               "a sample of the batch is a block of several rows there, and one row here", of="sft"),
+               "theirs counts blocks of rows in a batch, rlexp counts rows", of="sft"),
     absent("packing_strategy", "no row is cut into pieces", "bfd", of="sft"),
     needless("eval_packing", "held-out rows count alike, packed or not", of="sft"),
     needless("shuffle_dataset", "an epoch has an order of its own in any case", of="sft"),
     worked_out("assistant_only_loss", "loss=sft", ALONE, ALONE, of="sft"),
-    worked_out("completion_only_loss", "loss=sft", "a prompt is never trained on", "a prompt is never trained on",
+    worked_out("completion_only_loss", "loss=sft", "rlexp never trains on prompts", "rlexp never trains on prompts",
                of="sft"),
     # single answers
     worked_out("loss_type", "loss=kto or loss=apo_zero_unpaired", "", of="kto"),
     worked_out("beta", "loss.beta", "", of=SINGLE),
     worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
     worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
-    worked_out("precompute_ref_log_probs", "reference=precompute", "not with loss=kto", of=f"dpo {SINGLE}"),
+    worked_out("precompute_ref_log_probs", "reference=precompute", "dpo, bco, and kto with apo_zero_unpaired",
+               of=f"dpo {SINGLE}"),
     needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length "
              "use_logits_to_keep max_target_length", "the numbers are the same; data.max_length is one limit",
              of=f"{PAIRS} {SINGLE}"),
-    absent("generate_during_eval", "no answers are generated for rows that have one", of=f"{PAIRS} {SINGLE}"),
+    absent("generate_during_eval", "use `python -m rlexp.generate`", of=f"{PAIRS} {SINGLE}"),
     needless("prompt_sample_size min_density_ratio max_density_ratio",
              "only with a function for embeddings, which a file does not name", of="bco"),
     # reward models
@@ -123,17 +124,17 @@ RULES: tuple[Rule, ...] = (
     *preference.rules(preference.Names(), "dpo", "cpo"),
     *preference.of_cpo_rules("cpo"),
     taken("beta", "loss.beta", default=0.1, of=PAIRS),
-    absent("alpha", "a reward is a log-probability (AlphaPO is not here)", of="cpo"),
-    absent("f_divergence_type", "the reverse KL is the divergence here", "reverse_kl", of="dpo"),
+    absent("alpha", "no AlphaPO", of="cpo"),
+    absent("f_divergence_type", "rlexp uses the reverse KL", "reverse_kl", of="dpo"),
     needless("f_alpha_divergence_coef", "only with another f_divergence_type", of="dpo"),
-    absent("reference_free force_use_ref_model", "the reference is the model at the start; loss=cpo has none",
+    absent("reference_free force_use_ref_model", "loss=cpo has no reference",
            of="dpo"),
     worked_out("gamma_beta_ratio", "loss=simpo, loss.gamma", "times beta; of SimPO's own trainer", of="cpo"),
     *rollouts.RULES,
     taken("wandb_project", "logger.project"),
     taken("wandb_entity", "logger.entity"),
     # the launcher
-    worked_out("num_processes", "launch.nproc", "the GPUs of all machines together", launchers.COUNTED),
+    worked_out("num_processes", "launch.nproc", "GPUs of all machines", launchers.COUNTED),
     *launchers.RULES,
     worked_out("accelerate_config config_file", "engine", "zero1, zero2, zero3, fsdp1 or fsdp2"),
     worked_out("deepspeed_config_file", "engine, engine.offload", "as deepspeed", ANOTHER),
@@ -146,7 +147,7 @@ RULES: tuple[Rule, ...] = (
                "it is 1, or the other one decides"),
     needless("machine_rank main_process_ip main_process_port mixed_precision gpu_ids use_deepspeed env config "
              "multi_gpu fsdp_version dynamo_backend", launchers.STARTS),
-    absent("parallelism_config_tp_size", "a model is not split across GPUs by tensor parallelism", 1,
+    absent("parallelism_config_tp_size", "no tensor parallelism", 1,
            until="tensor_parallel"),
 )  # fmt: skip
 
@@ -349,7 +350,7 @@ def _sft(conv: Conversion) -> None:
     if not alone:
         conv.tell(Fate.OTHER, "assistant_only_loss", ALONE)
     if not conv.flag("completion_only_loss", True):
-        conv.tell(Fate.OTHER, "completion_only_loss", "a prompt is never trained on")
+        conv.tell(Fate.OTHER, "completion_only_loss", "rlexp never trains on prompts")
     _template(conv)
     if (column := conv.text("dataset_text_field", "text")) != "text":
         for key in _sources(conv):

@@ -336,7 +336,7 @@ def test_every_key_is_in_a_rule_or_ours_alone() -> None:
 
 
 def test_what_is_called_absent_is_absent() -> None:
-    """It fails where rlexp has come to have a key of the name that a rule calls not here."""
+    """It fails where rlexp has come to have a key of the name that a rule calls missing."""
     ours = {"_".join(key.split(".")[start:]) for key in all_keys() for start in (0, 1)}
     for each in FRAMEWORKS.values():
         names = {name.replace(".", "_") for rule in each.rules if rule.fate is Fate.ABSENT for name in rule.names}
@@ -410,7 +410,7 @@ def test_the_command_writes_an_experiment_that_trains(folder: Path) -> None:
     """From the file to a run: on CPU, with a small model and our own pairs in place of the hub's."""
     done = command(folder, str(FOREIGN / "trl_dpo.yaml"), "--gpus", "1", "--trainer", "dpo", "--name", "mine")
     assert done.returncode == 0, done.stderr
-    assert "not here: neftune_noise_alpha, push_to_hub, grad_scale" in done.stderr
+    assert "missing: neftune_noise_alpha, push_to_hub, grad_scale" in done.stderr
     assert (
         "wrote conf/experiment/mine.yaml: python -m rlexp +experiment=mine hydra.run.dir=Qwen2-0.5B-DPO" in done.stderr
     )
@@ -441,6 +441,16 @@ def test_what_cannot_run_as_it_is_says_why(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr) == (1, "rlexp: nothing.yaml: cannot be read (No such file or directory).\n")
 
 
-def test_the_page_has_the_tables_of_the_rules() -> None:
-    text = coming_from.PAGE.read_text(encoding="utf-8")
-    assert text == coming_from.with_tables(text), "stale: python -m tests.helpers.coming_from"
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_the_pages_have_the_rules(framework: str) -> None:
+    page = coming_from.FOLDER / coming_from.name_of(framework)
+    wanted = coming_from.page_of(framework)
+    assert page.read_text(encoding="utf-8") == wanted, "run: python -m tests.helpers.coming_from"
+
+
+def test_the_example_of_the_page_is_what_the_command_writes(tmp_path: Path) -> None:
+    page = (coming_from.ROOT / "docs" / "coming_from.md").read_text(encoding="utf-8")
+    theirs, ours = re.findall(r"^```yaml\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(theirs, encoding="utf-8")
+    assert text_of(converted(file, "dpo", 8), "mine", file.name) == ours

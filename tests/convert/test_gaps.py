@@ -1,4 +1,4 @@
-"""What rlexp gains must reach the converter: a new option has a rule or is listed, and a rule that says "not here" ends
+"""What rlexp gains must reach the converter: a new option has a rule or is listed, and a rule that says "missing" ends
 once rlexp has it."""
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def test_a_new_option_is_found(group: str, tmp_path: Path, monkeypatch: pytest.M
     assert f"{group}=planted" in unexplained(tmp_path)
 
 
-# ---- what is not here ----
+# ---- what is missing ----
 
 
 def there() -> set[str]:
@@ -115,7 +115,7 @@ def there() -> set[str]:
 
 
 def outdated() -> set[str]:
-    """Return the names of rules that say "not here" of what is here."""
+    """Return the names of rules that call missing what is here."""
     now, found = there(), set()
     for framework in FRAMEWORKS.values():
         for rule in framework.rules:
