@@ -105,6 +105,12 @@ def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
     return sizes.training_ranks(all_ranks(nproc, nodes), sampling_ranks)
 
 
+def dp_size(world_size: int, ring_size: int, device: str) -> int:
+    """Return the number of replicas. A ring with more ranks than this machine has GPUs fits on the CPU."""
+    on_gpus = getattr(device, "value", device) != "cpu" and not gpus_without_torch()
+    return sizes.dp_size(world_size, ring_size, gpus=visible_gpus() if on_gpus else 0)
+
+
 def default_sampling_ranks(mode: str) -> int:
     return 1 if getattr(mode, "value", mode) == "pipelined" else 0
 
@@ -173,7 +179,7 @@ def register() -> None:
         "slurm_minutes": slurm_minutes,
         "slurm_warning": slurm_warning,
         "world_size": world_size,
-        "dp_size": sizes.dp_size,
+        "dp_size": dp_size,
         "grad_acc": sizes.grad_acc,
         "minibatches": minibatches,
         "sampling_ranks": default_sampling_ranks,

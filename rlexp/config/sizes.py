@@ -135,8 +135,9 @@ def _field(key: str) -> dataclasses.Field[Any]:
     return fields[leaf]
 
 
-def dp_size(world_size: int, ring_size: int) -> int:
-    """Return the number of replicas that train in parallel: world / ring, exactly."""
+def dp_size(world_size: int, ring_size: int, *, gpus: int = 0) -> int:
+    """Return the number of replicas that train in parallel: world / ring, exactly. `gpus`: this machine's, if the run
+    is to use them."""
     require("parallel.ring_size", ring_size)
     if world_size < 1:
         raise ConfigError(
@@ -145,10 +146,13 @@ def dp_size(world_size: int, ring_size: int) -> int:
     if world_size % ring_size:
         fitting = nearest(ring_size, divisors(world_size))
         multiples = [ring_size * n for n in (world_size // ring_size, world_size // ring_size + 1) if n]
+        on_cpu = ""
+        if gpus and world_size < ring_size:
+            on_cpu = f" Or give launch.device=cpu, and no launch.nproc: {ring_size} ranks then run on the CPU."
         raise ConfigError(
             f"parallel.ring_size={ring_size}: the world has {world_size} rank{'s' * (world_size > 1)}, which is "
             f"no multiple of it. Use parallel.ring_size={listed(fitting)}, or a world of {listed(multiples)} "
-            f"ranks (launch.nproc × launch.nodes; on a GPU machine launch.nproc is the number of GPUs)."
+            f"ranks (launch.nproc × launch.nodes; on a GPU machine launch.nproc is the number of GPUs).{on_cpu}"
         )
     return world_size // ring_size
 

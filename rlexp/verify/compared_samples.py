@@ -16,7 +16,7 @@ from rlexp.verify.reference.policy_formula import SAID, Answers, GivenToFormulas
 
 CRITIC = "critic"
 HELD_OUT = "policy as it answered held-out prompts"
-SCORED = {"reference model": "reference", "policy as it drew": "behaviour", "policy as it was scored": "old",
+SCORED = {"reference model": "reference", "policy as it generated": "behaviour", "policy as it was scored": "old",
           "critic as it was scored": "values"}  # fmt: skip
 SLACK = 10.0  # a parameter's gradient may move by more than its share of the derivatives: its terms cancel
 COLUMNS = {"policy": "policy_n", "entropies": "entropies_n", "values": "values_n"}

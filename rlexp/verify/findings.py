@@ -12,7 +12,7 @@ import numpy as np
 from rlexp.verify.records import Array
 
 DATA, LOGPS, LOSS = "data", "log-probabilities", "loss"
-REWARDS, ADVANTAGES = "rewards", "advantages"  # of samples that the policy draws
+REWARDS, ADVANTAGES = "rewards", "advantages"  # of samples that the policy generates
 GRADIENT, OPTIMIZER, METRICS = "gradient", "optimizer", "metrics"
 
 
@@ -21,10 +21,10 @@ class Clue(Enum):
 
     PAIRS = "the data set"
     SAMPLES = "the sampler's batch"
-    DRAWN = "the drawn samples"
+    DRAWN = "the generated samples"
     REWARD = "their rewards"
     SCORED = "what the scoring pass keeps of them"
-    BEHAVIOUR = "the log-probabilities with which they were drawn"
+    BEHAVIOUR = "the log-probabilities with which they were generated"
     OUTCOMES = "what credit is computed from"
     CREDIT = "the credit, given that"
     SPREAD = "the advantages, given that"

@@ -29,7 +29,7 @@ LONG = 1024  # tokens of an answer whose rounding has averaged out: (bound of a 
 MOST_FLOOR = 2.0  # but by no more than this many times the rounding bound: a defect may raise the floor too
 
 REFERENCE = "reference model"
-OF_SAMPLES = (("policy as it drew", Clue.BEHAVIOUR), ("policy as it was scored", Clue.SCORED),
+OF_SAMPLES = (("policy as it generated", Clue.BEHAVIOUR), ("policy as it was scored", Clue.SCORED),
               ("critic as it was scored", Clue.SCORED), (HELD_OUT, Clue.BEHAVIOUR))  # fmt: skip
 
 # For the stages; log-probabilities and gradients are bounded by `QUANTITIES` instead.

@@ -417,6 +417,8 @@ def test_a_ring_larger_than_the_gpus(rlexp: Shell, tmp_path: Path) -> None:
     answer = rlexp("parallel=ring8", PATH=path)
     assert answer.returncode == 1
     assert "parallel.ring_size=8: the world has 2 ranks" in answer.stderr
+    assert "Or give launch.device=cpu, and no launch.nproc: 8 ranks then run on the CPU." in answer.stderr
+    assert "nproc: 8" in rlexp("parallel=ring8", "launch.device=cpu", "--cfg", "job", "--resolve", PATH=path).stdout
     assert "launch.nproc=4: one GPU per rank, and 2 are visible" in rlexp("launch.nproc=4", PATH=path).stderr
     assert "launch.ranks_per_gpu=2 lets ranks share a GPU" in rlexp("launch.nproc=4", PATH=path).stderr
     shared = rlexp("parallel=ring8", "launch.ranks_per_gpu=4", "--cfg", "job", "--resolve", PATH=path)

@@ -202,7 +202,7 @@ def test_a_function_that_answers_otherwise_when_asked_again_is_given(function: s
         f"given in float64: reward python, since judges_of_verify:{function} answers otherwise when it is asked again"
     )
     assert said.split() == told[told.index("given in") :].split()[: len(said.split())]
-    assert "given: the drawn tokens" in told
+    assert "given: the generated tokens" in told
 
 
 @pytest.mark.slow
@@ -232,7 +232,7 @@ def test_what_the_steps_have_not_met_is_said() -> None:
     assert result.passed
     told = report(compose_config(words), result)
     assert "4 of 12 prompts in 1 rollout, 16 samples of which 0 count" in told
-    assert "not met: samples that trained weights have drawn, which begin with step 3 (--steps 3)" in told
+    assert "not met: samples that trained weights have generated, which begin with step 3 (--steps 3)" in told
     assert "not met: an advantage that is not 0" in told
     assert "But nothing was learned from scores in these steps: see 'not met' above." in " ".join(told.split())
 

@@ -280,7 +280,7 @@ def _check_groups(cfg: Config, *, here: bool) -> None:
             f"For example: optim.betas=[0.9,0.999]."
         )
     if isinstance(cfg.data, RowsDataConfig):
-        check_sources(cfg.data)
+        check_sources(cfg.data, here=here)
     match cfg.model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
             if heads % kv_heads:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rlexp.base.errors import ConfigError, DataError
 
+MADE = {"long_pairs.jsonl": "python -m rlexp.long_pairs"}  # files of rows that a command of rlexp makes, by name
 ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
 
 
@@ -15,7 +16,10 @@ def check_rows(key: str, path: str) -> None:
     if is_dir(file):
         raise DataError(f"{key}={path}: is a folder. Give a file of rows, or say data=hf for a folder.")
     if not is_file(file):
-        raise DataError(f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.")
+        makes = f" `{MADE[file.name]}` makes such a file." if file.name in MADE else ""
+        raise DataError(
+            f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.{makes}"
+        )
 
 
 def check_rows_or_name(key: str, path: str) -> None:

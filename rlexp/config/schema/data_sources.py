@@ -57,7 +57,8 @@ def _named(name: str, keys: Any) -> NamedSource:
     return NamedSource(name, key, typed_entry(key, SourceConfig, own, "a source"))
 
 
-def check_sources(cfg: RowsDataConfig) -> None:
+def check_sources(cfg: RowsDataConfig, *, here: bool = True) -> None:
+    """Refuse what cannot be read. A prediction for other hardware reads no rows: their files may be there alone."""
     if isinstance(cfg, HFDataConfig):
         _check_one_or_many(cfg)
     sources = sources_of(cfg)
@@ -65,9 +66,10 @@ def check_sources(cfg: RowsDataConfig) -> None:
         check_bounds(source.cfg, f"{source.key}.")
         _check_columns(f"{source.key}.columns", source.cfg.columns)
         check = check_rows if isinstance(cfg, JsonlDataConfig) else check_rows_or_name
-        if source.cfg.eval_path is not None:  # first: an evaluation has no other
+        if here and source.cfg.eval_path is not None:  # first: an evaluation has no other
             check(f"{source.key}.eval_path", source.cfg.eval_path)
-        check(f"{source.key}.path", source.cfg.path)
+        if here:
+            check(f"{source.key}.path", source.cfg.path)
         _check_splits(source)
     bare = [source for source in sources if source.cfg.weight is None]
     if bare and len(bare) < len(sources):

@@ -10,7 +10,7 @@ from typing import Literal, cast
 from urllib.parse import urlparse
 
 from rlexp.base.errors import SinkError
-from rlexp.config.schema import WandbMode
+from rlexp.config.schema import LoggerConfig, WandbMode
 
 Mode = Literal["online", "offline", "disabled", "shared"]
 # W&B's own server by both its names: `wandb login` has written one or the other into netrc.
@@ -28,6 +28,19 @@ def wandb_mode(asked: WandbMode) -> Mode:
     if os.environ.get("WANDB_MODE"):
         return cast(Mode, os.environ["WANDB_MODE"])
     return "online" if has_account() else "offline"
+
+
+def upload_in_words(logger: LoggerConfig, mode: Mode) -> str:
+    """Say that a run is uploaded, to whose account, and how to leave that out; nothing where it is not uploaded."""
+    if mode in ("offline", "disabled"):
+        return ""
+    entity = logger.entity or os.environ.get("WANDB_ENTITY")
+    account = "your W&B account" if entity is None else f"W&B, account {entity}"
+    server = f" on {url}" if (url := os.environ.get("WANDB_BASE_URL")) else ""
+    return (
+        f"rlexp: the run is uploaded to {account}{server}, project {logger.project}. To leave this out: logger=none; "
+        f"to upload later: logger.mode=offline.\n"
+    )
 
 
 def has_account() -> bool:

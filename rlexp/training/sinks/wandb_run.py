@@ -17,7 +17,7 @@ from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.baseline import LOSS, PARITY, excess
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.run_names import name_of
-from rlexp.training.sinks.wandb_account import Mode, wandb_mode
+from rlexp.training.sinks.wandb_account import Mode, upload_in_words, wandb_mode
 from rlexp.training.sinks.wandb_read import NONE, SAMPLES, STEP, last_step
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # the most of an alert's text
@@ -75,6 +75,7 @@ class WandbSink(Sink):
         self, logger: LoggerConfig, run_dir: Path, facts: WandbFacts, *, run_id: str, history: Sequence[MetricRow] = ()
     ) -> None:
         mode = wandb_mode(logger.mode)
+        say(upload_in_words(logger, mode))
         stored = _last_step_offline(run_dir, run_id) if mode == "offline" else NONE
         self._run = _begin(logger, run_dir, facts, run_id, mode)
         # The step is a value, not W&B's own counter: W&B silently drops a step below its counter.

@@ -106,7 +106,7 @@ def held_out(step: SampleStep) -> Iterator[Finding]:
         apart = np.abs(sample.behaviour - wanted) / np.maximum(1.0, np.abs(wanted))
         if step.whole.gauge.exceeds("log-probability of a token", float(apart.max()), step.whole.allowed.logp):
             at = int(np.argmax(apart))
-            what = f"policy as it drew {named(sample.place)}, token {at}"
+            what = f"policy as it generated {named(sample.place)}, token {at}"
             yield step.finding(LOGPS, Clue.BEHAVIOUR, what, sample.behaviour[at], wanted[at])
     yield from _chosen(step, expected, named)
 
@@ -177,7 +177,7 @@ def _said(step: SampleStep, expected: RolloutExpected, run: RunRollout) -> Itera
     gauge, allowed = step.whole.gauge, step.whole.allowed.logp
     for who, field, clue in (
         ("policy before the first step on it", "old", Clue.SCORED),
-        ("policy that drew it", "behaviour", Clue.BEHAVIOUR),
+        ("policy that generated it", "behaviour", Clue.BEHAVIOUR),
         ("reference", "reference", Clue.REFERENCE),
         ("critic", "values", Clue.SCORED),
     ):
@@ -206,11 +206,11 @@ def _chosen(step: SampleStep, expected: RolloutExpected, named: Callable[[int], 
     """Check that each drawn token is the one that its random number chooses, from those that may be drawn."""
     allowed = math.expm1(2 * rounding_of_token(step.whole.cfg.train.precision))
     for place, apart in enumerate(expected.strayed):
-        quantity = "random number of a drawn token, outside its part"
+        quantity = "random number of a generated token, outside its part"
         if step.whole.gauge.exceeds(quantity, float(apart.max()), allowed):
             at = int(np.flatnonzero(~(apart <= allowed))[0])
             what = f"token {at} of {named(place)}"
-            got = "may not be drawn" if apart[at] == 1 else f"its random number is {apart[at]:.2g} outside its part"
+            got = "may not be generated" if apart[at] == 1 else f"its random number is {apart[at]:.2g} outside its part"
             wanted = f"the token that its random number chooses{_cuts(step.whole.cfg.rollout)}"
             yield step.finding(LOGPS, Clue.DRAWN, what, got, wanted)
 

@@ -20,7 +20,7 @@ from rlexp.verify.stages import rollouts
 
 CLUES = {"policy": Clue.POLICY, "entropies": Clue.OF_TOKENS, "values": Clue.OF_TOKENS}
 WORDS = {"old_values": "old value", "weight": "weight", "trained": "mark that it is trained on", "returns": "return",
-         "advantages": "advantage", "old": "old log-probability", "behaviour": "log-probability when drawn",
+         "advantages": "advantage", "old": "old log-probability", "behaviour": "log-probability when generated",
          "reference": "log-probability under the reference"}  # fmt: skip
 
 

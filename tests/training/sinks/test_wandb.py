@@ -22,7 +22,7 @@ from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.run_names import new_id
-from rlexp.training.sinks.wandb_account import wandb_mode
+from rlexp.training.sinks.wandb_account import upload_in_words, wandb_mode
 from rlexp.training.sinks.wandb_read import WandbRun, read_offline, read_project
 from rlexp.training.sinks.wandb_run import Extremes, WandbFacts, WandbSink
 from tests.helpers.runs import wait_for_steps
@@ -71,6 +71,7 @@ def with_baseline(place: Path, steps: int) -> Path:
 def undisturbed(base: Path) -> Ran:
     answer = train(base, f"train.max_steps={FEW}", f"checkpoint.save_every={FEW // 2}", CONSTANT, *SWEEP)
     assert answer.returncode == 0, answer.stderr
+    assert "uploaded" not in answer.stderr
     return Ran(base / "run")
 
 
@@ -323,7 +324,8 @@ def test_what_wandb_refuses_is_one_message(tmp_path: Path) -> None:
         server.refused = "this key is not known"
         answer = train(tmp_path, "train.max_steps=2", env=CLEAN | server.environment)
     assert answer.returncode == 1
-    assert "rlexp: logger.mode=auto: W&B could not be reached, or refused" in answer.stderr
+    said = answer.stderr.index("rlexp: the run is uploaded to your W&B account on http://127.0.0.1:")
+    assert said < answer.stderr.index("rlexp: logger.mode=auto: W&B could not be reached, or refused")
     assert "Traceback" not in answer.stderr
 
 
@@ -452,6 +454,26 @@ def test_online_with_an_account_and_offline_without(account, asked, env, expecte
     for name, value in env.items():
         account.setenv(name, value)
     assert wandb_mode(asked) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "env", "mode", "whose"),
+    [
+        ({}, {}, "online", "your W&B account, project rlexp."),
+        ({"entity": "us", "project": "p"}, {"WANDB_ENTITY": "them"}, "online", "W&B, account us, project p."),
+        ({}, {"WANDB_ENTITY": "them"}, "online", "W&B, account them, project rlexp."),
+        ({}, {"WANDB_BASE_URL": "http://here"}, "shared", "your W&B account on http://here, project rlexp."),
+        ({}, {}, "offline", None),
+        ({}, {}, "disabled", None),
+    ],
+)
+def test_an_upload_is_announced(account, keys, env, mode, whose) -> None:
+    account.delenv("WANDB_ENTITY", raising=False)
+    for name, value in env.items():
+        account.setenv(name, value)
+    said = upload_in_words(LoggerConfig(**keys), mode)
+    assert said == "" if whose is None else said.startswith(f"rlexp: the run is uploaded to {whose} To leave this out: "
+                                                            "logger=none;")  # fmt: skip
 
 
 @pytest.mark.parametrize(
