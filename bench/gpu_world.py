@@ -133,7 +133,7 @@ def kernels(on: Machine) -> list[str]:
     if on.device == "cpu":
         return ["cpu_flash", "plain"]
     there = able(max(gpu_generations()), 64, deterministic=False)
-    return [name for name in [*there, "plain"] if installed(name)]
+    return [*filter(installed, there), "plain"]
 
 
 def option_cases(_on: Machine) -> Iterator[Case]:
