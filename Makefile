@@ -25,13 +25,13 @@ VLLM_VERSION ?= 0.32.0
 # Measurements of the tests on Slurm, for the tables of docs/slurm.md and docs/measured/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
-# The Python of `make gpu`, with a torch for CUDA. GPU_PYTHON=python3 takes the machine's own, and installs nothing.
+# The Python of `make gpu` and `make selftest`, with a torch for CUDA. GPU_PYTHON=python3 takes the machine's own, and installs nothing.
 GPU_PYTHON ?= $(BIN)/python
 HAS_VLLM = import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)
 ROLLOUTS = bench.rollouts_gpu --write docs/measured/rollouts_gpu.md --picture docs/rollouts_gpu.png
 GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
 
-.PHONY: run test check random-configs test-slurm test-vllm slurm-short lint types prove prove-slurm gpu predict clean
+.PHONY: run test check random-configs test-slurm test-vllm slurm-short lint types prove prove-slurm gpu selftest predict clean
 
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
@@ -108,6 +108,12 @@ gpu:
 	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
 	$(GPU_PYTHON) -m bench.gpu --write docs/measured/gpu.md
 	@if $(GPU_PYTHON) -c "$(HAS_VLLM)"; then $(GPU_PYTHON) -m $(ROLLOUTS); else echo "Without vLLM: no rollouts by it"; fi
+
+# About ten minutes on a machine with GPUs: a part of `make gpu`, whose result is one file to send and one line to read.
+selftest:
+	@$(if $(GPU_MADE),$(or $(PYTHON),$(error $(NO_PYTHON))),$(GPU_PYTHON)) -m bench.selftest --here
+	$(if $(GPU_MADE),@$(MAKE) --no-print-directory $(VENV)/.ready)
+	$(GPU_PYTHON) -m bench.selftest
 
 # The longest pair that fits on 8 × 80 GB, for every engine: about ten minutes on two cores. It goes on where it was
 # stopped. And what the recipes need: five minutes.

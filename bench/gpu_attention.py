@@ -196,8 +196,8 @@ def _calls(sizes: Sizes, tokens: int) -> Iterator[tuple[str, Callable[[], object
     for kernel in _kernels(sizes):
         yield (
             kernel.name,
-            lambda kernel=kernel: _kernel_call(kernel, inputs, [tokens], sizes, backward=False),  # type: ignore[misc]
-            lambda kernel=kernel: _kernel_call(kernel, inputs, [tokens], sizes),  # type: ignore[misc]
+            lambda kernel=kernel: kernel_call(kernel, inputs, [tokens], sizes, backward=False),  # type: ignore[misc]
+            lambda kernel=kernel: kernel_call(kernel, inputs, [tokens], sizes),  # type: ignore[misc]
         )
 
 
@@ -218,7 +218,7 @@ def one_call(q: Tensor, k: Tensor, v: Tensor, dout: Tensor | None = None) -> lis
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
 
 
-def _kernel_call(
+def kernel_call(
     kernel: BlockKernel,
     inputs: Sequence[Tensor],
     lengths: Sequence[int],
@@ -270,7 +270,7 @@ def _windowed(options: Options, kernel: BlockKernel, tokens: int, window: int) -
     inputs = options.sizes.drawn(tokens)
     asked = None if window == tokens else window
     one, both = (
-        functools.partial(_kernel_call, kernel, inputs, [tokens], options.sizes, backward=backward, window=asked)
+        functools.partial(kernel_call, kernel, inputs, [tokens], options.sizes, backward=backward, window=asked)
         for backward in (False, True)
     )
     return [options.timed(one), options.timed(both)]
@@ -330,7 +330,7 @@ def mixed(tokens: int) -> list[int]:
 
 def _whole(options: Options, kernel: BlockKernel, lengths: Sequence[int]) -> float:
     inputs = options.sizes.drawn(sum(lengths))
-    return options.timed(lambda: _kernel_call(kernel, inputs, lengths, options.sizes))
+    return options.timed(lambda: kernel_call(kernel, inputs, lengths, options.sizes))
 
 
 def _layout_row(
@@ -389,11 +389,11 @@ def error_table(options: Options) -> str:
     sizes, tokens, ring = options.sizes, options.error_tokens, max(options.rings)
     inputs = sizes.drawn(tokens)
     doubled = [x.double() for x in inputs]
-    expected = _kernel_call(get_kernel("plain", sizes.device.type), doubled, [tokens], sizes)
-    theirs = _errors(one_call(*inputs), expected)
+    expected = kernel_call(get_kernel("plain", sizes.device.type), doubled, [tokens], sizes)
+    theirs = errors_of(one_call(*inputs), expected)
     lines = ["| what | out | dq | dk | dv |", "| --- | ---: | ---: | ---: | ---: |"]
     for each in _kernels(sizes):
-        got = _kernel_call(each, inputs, [tokens], sizes)
+        got = kernel_call(each, inputs, [tokens], sizes)
         lines.append(_error_row(f"`{each.name}`, one call", got, expected, theirs))
     kernel = get_kernel("auto", sizes.device.type, sizes.dtype, sizes.size)
     for name, inner in _layouts(ring, sizes.heads):
@@ -410,7 +410,7 @@ def error_table(options: Options) -> str:
     )
 
 
-def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+def errors_of(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     return [
         float((a.double() - b).square().mean().sqrt() / b.square().mean().sqrt())
         for a, b in zip(got, expected, strict=True)
@@ -418,7 +418,7 @@ def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
 
 
 def _error_row(what: str, got: Sequence[Tensor], expected: Sequence[Tensor], theirs: Sequence[float]) -> str:
-    ratios = (error / other for error, other in zip(_errors(got, expected), theirs, strict=True))
+    ratios = (error / other for error, other in zip(errors_of(got, expected), theirs, strict=True))
     return f"| {what} | " + " | ".join(f"{ratio:.2f}" for ratio in ratios) + " |"
 
 

@@ -32,6 +32,7 @@ class Shell:
 
     on: Machine
     folder: Path
+    patience: float = PATIENCE
 
     def train(self, run: str, *words: str) -> list[dict[str, Any]]:
         """Train, and return the rows of the run's curve."""
@@ -43,7 +44,7 @@ class Shell:
         around = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}  # of this process
         done = subprocess.run(
             [sys.executable, "-m", module, *words], cwd=self.folder, env=around | own,
-            capture_output=True, text=True, timeout=PATIENCE, check=False,
+            capture_output=True, text=True, timeout=self.patience, check=False,
         )  # fmt: skip
         if done.returncode:
             print(done.stdout[-3000:], done.stderr[-3000:], file=sys.stderr, flush=True)

@@ -207,13 +207,25 @@ def measure_all(trial: Trial, configs: dict[Option, Config], steps: int = STEPS)
     return results
 
 
-def in_turn(todo: Sequence[T], start: Callable[[Sequence[T]], Started], named: Callable[[T], str]) -> dict[T, Result]:
-    """Run all of these in one world of ranks; what fails says why, and those after it go on in new processes."""
+def in_turn(
+    todo: Sequence[T],
+    start: Callable[[Sequence[T]], Started],
+    named: Callable[[T], str],
+    patience: int | None = None,
+) -> dict[T, Result]:
+    """Run all of these in one world of ranks; what fails says why, and those after it run in new processes. With a
+    `patience`, so many failures one after the other end it: then the machine is wrong, and not the case."""
     results: dict[T, Result] = {}
+    failures = 0
     while todo:
+        if failures == patience:
+            results |= {each: {"failed": f"not tried, since {patience} cases before it failed"} for each in todo}
+            break
         ended = start(todo)
         found = list(ended.results)
+        failures = 0 if found else failures
         if ended.error is not None and len(found) < len(todo):
+            failures += 1
             found.append({"failed": ended.error})
         for each, result in zip(todo, found, strict=False):
             results[each] = result

@@ -13,6 +13,7 @@ import itertools
 import math
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -40,7 +41,7 @@ SAMPLED = ("reward.rule=regex", "reward.pattern='[a-z]'", "rollout.batch_size=4"
 # an H100. On CPU ranks the cases come to 2e-15, 2e-7 and 5e-3 of the gradient.
 WITHIN = {"fp64": (1e-7, 2e-7), "fp32": (2e-5, 1e-5), "bf16": (1e-2, 3e-2)}
 ON_CPU_WITHIN = WITHIN | {"fp64": (1e-12, 1e-12)}
-Found = dict[str, Any]  # {"loss", "gradient"}, {"bits"} or {"failed"}
+Found = dict[str, Any]  # {"loss", "gradient", "seconds"}, {"bits", "seconds"} or {"failed"}
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,11 @@ class Case:
     exact: tuple[str, ...] = ()  # of the run, and of what it is compared with
     short: bool = False  # so that every `make test` rehearses it
     twice: bool = False  # compared with itself, bit by bit
+    ranks: int = RANKS  # of its world
 
     @property
     def column(self) -> str:
-        return f"ring {self.ring} × {RANKS // self.ring}, {self.precision}"
+        return f"ring {self.ring} × {self.ranks // self.ring}, {self.precision}"
 
     @property
     def label(self) -> str:
@@ -64,7 +66,7 @@ class Case:
     def config(self, on: Machine) -> Config:
         sizes = (f"parallel.ring_size={self.ring}", f"train.precision={self.precision}")
         more = ("launch.deterministic=true",) if self.twice else ()
-        return compose_config([*shared(on), *COMMON, *self.exact, *self.words, *sizes, *more])
+        return compose_config([*shared(on, self.ranks), *COMMON, *self.exact, *self.words, *sizes, *more])
 
     @property
     def alone(self) -> Config:
@@ -73,12 +75,12 @@ class Case:
                                "train.precision=fp64"])  # fmt: skip
 
 
-def shared(on: Machine) -> list[str]:
-    """Return the overrides by which four ranks start on this machine."""
-    words = [f"launch.device={on.device}", f"launch.nproc={RANKS}"]
+def shared(on: Machine, ranks: int = RANKS) -> list[str]:
+    """Return the overrides by which these ranks start on this machine."""
+    words = [f"launch.device={on.device}", f"launch.nproc={ranks}"]
     if on.device == "cpu":
         return [*words, "launch.collectives=staged"]
-    return [*words, f"launch.ranks_per_gpu={-(-RANKS // on.gpus)}"]
+    return [*words, f"launch.ranks_per_gpu={-(-ranks // on.gpus)}"]
 
 
 # ---- the cases ----
@@ -88,11 +90,11 @@ def there(engine: str) -> bool:
     return ENGINES[engine].stage is None or has_deepspeed()
 
 
-def engine_cases(_on: Machine) -> Iterator[Case]:
+def engine_cases(_on: Machine, rings: Sequence[int] = RINGS) -> Iterator[Case]:
     for engine in ENGINES:
         if not there(engine):
             continue
-        for ring, precision in itertools.product(RINGS, ENGINES[engine].precisions):
+        for ring, precision in itertools.product(rings, ENGINES[engine].precisions):
             short = ring == 2 and precision == "fp32"
             yield Case(f"`{engine}`", (f"engine={engine}",), ring, precision, short=short)
 
@@ -113,30 +115,35 @@ HEADS_OF_64 = ("model.hidden_size=256", "model.heads=4")
 SHORT = ("zigzag, direct", "hybrid, neighbour")
 
 
-def ring_cases(on: Machine) -> Iterator[Case]:
+def ring_cases(on: Machine, rings: Sequence[int] = RINGS) -> Iterator[Case]:
     """Every layout and transport, over whole sequences and over windows; and every kernel that is installed."""
-    for (name, (words, least)), ring in itertools.product(LAYOUTS.items(), RINGS):
+    for (name, (words, least)), ring in itertools.product(LAYOUTS.items(), rings):
         if ring >= least:
             yield Case(name, words, ring, "fp64", short=ring == RANKS and name in SHORT)
             yield Case(f"{name}, windows", words, ring, "fp64", exact=WINDOW)
-    for kernel, ring in itertools.product(kernels(on), RINGS[1:]):
+    for kernel, ring in itertools.product(kernels(on), longer(rings)):
         for more, name in (((), kernel), (WINDOW, f"{kernel}, windows")):
             words = ("parallel.layout=zigzag", f"parallel.kernel={kernel}")
             yield Case(f"kernel {name}", words, ring, "bf16", exact=(*HEADS_OF_64, *more))
     if on.device == "cuda" and find_spec("ring_flash_attn") and installed("flash_attn"):
-        for layout, ring in itertools.product(("zigzag", "allgather"), RINGS[1:]):
+        for layout, ring in itertools.product(("zigzag", "allgather"), longer(rings)):
             words = ("parallel.backend=ring_flash_attn", f"parallel.layout={layout}")
             yield Case(f"ring-flash-attn, {layout}", words, ring, "bf16", exact=HEADS_OF_64)
+
+
+def longer(rings: Sequence[int]) -> list[int]:
+    """Return the rings that are more than one rank."""
+    return [ring for ring in rings if ring > 1]
 
 
 def kernels(on: Machine) -> list[str]:
     if on.device == "cpu":
         return ["cpu_flash", "plain"]
     there = able(max(gpu_generations()), 64, deterministic=False)
-    return [name for name in [*there, "plain"] if installed(name)]
+    return [*filter(installed, there), "plain"]
 
 
-def option_cases(_on: Machine) -> Iterator[Case]:
+def option_cases(_on: Machine, rings: Sequence[int] = RINGS) -> Iterator[Case]:
     """What a run may have beside its engine and its ring, and the other kinds of tasks."""
     lora = ("adapter=lora", "adapter.rank=4", "optim.eps=1e-3")
     torch = ("engine=torch",)
@@ -155,14 +162,14 @@ def option_cases(_on: Machine) -> Iterator[Case]:
         "PPO, colocated": (torch, ("loss=ppo", *SAMPLED)),
         "GRPO, colocated": (torch, ("loss=grpo", *SAMPLED)),
     }
-    for (name, (words, exact)), ring in itertools.product(options.items(), RINGS[1:]):
+    for (name, (words, exact)), ring in itertools.product(options.items(), longer(rings)):
         if "engine=zero3" in words and not there("zero3"):
             continue
         precision = "fp32" if "engine=zero3" in words else "fp64"
         yield Case(name, words, ring, precision, exact=exact)
     for engine in ENGINES:
         if there(engine):
-            yield Case(f"`{engine}`", (f"engine={engine}",), RANKS, "bf16", twice=True)
+            yield Case(f"`{engine}`", (f"engine={engine}",), max(rings), "bf16", twice=True)
 
 
 CASES = {"engines": engine_cases, "rings": ring_cases, "options": option_cases}
@@ -180,8 +187,13 @@ def world_section(name: str, on: Machine, *, short: bool = False) -> tuple[str, 
 
 
 def run_all(
-    on: Machine, cases: Sequence[Case], folder: Path, rank: Callable[..., None] | None = None
+    on: Machine,
+    cases: Sequence[Case],
+    folder: Path,
+    rank: Callable[..., None] | None = None,
+    patience: int | None = None,
 ) -> dict[Case, Found]:
+    """Train all of these. With a `patience`, so many failures one after the other end it."""
     found: dict[Case, Found] = {}
     configs: dict[Case, Config] = {}
     for case in cases:
@@ -195,9 +207,9 @@ def run_all(
 
     def start(todo: Sequence[Case]) -> Started:
         chosen = [(case, configs[case]) for case in todo]
-        return started(rank or train_rank, RANKS, (chosen, exact), configs[todo[0]].launch, folder)
+        return started(rank or train_rank, todo[0].ranks, (chosen, exact), configs[todo[0]].launch, folder)
 
-    found |= in_turn(list(configs), start, lambda case: case.label)
+    found |= in_turn(list(configs), start, lambda case: case.label, patience)
     return {case: found[case] for case in cases}
 
 
@@ -235,11 +247,12 @@ def train_rank(
 
     join(spec, cases[0][1].launch)
     for case, cfg in cases:
+        began = time.monotonic()
         mine = bits(cfg) if case.twice else compared(cfg, exact[case.exact])
-        result = worst(gather_objects(mine, RANKS))
+        result = worst(gather_objects(mine, spec.world_size))
         torch.use_deterministic_algorithms(False)
         if spec.rank == 0:
-            Started.add(out, result)
+            Started.add(out, result | {"seconds": round(time.monotonic() - began, 1)})
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # the ranks of a GPU share its memory

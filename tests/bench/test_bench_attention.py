@@ -94,7 +94,7 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
 def test_a_window_is_timed_by_the_call_that_a_layer_makes(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = simulate.Sizes(4, 2, 8, torch.float64, torch.device("cpu"))
     q, k, v, dout = inputs = sizes.drawn(40)
-    got = gpu_attention._kernel_call(CpuFlash(), inputs, [40], sizes, window=7)
+    got = gpu_attention.kernel_call(CpuFlash(), inputs, [40], sizes, window=7)
     given = [x.detach().requires_grad_() for x in (q, k, v)]
     apart = torch.arange(40)[:, None] - torch.arange(40)
     out = torch.nn.functional.scaled_dot_product_attention(
@@ -103,7 +103,7 @@ def test_a_window_is_timed_by_the_call_that_a_layer_makes(monkeypatch: pytest.Mo
     for one, other in zip(got, (out, *torch.autograd.grad(out, given, dout)), strict=True):
         assert (one - other).abs().max() < 1e-13  # measured: 2e-15; a window off by one moves it by over 0.01
     asked: list[object] = []
-    monkeypatch.setattr(gpu_attention, "_kernel_call", lambda *_, window, **__: asked.append(window))
+    monkeypatch.setattr(gpu_attention, "kernel_call", lambda *_, window, **__: asked.append(window))
     options = gpu_attention.Options(sizes, (512,), 64, 64, (2,), 1, 1.0, 1.0)
     gpu_attention.window_table(options)
     assert set(asked) == {None, 128}

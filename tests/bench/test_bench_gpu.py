@@ -196,6 +196,13 @@ def test_a_part_of_flash_attn_has_the_heads_of_its_cases(monkeypatch: pytest.Mon
         assert takes(kernel if kernel.startswith("flash_attn") else "flash_attn", size, 9), case
 
 
+def test_every_installed_kernel_is_a_case_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`plain` needs no package; it is the only kernel that is not in the table of needs."""
+    on = dataclasses.replace(stand_in(), device="cuda")
+    monkeypatch.setattr(gpu_world, "gpu_generations", lambda: {9})
+    assert {"kernel torch_flash", "kernel plain"} <= {case.name for case in gpu_world.ring_cases(on)}
+
+
 def test_every_engine_is_a_case() -> None:
     assert {f"`{engine}`" for engine in ENGINES} <= {case.name for case in gpu_world.engine_cases(stand_in())}
 
