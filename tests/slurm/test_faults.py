@@ -155,7 +155,7 @@ def has_failed(seen: Seen, planted: Fault) -> None:
     soon = SOON + (WAITS + rank_reports.PATIENCE) * (planted.how in ("stop", "hang", "loop"))
     assert seen.ended <= soon, seen
     assert seen.told <= soon, seen
-    assert re.search(planted.told.partition("[")[0], seen.shown), seen.shown
+    assert re.search(rf" is failed: rank {planted.rank} (failed|ran out of memory|did not (come|join))", seen.shown)
     assert re.search(planted.told.partition("[")[0], seen.line), seen.line
     (log,) = re.findall(r"^Its log: (.+)$", seen.reason, re.MULTILINE)
     own = Path(log).read_text(encoding="utf-8", errors="replace")
