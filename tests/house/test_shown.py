@@ -37,7 +37,7 @@ class Readers:
         if not folder.exists():
             (folder / "conf" / "experiment").mkdir(parents=True)
             (folder / "tests").symlink_to(ROOT / "tests")
-            for file in (ROOT / "conf" / "experiment").iterdir():
+            for file in (ROOT / "conf" / "experiment").glob("*.json*"):  # rows; rlexp finds its experiments itself
                 (folder / "conf" / "experiment" / file.name).symlink_to(file)
             write(folder, page)
         return folder
@@ -48,7 +48,7 @@ class Readers:
         for module, *words in shown.commands:
             chain = f"{chain} && {module} {' '.join(words)}"  # the same command after another one is another
             if (folder, chain) not in self.printed:
-                done = warm.run(module, words, folder, env=CLEAN, timeout=900)
+                done = warm.run(module, words, folder, env=CLEAN, timeout=1700)
                 self.printed[folder, chain] = f"{done.stdout}\n{done.stderr}"
         return self.printed[folder, chain]
 
@@ -69,6 +69,7 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Readers:
     [pytest.param(each, id=f"{each.page.stem}-{number}", marks=SLOW if each.slow else ())
      for number, each in enumerate(SHOWN)],
 )  # fmt: skip
+@pytest.mark.timeout(1800)  # a real model trains on two cores
 def test_output_on_a_page_is_the_program_s(shown: Shown, readers: Readers) -> None:
     first = shown.text.partition("\n")[0]
     assert not first.startswith("$ ") or first == f"$ {shown.command.rpartition(' && ')[2]}"
@@ -138,3 +139,44 @@ def test_marked_blocks_are_read_with_their_commands(tmp_path: Path) -> None:
     assert Shown(page, f"python -m {DEAR[2]}", "").slow
     with pytest.raises(AssertionError, match="must begin with"):
         typed("ls")
+
+
+OWN_PAGE = """# A page
+
+```bash
+cat > pairs.jsonl <<'ROWS'
+{"prompt": "a", "chosen": "b", "rejected": "c"}
+{"prompt": "d", "chosen": "e", "rejected": "f"}
+ROWS
+```
+
+<!-- output of: python -m rlexp.data data=jsonl data.path=pairs.jsonl train.batch_size=2 launch.device=cpu \
+--samples 0 -->
+```
+Sources
+  data: pairs.jsonl
+    pairs: `prompt`, `chosen`, `rejected`
+    2 rows read, 2 kept (100 %), 10 tokens
+...
+loss=dpo trains on 2 pairs an epoch: 1 step of 2, and 1 step in this run (1 epoch).
+```
+
+<!-- output of: python -m rlexp data=jsonl data.path=pairs.jsonl train.batch_size=2 launch.device=cpu hydra.run.dir=r \
+&& python -m rlexp.generate r --prompt "Who are you?" rollout.max_new_tokens=4 launch.device=cpu -->
+```
+$ python -m rlexp.generate r --prompt "Who are you?" rollout.max_new_tokens=4 launch.device=cpu
+rlexp 9.9.9  answers of r, beside its start, fp32
+...
+  trained
+```
+"""
+
+
+def test_commands_run_in_the_folder_of_the_page_in_turn(tmp_path: Path) -> None:
+    """The preview and the answers of a page, as its reader gets them; a block with another number is found."""
+    page = tmp_path / "page.md"
+    page.write_text(OWN_PAGE, encoding="utf-8")
+    readers, (preview, answers) = Readers(tmp_path / "readers"), outputs(page)
+    for shown in (preview, answers):
+        assert not_printed(shown.text, readers.prints(shown)) is None
+    assert "3 rows" in str(not_printed(preview.text.replace("2 rows", "3 rows"), readers.prints(preview)))
