@@ -81,8 +81,8 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.resume --write docs/measured/invariance.md
 	$(BIN)/python -m bench.kills --write docs/checkpoints.md
 	$(BIN)/python -m bench.bug_report --write docs/why.png
-	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/rollouts_inside.md $(STORIES)
-	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts_inside.md
+	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/measured/rollouts_gpu.md $(STORIES)
+	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/measured/rollouts_gpu.md
 	$(BIN)/python -m bench.holding --write docs/layouts.png
 	$(BIN)/python -m bench.batch_picture --write docs/batch.png
 	$(BIN)/python -m bench.longest_picture --write docs/longest.png

@@ -3,7 +3,7 @@
 The runs are `+experiment=ppo_tiny`, the same with optim.lr=0, and `+experiment=dog` with three algorithms and three
 seeds.
 
-    python -m bench.learning --write docs/learning.png --page docs/rollouts_inside.md --stories FOLDER
+    python -m bench.learning --write docs/learning.png --page docs/measured/rollouts_gpu.md --stories FOLDER
 
 Without `--stories` only ppo_tiny runs. With `--keep FILE` the curves are stored there and read again the next time. The
 exit code is 1 if ppo_tiny does not keep the bounds below, or learns without a learning rate.
@@ -83,7 +83,7 @@ def main() -> None:
     curves = {name: curves[name] for name in wanted}
     draw(curves, options.write)
     if options.page:
-        tables.put(options.page, table(curves))
+        tables.put(options.page, table(curves), "learning")
     sys.exit("\n".join(shortcomings(curves)) or None)
 
 

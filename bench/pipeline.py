@@ -1,6 +1,6 @@
 """Compare pipelined with colocated runs: the reward over samples for three seeds each, and a timeline of the ranks.
 
-    python -m bench.pipeline --write docs/pipeline.png --page docs/rollouts_inside.md
+    python -m bench.pipeline --write docs/pipeline.png --page docs/measured/rollouts_gpu.md
 
 Both have two ranks. Colocated, both sample and then both train; pipelined, one trains while the other samples. The exit
 code is 1 if a run does not learn, or if sampling and training of a pipelined run hardly overlap.
