@@ -22,7 +22,7 @@ BEFORE ?= HEAD~1
 # The environment of `make test-vllm`.
 VLLM ?= .venv-vllm
 VLLM_VERSION ?= 0.32.0
-# Measurements of the tests on Slurm, for the tables of docs/slurm.md and docs/measured/slurm.md.
+# Measurements of the tests on Slurm, for the tables of docs/measured/slurm.md.
 ROWS ?= $(CURDIR)/.slurm-rows.json
 
 # The Python of `make gpu` and `make selftest`, with a torch for CUDA. GPU_PYTHON=python3 takes the machine's own, and installs nothing.

@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bench.kept_rows import page_of
 from bench.tables import put
 from rlexp.launch.run_folder import git_commit
 
@@ -124,9 +123,7 @@ def requeues(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.slurm.table", description=__doc__)
     parser.add_argument("rows", type=Path, help="the file that the tests wrote, named by RLEXP_TEST_ROWS")
-    parser.add_argument(
-        "--write", type=Path, help="put the faults into this page, and the ways back into its page in docs/"
-    )
+    parser.add_argument("--write", type=Path, help="put both tables into this page")
     given = parser.parse_args()
     if not given.rows.exists():
         print(f"{given.rows}: no test has written rows. Without a Slurm the page stays as it is.", file=sys.stderr)
@@ -139,7 +136,7 @@ def main() -> int:
         if text:
             print(text)
             if given.write:
-                put(given.write if name == "faults" else page_of(given.write), text, name)
+                put(given.write, text, name)
     return 0
 
 
