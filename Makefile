@@ -79,7 +79,7 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.invariance --write docs/measured/invariance.md
 	$(BIN)/python -m bench.engines --write docs/measured/invariance.md
 	$(BIN)/python -m bench.resume --write docs/measured/invariance.md
-	$(BIN)/python -m bench.kills --write docs/checkpoints.md
+	$(BIN)/python -m bench.kills --write docs/measured/invariance.md
 	$(BIN)/python -m bench.bug_report --write docs/why.png
 	$(BIN)/python -m bench.learning --write docs/learning.png --page docs/measured/rollouts_gpu.md $(STORIES)
 	$(BIN)/python -m bench.pipeline --write docs/pipeline.png --page docs/measured/rollouts_gpu.md
@@ -95,10 +95,10 @@ prove: $(VENV)/.ready
 	$(BIN)/python -m bench.report_picture --write docs/report.png
 	$(BIN)/python -m bench.checkpoint --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.memory --write docs/measured/adapters.md
-	$(BIN)/python -m bench.report --write docs/benchmarks.md
+	$(BIN)/python -m bench.report --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.rollout --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.counting --write docs/benchmarks.md
-	$(BIN)/python -m bench.data --write docs/data.md
+	$(BIN)/python -m bench.data --write docs/measured/benchmarks.md
 	$(BIN)/python -m bench.data_picture --write docs/data.png
 
 # Everything that GPUs can tell: tests, a short training of every engine, rates; predicted beside measured. Where there

@@ -1,7 +1,7 @@
 """Measure how a run starts on few and on many rows: seconds to its first step, and memory of ranks and of the machine.
 
     python -m bench.data                         print the table; seven minutes
-    python -m bench.data --write docs/data.md
+    python -m bench.data --write docs/measured/benchmarks.md
 
 Rows are short pairs written for the measurement. Each run is `python -m rlexp` as a user types it, on two ranks, once
 with an empty cache and once with the rows tokenized. Memory is what the kernel counts (smaps), five times a second.

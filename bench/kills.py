@@ -1,6 +1,6 @@
 """Kill one run again and again, and check the disk after each kill and the curve at the end.
 
-    python -m bench.kills --write docs/checkpoints.md
+    python -m bench.kills --write docs/measured/invariance.md
 
 SIGKILL ends a rank or the launcher: while the run starts, while it trains, and most often while it saves. The same
 command then resumes, on another layout each time. After each kill every checkpoint must be whole and none lost. At the
@@ -165,7 +165,7 @@ def main() -> int:
             table = report(tally, options.times, options.seed, apart, time.monotonic() - began)
             print(table)
     if options.write and not tally.broken:
-        put(options.write, table)
+        put(options.write, table, "kills")
     for line in tally.broken:
         print(f"BROKEN: {line}", file=sys.stderr)
     return 1 if tally.broken else 0

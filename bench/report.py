@@ -1,7 +1,7 @@
 """Measure the cost of the report of many long runs: 50 runs of 10,000 steps, extended from one short real run.
 
     python -m bench.report                       print the table; two minutes
-    python -m bench.report --write docs/benchmarks.md
+    python -m bench.report --write docs/measured/benchmarks.md
 
 Writing: the whole process of `python -m rlexp.compare`, relative to the floor, which is reading the bytes and parsing
 the JSON. The page: in headless Chromium, from the file to the drawn curves, and from a choice or a movement to the next
