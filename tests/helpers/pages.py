@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +38,15 @@ def files(page: Path) -> dict[str, str]:
 
 
 def rows_of(page: Path) -> dict[str, str]:
-    """Return the files that the page writes by a command, `cat > FILE <<'WORD'`, by name."""
+    """Return the files that the page writes by a command, `cat > FILE <<'WORD'` or `python -c CODE > FILE`, by name."""
     written = re.compile(r"^cat > (\S+) <<'(\w+)'\n(.*?)^\2$", re.DOTALL | re.MULTILINE)
-    return {name: text for command in commands(page) for name, _, text in written.findall(command)}
+    rows = {name: text for command in commands(page) for name, _, text in written.findall(command)}
+    for command in commands(page):
+        match shlex.split(command, comments=True):
+            case ["python", "-c", code, ">", name]:
+                done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+                rows[name] = done.stdout
+    return rows
 
 
 # ---- output that a page shows ----
@@ -46,7 +54,15 @@ def rows_of(page: Path) -> dict[str, str]:
 ELIDED = "..."  # a line that leaves out any number of lines of the output
 MARK = re.compile(r"^<!-- output of: (.+?) -->\n+```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
 MAKE_RUN = "make run"
-DEAR = ("smollm", "ppo_tiny", "rlexp.verify", "rlexp.preflight", "sweep", "8b")  # words of commands that take longer
+DEAR = (
+    MAKE_RUN,
+    "smollm",
+    "ppo_tiny",
+    "rlexp.verify",
+    "rlexp.preflight",
+    "sweep",
+    "8b",
+)  # words of commands that take longer
 
 
 @dataclass(frozen=True)
@@ -89,6 +105,7 @@ VARYING = (
     (r"\b[0-9a-f]{12,40}\b", "COMMIT"),
     (r"(?<![\w.])~?(/[\w.+-]+)+/(?=[\w.+-])", ""),  # the folders before a name
     (r"[\d,.]+( ?)(tok/s|tokens/s|tokens a second)", r"N\1\2"),
+    (r"tok/s +[\d,.]+", "tok/s N"),
     (r"(?<![\w.])[\d,.]+ ?(s|ms|min|h|seconds?|minutes?)\b", "TIME"),
     (r"(?<![\w.])\d+:\d\d(:\d\d)?\b", "TIME"),
     (r"(?<![\w.])(\d\.\d+e[+-]?\d+|0)(?=\s|$)", "N"),  # differences: rounding depends on the machine

@@ -133,7 +133,7 @@ def test_marked_blocks_are_read_with_their_commands(tmp_path: Path) -> None:
     page.write_text(f"<!-- output of: make run -->\n```\na\n```\n\n<!-- output of: {two} -->\n\n```text\nb\n```\n\n"
                     "```\nno output\n```\n", encoding="utf-8")  # fmt: skip
     one, other = outputs(page)
-    assert (one.text, other.text, one.slow) == ("a\n", "b\n", False)
+    assert (one.text, other.text, one.slow) == ("a\n", "b\n", True)
     assert one.commands == [["rlexp", "parallel=ring8", "launch.device=cpu"]]
     assert other.commands == [["rlexp", "x=1"], ["rlexp.generate", "run", "--rows", "1"]]
     assert Shown(page, f"python -m {DEAR[2]}", "").slow
