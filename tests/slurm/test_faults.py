@@ -19,7 +19,7 @@ from tests.helpers.runs import steps_of
 from tests.helpers.slurm.faults import STEPS, Fault, Part, Seen, run_parts
 from tests.helpers.slurm.lab import Lab
 from tests.helpers.slurm.shape import Shape
-from tests.helpers.slurm.table import write_row
+from tests.helpers.slurm.table import order, write_row
 from tests.slurm.conftest import brought_up
 
 SOON = 60.0  # seconds from the fault until the job has ended in Slurm, and until the launcher has printed it
@@ -140,6 +140,7 @@ def held_to_account(part: list[Seen], number: int, name: str) -> None:
         has_failed(seen, seen.fault)
     if seen.fault is not None:
         assert seen.at is not None, f"never came to {seen.fault.name}: {seen}"
+        assert order({"where": seen.fault.where, "how": seen.fault.how, "shape": name})  # the table has words for it
         others = [each.status for each in part if each.fault is None]
         write_row(f"{name} {seen.fault.name}", where=seen.fault.where, how=seen.fault.how, shape=name,
                   ended=seen.ended, told=seen.told, code=seen.slurm.code, state=seen.slurm.state,

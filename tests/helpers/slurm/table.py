@@ -19,10 +19,11 @@ from typing import Any
 from bench.tables import put
 from rlexp.launch.run_folder import git_commit
 
-SHAPES = {"two-nodes": "2 × 1", "four-ranks": "2 × 2", "one-node": "1 × 2"}
+SHAPES = {"two-nodes": "2 × 1", "two-nodes-that-wait": "2 × 1", "four-ranks": "2 × 2", "one-node": "1 × 2"}
 PLACES = {
     "import": "as Python starts", "load": "as rlexp is imported", "meet": "before the process group exists",
     "step": "before a step", "forward": "in the forward pass", "backward": "before the backward pass",
+    "collective": "as keys and values are sent",
     "save": "while saving", "end": "after the last collective",
 }  # fmt: skip
 WAYS = {
