@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from bench.gpu import NO_GPU, ROOT
 from bench.gpu_here import GIB, machine, missing, stand_in
 from bench.tables import commit
+from rlexp.base.command import refuse_unwritable
 
 if TYPE_CHECKING:
     from bench.gpu_here import Machine
@@ -80,8 +81,10 @@ def _arguments() -> argparse.Namespace:
 def run(options: argparse.Namespace) -> int:
     from bench import selftest_cases
 
+    refuse_unwritable(options.out, "--out")
     began = time.monotonic()
     on = stand_in() if options.rehearse else machine()
+    out = selftest_cases.left_out(on)
     print(f"rlexp selftest on {placed(on)}, {len(options.only)} sections, about two minutes each", flush=True)
     found: list[Finding] = []
     log = ""
@@ -89,7 +92,6 @@ def run(options: argparse.Namespace) -> int:
         more, said = tried(name, selftest_cases.SECTIONS[name], on)
         found += more
         log += said
-    out = selftest_cases.left_out(on)
     for each in out:
         print(f"left out: {each}")
     verdict = judged(found, placed(on), options.out, rehearsed=options.rehearse)

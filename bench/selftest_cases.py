@@ -80,7 +80,8 @@ def left_out(on: Machine) -> list[str]:
     out += [] if has_peft() else ["LoRA: peft is not installed"]
     if on.device == "cuda":
         out += [f"kernel {name}: not installed" for name in NEEDS if not installed(name)]
-        known = able(max(gpu_generations()), None)
+        generations = gpu_generations()
+        known = able(max(generations), None) if generations else NEEDS  # no nvidia-smi tells them
         out += [f"kernel {name}: not for this GPU" for name in NEEDS if installed(name) and name not in known]
     return out
 

@@ -27,7 +27,7 @@ def compose_elsewhere(overrides: Sequence[str]) -> Config:
     gpus = _gpus(given)
     with assumed_gpus(gpus), initialize_config_dir(str(conf_dir()), version_base="1.3"):
         composed = compose("config", overrides=open_ended(["launch.device=cuda", *given]))
-        cfg = from_hydra(composed, here=False)
+        cfg = from_hydra(composed, here=False, reads_rows=False)
     _check(cfg, gpus)
     return cfg if _names(overrides) else _with_memory_here(cfg)
 

@@ -26,6 +26,11 @@ def assumed_gpus(count: int) -> Iterator[None]:
         _ASSUMED.reset(token)
 
 
+def gpus_assumed() -> bool:
+    """Return whether a configuration is composed as on another machine."""
+    return _ASSUMED.get() is not None
+
+
 def visible_gpus() -> int:
     """Count the GPUs that this process may use: the driver's, limited by CUDA_VISIBLE_DEVICES."""
     if (assumed := _ASSUMED.get()) is not None:

@@ -130,8 +130,9 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 
-def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
-    """Resolve, convert and check a composed configuration. With `here`, this machine runs it."""
+def from_hydra(cfg: DictConfig, *, here: bool = True, reads_rows: bool = True) -> Config:
+    """Resolve, convert and check a composed configuration. With `here`, this machine runs it. A prediction reads no
+    rows, so their files need not be there."""
     _refuse_unknown(cfg)
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
@@ -141,7 +142,7 @@ def from_hydra(cfg: DictConfig, *, here: bool = True) -> Config:
     _refuse_own(typed)
     if here:
         typed = with_device_resolved(typed)
-    check(typed, here=here)
+    check(typed, here=here, reads_rows=reads_rows)
     typed = with_rope_settled(with_folder_described(typed))
     for note in notes_on_rope(typed):
         _tell_once(note)

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from rlexp.base import engine_facts
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
-from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_without_torch, visible_gpus
+from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_assumed, gpus_without_torch, visible_gpus
 from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.rates import default_critic_rate, default_rate
@@ -107,7 +107,8 @@ def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
 
 def dp_size(world_size: int, ring_size: int, device: str) -> int:
     """Return the number of replicas. A ring with more ranks than this machine has GPUs fits on the CPU."""
-    on_gpus = getattr(device, "value", device) != "cpu" and not gpus_without_torch()
+    on_gpus = getattr(device, "value", device) != "cpu" and not (gpus_without_torch() or gpus_assumed())
+    on_gpus = on_gpus and sizes.joined_world() is None  # else the launcher decides how many ranks there are
     return sizes.dp_size(world_size, ring_size, gpus=visible_gpus() if on_gpus else 0)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from pathlib import Path
 
@@ -107,14 +108,16 @@ def tell(options: argparse.Namespace, made: list[Made], model: ModelConfig | Non
                if model is None else f"counted with the tokenizer of {called(model)}")  # fmt: skip
     bytes_in_words = size(options.out.stat().st_size)
     left_out = f"; {texts.no_text} other files are no text" if texts.no_text else ""
+    path = shlex.quote(str(options.out))
+    model_words = " ".join(map(shlex.quote, options.words)) or "model=NAME"
     sys.stdout.write(
         f"wrote    {options.out}: {len(made)} pairs, {bytes_in_words}\n"
         f"tokens   {min(tokens):,} to {max(tokens):,} in a prompt with its longer answer ({counted})\n"
         f"texts    {texts.named}: {len(texts.files):,} files, {texts.characters / 1e6:.1f} million characters"
         f"{left_out}\n"
         f"answers  at {min(places):.0%} to {max(places):.0%} of the text\n"
-        f"check    python -m rlexp.long_pairs --check {options.out}\n"
-        f"train    python -m rlexp data=jsonl data.path={options.out} data.max_length={options.tokens}\n"
+        f"check    python -m rlexp.long_pairs --check {path}\n"
+        f"train    python -m rlexp {model_words} data=jsonl data.path={path} data.max_length={options.tokens}\n"
     )
 
 

@@ -51,8 +51,10 @@ def ask(text: str, place: float, draw: random.Random) -> Pair | None:
     at = min((near for near in (at - 1, at) if 0 <= near < len(usable)),
              key=lambda near: abs(usable[near][0].start - place * len(text)))  # fmt: skip
     line, answer = usable[at]
-    other = draw.randrange(len(usable) - 1)
-    rejected = usable[other + (other >= at)][1]
+    others = [after for _, after in usable if after not in (answer, line.text)]  # the quoted line would be no answer
+    if not others:
+        return None
+    rejected = others[draw.randrange(len(others))]
     return Pair(text + ASKED.format(line.text), answer, rejected, line.start / len(text))
 
 

@@ -85,4 +85,6 @@ def _characters(file: Path) -> int | None:
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
+    except OSError as error:
+        raise DataError(f"--texts: {file}: cannot be read ({error.strerror}). Leave it out.") from None
     return None if "\0" in text else len(text)

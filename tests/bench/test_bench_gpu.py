@@ -28,7 +28,7 @@ from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
 from tests.helpers.faults.plant import plant
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, outside_make
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
@@ -60,8 +60,8 @@ def test_make_asks_before_it_installs_anything(tmp_path: Path) -> None:
     """With a Python of its own it installs nothing at all."""
     for words in ((), (f"GPU_PYTHON={sys.executable}",)):
         told = subprocess.run(
-            ["make", "gpu", f"VENV={tmp_path / 'venv'}", *words],
-            cwd=ROOT, env=os.environ | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
+            ["make", "gpu", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *words],
+            cwd=ROOT, env=outside_make() | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert told.stderr.startswith("make gpu: no GPU is visible on this machine"), told.stderr
         assert told.returncode != 0

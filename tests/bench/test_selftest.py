@@ -21,7 +21,7 @@ from bench.gpu_training import Started, in_turn
 from bench.selftest_cases import Finding
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.hardware import assumed_gpus
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, outside_make
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 ONE = Finding(
@@ -52,8 +52,8 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(words: tuple[str, ...], tmp
 def test_make_asks_before_it_installs_anything(tmp_path: Path) -> None:
     for words in ((), (f"GPU_PYTHON={sys.executable}",)):
         told = subprocess.run(
-            ["make", "selftest", f"VENV={tmp_path / 'venv'}", *words],
-            cwd=ROOT, env=os.environ | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
+            ["make", "selftest", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *words],
+            cwd=ROOT, env=outside_make() | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
         assert told.stderr.startswith("make selftest: no GPU is visible on this machine"), told.stderr
         assert told.returncode != 0

@@ -22,7 +22,7 @@ from omegaconf.errors import InterpolationResolutionError
 from rlexp.base.errors import ConfigError, DataError
 from rlexp.config import hardware, load, resolvers
 from rlexp.config.checks import across_fields, deepspeed
-from rlexp.config.elsewhere import composed_for
+from rlexp.config.elsewhere import compose_elsewhere, composed_for
 from rlexp.config.explain import explain
 from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
@@ -174,6 +174,13 @@ def test_data_is_looked_for_before_a_process_starts(tmp_path: Path) -> None:
         compose_config(["launch.device=cpu", "data=jsonl", "data.path=nowhere.jsonl"])
     with pytest.raises(DataError, match="is a folder"):
         compose_config(["launch.device=cpu", "data=jsonl", f"data.path={tmp_path}"])
+
+
+def test_data_is_looked_for_before_a_job_is_sent_and_not_for_a_prediction() -> None:
+    words = ["data=jsonl", "data.path=nowhere.jsonl"]
+    with pytest.raises(DataError, match="no such file"):  # as a sweep on Slurm composes its jobs
+        load.from_hydra(load.composed(["launch.device=cpu", *words]), here=False)
+    assert compose_elsewhere(["hardware=h100", *words]).data.path == "nowhere.jsonl"
 
 
 def test_a_check_leaves_the_configuration_as_it_is() -> None:

@@ -16,7 +16,7 @@ from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 
 TIMEOUT = 240.0
-COLLECTIVE_TIMEOUT = 240.0
+COLLECTIVE_TIMEOUT = 120.0  # the watch names who hangs before TIMEOUT
 
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import ROOT, outside_make
 
 MAKE = shutil.which("make")
-# What a `make` that runs these tests tells its own children, and a chosen interpreter: neither is in a fresh clone.
-INHERITED = ("MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "PYTHON", "VENV")
 SHIM = "#!/bin/sh\necho 'pyenv: this version is not installed' >&2\nexit 127\n"
 # A Python of another version: it answers what the Makefile asks as that version would.
 FAKE = """#!/bin/sh
@@ -57,7 +54,7 @@ def test_make_takes_a_python_that_fits(tmp_path: Path, case: str) -> None:
     answer = subprocess.run(
         [MAKE, "-n", "run", f"VENV={tmp_path}/venv"],
         cwd=ROOT,
-        env={key: value for key, value in os.environ.items() if key not in INHERITED} | {"PATH": str(tmp_path)},
+        env=outside_make() | {"PATH": str(tmp_path)},
         capture_output=True,
         text=True,
         timeout=240,

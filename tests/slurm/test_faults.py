@@ -137,7 +137,7 @@ def held_to_account(part: list[Seen], number: int, name: str) -> None:
         assert (seen.status, seen.slurm.state, seen.slurm.code) == ("finished", "COMPLETED", "0:0"), seen
         assert steps_of(seen.run_dir) == [*range(1, STEPS + 1)]
     else:
-        has_failed(seen, seen.fault)
+        has_failed(seen, seen.fault, number)
     if seen.fault is not None:
         assert seen.at is not None, f"never came to {seen.fault.name}: {seen}"
         assert order({"where": seen.fault.where, "how": seen.fault.how, "shape": name})  # the table has words for it
@@ -147,7 +147,7 @@ def held_to_account(part: list[Seen], number: int, name: str) -> None:
                   reason=seen.reason, status=seen.status, others=others)  # fmt: skip
 
 
-def has_failed(seen: Seen, planted: Fault) -> None:
+def has_failed(seen: Seen, planted: Fault, number: int) -> None:
     assert seen.at is not None, f"never came to {planted.name}: {seen}"
     assert seen.status == "failed", seen
     assert re.search(planted.told, seen.reason), f"{seen.reason}\nis not {planted.told}"
@@ -156,7 +156,8 @@ def has_failed(seen: Seen, planted: Fault) -> None:
     soon = SOON + (WAITS + rank_reports.PATIENCE) * (planted.how in ("stop", "hang", "loop"))
     assert seen.ended <= soon, seen
     assert seen.told <= soon, seen
-    assert re.search(rf" is failed: rank {planted.rank} (failed|ran out of memory|did not (come|join))", seen.shown)
+    named = rf"\b(seed=)?{number} is failed: rank {planted.rank} (failed|ran out of memory|did not (come|join))"
+    assert re.search(named, seen.shown), seen.shown
     assert re.search(planted.told.partition("[")[0], seen.line), seen.line
     (log,) = re.findall(r"^Its log: (.+)$", seen.reason, re.MULTILINE)
     own = Path(log).read_text(encoding="utf-8", errors="replace")

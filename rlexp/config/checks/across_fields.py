@@ -48,7 +48,7 @@ MOST_RANKS = 512  # on one machine
 MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
 
 
-def check(cfg: Config, *, here: bool = True) -> None:
+def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
     check_bounds(cfg)
     seconds("launch.time_limit", cfg.launch.time_limit)
@@ -65,7 +65,7 @@ def check(cfg: Config, *, here: bool = True) -> None:
     _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
     _check_hardware(cfg)
-    _check_groups(cfg, here=here)
+    _check_groups(cfg, here=here, reads_rows=reads_rows)
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
@@ -273,14 +273,14 @@ def _check_hardware(cfg: Config) -> None:
         )
 
 
-def _check_groups(cfg: Config, *, here: bool) -> None:
+def _check_groups(cfg: Config, *, here: bool, reads_rows: bool) -> None:
     if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
         raise ConfigError(
             f"optim.betas={cfg.optim.betas}: must be two numbers, each at least 0 and less than 1. "
             f"For example: optim.betas=[0.9,0.999]."
         )
     if isinstance(cfg.data, RowsDataConfig):
-        check_sources(cfg.data, here=here)
+        check_sources(cfg.data, reads_rows=reads_rows)
     match cfg.model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
             if heads % kv_heads:

@@ -57,8 +57,8 @@ def _named(name: str, keys: Any) -> NamedSource:
     return NamedSource(name, key, typed_entry(key, SourceConfig, own, "a source"))
 
 
-def check_sources(cfg: RowsDataConfig, *, here: bool = True) -> None:
-    """Refuse what cannot be read. A prediction for other hardware reads no rows: their files may be there alone."""
+def check_sources(cfg: RowsDataConfig, *, reads_rows: bool = True) -> None:
+    """Refuse what cannot be read."""
     if isinstance(cfg, HFDataConfig):
         _check_one_or_many(cfg)
     sources = sources_of(cfg)
@@ -66,9 +66,9 @@ def check_sources(cfg: RowsDataConfig, *, here: bool = True) -> None:
         check_bounds(source.cfg, f"{source.key}.")
         _check_columns(f"{source.key}.columns", source.cfg.columns)
         check = check_rows if isinstance(cfg, JsonlDataConfig) else check_rows_or_name
-        if here and source.cfg.eval_path is not None:  # first: an evaluation has no other
+        if reads_rows and source.cfg.eval_path is not None:  # first: an evaluation has no other
             check(f"{source.key}.eval_path", source.cfg.eval_path)
-        if here:
+        if reads_rows:
             check(f"{source.key}.path", source.cfg.path)
         _check_splits(source)
     bare = [source for source in sources if source.cfg.weight is None]

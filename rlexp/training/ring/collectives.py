@@ -72,19 +72,22 @@ class Underway:
 
 
 def between(ring: Ring, going: Posted, coming: Posted) -> Underway:
-    """Start sending tensors to ranks of the ring, and receiving others into the ones given. Empty ones stay."""
+    """Start sending tensors to ranks of the ring, and receiving others into the ones given. Empty ones stay.
+
+    The watch learns that this rank has begun, also where nothing is to be sent: one that hangs before is behind the
+    others, of which each notes the same number of calls.
+    """
     sent, received = ([x for _, x in posted] for posted in (going, coming))
     assert all(x.is_contiguous() for x in (*sent, *received))
     operations = [dist.P2POp(dist.isend, x, ring.ranks[to], _group(ring)) for to, x in going if x.numel()]
     operations += [dist.P2POp(dist.irecv, x, ring.ranks[source], _group(ring)) for source, x in coming if x.numel()]
     works = dist.batch_isend_irecv(operations) if operations else []
+    watch.note()
     return Underway(sent, received, works, _leaving(ring, sum(x.nbytes for x in sent)) if operations else None)
 
 
 def _leaving(ring: Ring, size: int) -> Callable[[], None]:
-    """Count bytes that are sent, and return what to call when this rank has waited for them. The watch learns that this
-    rank has begun: one that hangs before is behind the others."""
-    watch.note()
+    """Count bytes that are sent, and return what to call when this rank has waited for them."""
     return functools.partial(ring.traffic.arrived, ring.traffic.send(size))
 
 
@@ -98,6 +101,7 @@ def gather(buffer: Tensor, ring: Ring) -> Underway:
     assert buffer.is_contiguous()
     received = buffer.new_empty(ring.size, *buffer.shape)
     work = _all_gather(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
+    watch.note()
     return Underway([buffer], [received], [work], _leaving(ring, (ring.size - 1) * buffer.nbytes))
 
 
@@ -107,6 +111,7 @@ def sum_and_scatter(buffer: Tensor, ring: Ring) -> Underway:
     assert len(buffer) == ring.size
     received = torch.empty_like(buffer[0])
     work = _reduce_scatter(received.view(-1), buffer.view(-1), group=_group(ring), async_op=True)
+    watch.note()
     return Underway([buffer], [received], [work], _leaving(ring, (ring.size - 1) * received.nbytes))
 
 
@@ -117,6 +122,9 @@ def exchange(buffer: Tensor, ring: Ring) -> Tensor:
     if ring.size == 1:
         return buffer
     received = torch.empty_like(buffer)
-    dist.all_to_all_single(received, buffer, group=_group(ring))
-    _leaving(ring, (ring.size - 1) * buffer[0].nbytes)()
+    work = dist.all_to_all_single(received, buffer, group=_group(ring), async_op=True)
+    watch.note()
+    arrived = _leaving(ring, (ring.size - 1) * buffer[0].nbytes)
+    work.wait()
+    arrived()
     return received

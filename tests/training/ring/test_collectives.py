@@ -12,12 +12,13 @@ from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch import watch
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.ring.collectives import between, exchange, gather, ring_sum, sum_and_scatter
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Pack
-from rlexp.training.world.groups import Ring, build_world
+from rlexp.training.world.groups import ALONE, Ring, build_world
 from tests.helpers.ranks import on_ranks
 
 
@@ -142,3 +143,10 @@ def test_tokens_held_and_bytes_sent_are_the_layouts(ring_size: int, layouts: lis
         layers, size, element = cfg.model.layers, cfg.model.hidden_size // cfg.model.heads, 4
         heads = torch.stack([sent(layout, transport, inner, cfg, pack) for pack in packs]).sum(0).max()
         assert row["train/ring_bytes"] == layers * size * element * float(heads), (layout, transport, inner)
+
+
+def test_the_watch_counts_a_call_in_which_this_rank_sends_nothing() -> None:
+    """Or a rank with less to send would be taken for one that is behind the others."""
+    before = watch._progress.noted
+    between(ALONE, [], [])
+    assert watch._progress.noted == before + 1
