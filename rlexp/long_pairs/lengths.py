@@ -62,7 +62,7 @@ def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, ea
         from_, to = (low, high) if high is not None else ((0, 0), low)
         aim = (least + tokens) / 2 - from_[1]
         characters = from_[0] + int((to[0] - from_[0]) * aim / (to[1] - from_[1]))
-    if best is None or best.tokens < least:
+    if best is None or best.tokens < tokens // 2:  # lines may be longer than that
         raise DataError(f"--tokens={tokens}: no text of this length was found in {TRIES} tries. Give other texts.")
     return best
 
