@@ -1,8 +1,9 @@
 """Predict what the recipes need: for each experiment of an 8B model, the memory of a GPU, the time of a step, and the
-longest sequence that fits.
+longest sequence that fits. Or run them to their end with a small model in its place.
 
 python -m bench.recipes                                                      all of them, about ten minutes on two cores
 python -m bench.recipes --only lora_8b --write docs/measured/recipes.md      one, beside the rows that are there
+python -m bench.recipes --run --write docs/measured/recipes.md               train SmolLM2-135M by each, on this CPU
 
 A recipe is a file in conf/experiment/ with a line `# Check:`, the command that predicts it. With --write, the answers
 also go into the recipes' own lines `# Predicted:`, and from the page into docs/recipes.md.
@@ -14,6 +15,7 @@ import argparse
 import os
 import re
 import shlex
+import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +30,11 @@ from rlexp.config.schema import Config
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "conf" / "experiment"
 MODEL = f"model.path={ROOT / 'tests' / 'files' / 'models' / 'qwen3_8b'}"  # its config.json, which needs no hub
+USUAL = 600  # tokens of the other rows that are predicted
 HEAD = (
-    "| recipe | GPUs | engine | tokens | GiB a GPU, at most | of | where | s a step, at most | "
-    "longest that fits, tokens | predicted |",
-    "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | --- |",
+    "| recipe | GPUs | engine | longest rows, tokens | GiB a GPU | of | where | s a step, about | "
+    f"rows of {USUAL}: GiB a GPU | rows of {USUAL}: s a step, about | longest that fits, tokens | predicted |",
+    "| --- | --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: | ---: | --- |",
 )
 HEADING = "predicted"
 PREDICTED = re.compile(r"^# Predicted: .*$", re.MULTILINE)
@@ -82,14 +85,14 @@ class Predicted:
     longest: int  # tokens; 0 if it was not looked for
 
 
-def predicted(recipe: Recipe, processes: int, *, longest: bool = False) -> Predicted:
-    """Predict a recipe; refuse one that does not fit."""
+def predicted(recipe: Recipe, processes: int, *more: str, longest: bool = False) -> Predicted:
+    """Predict a recipe, with these overrides too; refuse one that does not fit."""
     from rlexp.preflight.children import at_once
     from rlexp.preflight.rehearsal.rehearse import preload
     from rlexp.preflight.vllm import room
     from rlexp.training.model.loading import load_config
 
-    cfg = compose_elsewhere([*recipe.words, MODEL])
+    cfg = compose_elsewhere([*recipe.words, MODEL, *more])
     model = load_config(cfg.model, cfg.data.max_length)
     preload()  # rehearsals are forked from this process
     ((taken, prediction, tokens),) = at_once([_predicting(cfg, model, longest=longest)], processes)
@@ -103,12 +106,19 @@ def row(recipe: Recipe, at: str, processes: int) -> str:
     """Return a recipe's line of the table. `at` names the commit."""
     found = predicted(recipe, processes, longest=True)
     cfg = found.cfg
+    usual = predicted(recipe, processes, *usual_rows(cfg))
     cells = (
         f"`{recipe.name}`", f"{cfg.parallel.world_size} × {cfg.hardware.name}", f"`{cfg.engine.name.value}`",
         f"{cfg.data.max_length:,}", f"{found.peak:.1f}", f"{found.limit:.1f}", found.phase, f"{found.seconds:.3g}",
-        f"{found.longest:,}", f"{time.strftime('%Y-%m-%d')}, {at}",
+        f"{usual.peak:.1f}", f"{usual.seconds:.3g}", f"{found.longest:,}", f"{time.strftime('%Y-%m-%d')}, {at}",
     )  # fmt: skip
     return f"| {' | '.join(cells)} |"
+
+
+def usual_rows(cfg: Config) -> list[str]:
+    """Return the overrides by which every sequence has `USUAL` tokens, on the same engine."""
+    answer = ["rollout.max_new_tokens=500"] if cfg.loss.draws else []
+    return [f"data.max_length={USUAL}", f"engine={cfg.engine.name.value}", *answer]
 
 
 def _predicting(cfg: Config, model: Any, *, longest: bool) -> Any:
@@ -133,7 +143,10 @@ def named(line: str) -> str:
 def tell(file: Path, line: str) -> None:
     """Write a recipe's prediction into its own first lines."""
     cells = [each.strip() for each in line.strip("|").split("|")]
-    said = f"# Predicted: {cells[4]} GiB of {cells[5]} a GPU, {cells[7]} s a step, both at most; not run on GPUs yet"
+    said = (
+        f"# Predicted: {cells[4]} GiB of {cells[5]} a GPU, about {cells[7]} s a step "
+        f"(rows of {USUAL} tokens: {cells[9]} s); not run on GPUs yet"
+    )
     file.write_text(PREDICTED.sub(said, file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
@@ -144,7 +157,13 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="only these recipes")
     parser.add_argument("--write", type=Path, help="put the rows into this page")
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)), help="rehearsals at once")
+    parser.add_argument("--run", action="store_true", help="train a small model to the end by each recipe, on the CPU")
+    parser.add_argument("--again", action="store_true", help="of --run: also those that the page has")
     options = parser.parse_args()
+    if options.run:
+        from bench.recipes_run import run
+
+        sys.exit(run(options))
     from rlexp.preflight.quiet import quietly
 
     quietly()

@@ -54,7 +54,7 @@ ROWS = (
     Row("answers by vLLM",
         ("rollouts_gpu.md#curves", "rollouts_gpu.md#the-tokens-of-a-rollout"), on_cpu=REHEARSED),
     Row("`rlexp.generate`", on_cpu=ALWAYS),
-    Row("recipes, with a small model", on_cpu=ALWAYS),
+    Row("recipes, with a small model", ("recipes.md#run-with-a-small-model",), on_cpu=ALWAYS),
     Row("flash-attn 2 and 3, ring-flash-attn"),
     Row("NCCL between several GPUs or nodes"),
 )  # fmt: skip

@@ -20,6 +20,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from bench.recipes import recipes
+from bench.recipes_run import LONG, SUMS
 from rlexp.config.elsewhere import compose_elsewhere, composed_for
 from rlexp.config.load import compose_config
 from tests.helpers.pages import MEASURED, PAGES, commands, files
@@ -42,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A reader's folder: rows under the names of the pages, and the files that pages have them write."""
     written = dict.fromkeys(("PAIRS.jsonl", "pairs.jsonl", "FILE", "help.jsonl", "sets/a.parquet"), ROWS)
     written["conf/experiment/hh_helpful.jsonl.gz"] = ROWS  # a reader types in a checkout, which has it
+    written |= dict.fromkeys(map(str, (SUMS, LONG)), ROWS)  # that bench.recipes makes
     written["runs/reward/model/config.json"] = '{"model_type": "llama"}'  # that a command of docs/rewards.md trains
     config = "tests/files/models/llama_8b/config.json"  # of the checkout too
     written[config] = (ROOT / config).read_text(encoding="utf-8")

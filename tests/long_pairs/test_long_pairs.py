@@ -17,7 +17,7 @@ from tests.helpers import warm
 from tests.helpers.paths import ROOT
 from tests.helpers.runs import rows_of
 
-TEXTS = f"--texts={ROOT / 'docs' / 'measured'}"
+TEXTS = f"--texts={ROOT / 'rlexp' / 'config'}"  # short lines
 SMALL = ("--tokens=2000", "--pairs=10", TEXTS)
 
 

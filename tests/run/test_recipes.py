@@ -113,7 +113,9 @@ def test_what_a_recipe_says_of_itself_is_so(name: str) -> None:
     (row,) = [cells for cells in filled(table_under(MEASURED, "predicted")) if cells[0] == f"`{name}`"]
     assert row[1] == f"{gpus} × h100"
     assert row[3] == f"{cfg.data.max_length:,}"
-    assert said["Predicted"].startswith(f"{row[4]} GiB of {row[5]} a GPU, {row[7]} s a step, ")
+    assert said["Predicted"].startswith(
+        f"{row[4]} GiB of {row[5]} a GPU, about {row[7]} s a step (rows of {bench.USUAL} tokens: {row[9]} s); "
+    )
     assert f"| [`{name}`](#" in page
     assert cfg.model.path == "Qwen/Qwen3-8B"
     assert "lr:" not in (bench.FOLDER / f"{name}.yaml").read_text(encoding="utf-8")  # the default of the loss
@@ -127,6 +129,9 @@ def test_a_recipe_fits_as_the_page_says(name: str) -> None:
     assert found.peak == pytest.approx(float(row[4]), rel=0.01)
     assert found.limit == pytest.approx(float(row[5]), rel=0.01)
     assert found.seconds == pytest.approx(float(row[7]), rel=0.01)
+    usual = bench.predicted(RECIPES[name], 2, *bench.usual_rows(found.cfg))
+    assert usual.peak == pytest.approx(float(row[8]), rel=0.01)
+    assert usual.seconds == pytest.approx(float(row[9]), rel=0.01)
 
 
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "dpo_8b_2nodes"])
