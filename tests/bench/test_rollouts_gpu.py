@@ -70,7 +70,12 @@ def test_without_vllm_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_the_page_has_every_section_and_says_where_it_was_measured() -> None:
     text = PAGE.read_text("utf-8")
     parts = dict(re.findall(r"<!-- (\w+): begin -->\n(.*?)<!-- \1: end -->", text, re.DOTALL))
-    assert {*parts} == {"about", *rollouts_gpu.SECTIONS}
+    assert {*parts} == {
+        "about",
+        "learning",
+        "pipeline",
+        *rollouts_gpu.SECTIONS,
+    }  # the latter two by programs of their own
     for name in filter(parts.get, rollouts_gpu.SECTIONS):  # one that was never run is empty
         assert ("NVIDIA" in parts[name]) != ("Rehearsed on a CPU, which says nothing of a GPU," in parts[name]), name
     assert ("**Measured.**" in parts["about"]) == ("NVIDIA" in parts["about"])

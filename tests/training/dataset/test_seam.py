@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import logging
 from collections.abc import Sequence
@@ -68,7 +69,9 @@ FAMILIES = {
 
 @functools.cache
 def texts() -> tuple[str, ...]:
-    return tuple(path.read_text(encoding="utf-8") for path in sorted((ROOT / "docs").glob("*.md")))
+    """Texts to learn a tokenizer from, which do not change with the pages of docs/."""
+    with gzip.open(ROOT / "conf" / "experiment" / "hh_helpful.jsonl.gz", "rt", encoding="utf-8") as pairs:
+        return ((ROOT / "LICENSE").read_text(encoding="utf-8"), pairs.read())
 
 
 def template(name: str) -> str:
