@@ -153,7 +153,7 @@ def test_the_last_line_says_what_the_result_means() -> None:
     )
     assert selftest.judged([ONE, *wrong[:1]], place, file) == (
         "1 of 2 cases do not agree with float64 on 1 × NVIDIA H100 (4 ranks that share it): case 0. Send selftest.json "
-        "to the maintainers of rlexp: it names no path, user or machine."
+        "to the maintainers of rlexp: read it first, as a log may name folders."
     )
     assert "5 of 6 cases do not agree" in selftest.judged([ONE, *wrong], place, file)
     assert "case 0; case 1; case 2; and 2 more. Send" in selftest.judged([ONE, *wrong], place, file)
