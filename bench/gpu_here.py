@@ -7,6 +7,7 @@ import subprocess
 from dataclasses import dataclass
 from typing import Any
 
+from rlexp.base.errors import UserError
 from rlexp.config.hardware import hardware_here, visible_gpus
 
 GIB = 1 << 30
@@ -59,10 +60,18 @@ def missing(*, ask_torch: bool = True) -> str | None:
 
 
 def machine() -> Machine:
-    """Ask a process of its own, so that this one keeps no memory of a GPU."""
-    from rlexp.launch.local import run_ranks
+    """Ask a process of its own, so that this one keeps no memory of a GPU. A GPU that torch cannot use is a
+    `UserError`."""
+    from rlexp.launch.local import RankFailed, run_ranks
 
-    (facts,) = run_ranks(_facts, 1, device="cuda", timeout=300.0)
+    try:
+        (facts,) = run_ranks(_facts, 1, device="cuda", timeout=300.0)
+    except RankFailed as failed:
+        said = str(failed).rstrip().rpartition("\n")[2].strip()
+        raise UserError(
+            f"torch cannot use the GPU that nvidia-smi lists: {said}. Often torch is built for a newer CUDA than "
+            f"that of the driver ({_driver()}): update the driver, or install another build of torch"
+        ) from None
     option = hardware_here()
     return Machine("cuda", gpus=visible_gpus(), driver=_driver(), hardware=option or UNKNOWN, known=bool(option),
                    **facts)  # fmt: skip

@@ -7,7 +7,8 @@ python -m bench.selftest --rehearse            the same on four CPU ranks, to se
 Each case is compared with one process on the CPU in float64. The file has versions, GPUs, and for each case how far it
 is off and how long it took. Names of this user and machine and known folders are taken out; read it before you send it.
 
-The exit code is 0 if all cases agree, 1 if not, and 3 without a GPU. Then no file is written.
+The exit code is 0 if all cases agree, 1 if not, and 3 without a GPU. Then no file is written. Ctrl-C ends it: the file
+then has the sections that have ended.
 """
 
 from __future__ import annotations
@@ -58,15 +59,11 @@ def main() -> int:
             return NO_GPU
     if options.here:
         return 0
-    from rlexp.launch.local import Interrupted
-
     try:
         return run(options)
     except UserError as error:
         sys.stderr.write(f"selftest: {error}\n")
         return 1
-    except Interrupted as stopped:
-        return stopped.exit_code
 
 
 def _arguments() -> argparse.Namespace:
@@ -84,6 +81,7 @@ def _arguments() -> argparse.Namespace:
 
 def run(options: argparse.Namespace) -> int:
     from bench import selftest_cases
+    from rlexp.launch.local import Interrupted
 
     refuse_unwritable(options.out, "--out")
     began = time.monotonic()
@@ -91,20 +89,25 @@ def run(options: argparse.Namespace) -> int:
     out = selftest_cases.left_out(on)
     print(f"rlexp selftest on {placed(on)}, {len(options.only)} sections, about two minutes each", flush=True)
     found: list[Finding] = []
-    log = ""
-    for name in options.only:
-        more, said = tried(name, selftest_cases.SECTIONS[name], on)
-        found += more
-        log += said
+    log, stopped = "", 0
+    try:
+        for name in options.only:
+            more, said = tried(name, selftest_cases.SECTIONS[name], on)
+            found += more
+            log += said
+    except KeyboardInterrupt:
+        stopped = 130
+    except Interrupted as error:
+        stopped = error.exit_code
     for each in out:
         print(f"left out: {each}")
-    verdict = judged(found, placed(on), options.out, rehearsed=options.rehearse)
+    verdict = judged(found, placed(on), options.out, rehearsed=options.rehearse, stopped_in=name if stopped else None)
     results = as_json(on, found, time.monotonic() - began) | {
         "commit": commit(options.commit), "left_out": out, "verdict": nameless(verdict), "log": nameless(log)[-LOG:]
     }  # fmt: skip
     options.out.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(verdict)
-    return int(any(each.why is not None for each in found))
+    return stopped or int(any(each.why is not None for each in found))
 
 
 def placed(on: Machine) -> str:
@@ -144,10 +147,15 @@ def first_line(text: str) -> str:
     return next(iter(text.splitlines()), "")
 
 
-def judged(found: Sequence[Finding], place: str, file: Path, *, rehearsed: bool = False) -> str:
+def judged(
+    found: Sequence[Finding], place: str, file: Path, *, rehearsed: bool = False, stopped_in: str | None = None
+) -> str:
     """Say in one line what the results mean, and what to do."""
     wrong = [each.case for each in found if each.why is not None]
     before = "rehearsed, which shows nothing of a GPU: " if rehearsed else ""
+    before += f"stopped in section {stopped_in}, of what was tried until then: " if stopped_in else ""
+    if not found:
+        return f"{before}nothing has ended. {file} has only what this machine is."
     if not wrong:
         return f"{before}all {len(found)} cases agree with float64 on {place}: {MADE}. The results are in {file}."
     named = "; ".join(wrong[:SHOWN]) + (f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
@@ -203,9 +211,9 @@ ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[0-9a-f]{1,4}(?::[0-9a-f]{0
 
 def nameless(text: str) -> str:
     """Leave out what names the machine or its user: folders, hosts, addresses."""
-    folders = {str(each) for each in (ROOT, Path.cwd(), Path.home(), Path(sys.prefix), Path(tempfile.gettempdir()))}
-    for folder in sorted(folders - {"/"}, key=len, reverse=True):
-        text = text.replace(folder, "…")
+    ours = {str(ROOT): "…", sys.prefix: "…", str(Path.home()): "~"}  # below the first two, folders are the packages'
+    for folder in sorted(ours.keys() - {"/"}, key=len, reverse=True):
+        text = text.replace(folder, ours[folder])
     text = PATH.sub(r"…/\1", text)
     for name in sorted(names_here(), key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}\b", "NAME", text)

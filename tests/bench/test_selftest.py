@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,14 +14,17 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_world, selftest, selftest_cases
+from bench import gpu_here, gpu_world, selftest, selftest_cases
 from bench.gpu import NO_GPU
 from bench.gpu_commands import Failed, Shell
 from bench.gpu_here import GIB, Machine, stand_in
 from bench.gpu_training import Started, in_turn
 from bench.selftest_cases import Finding
 from rlexp.base.engine_facts import ENGINES
+from rlexp.base.errors import UserError
 from rlexp.config.hardware import assumed_gpus
+from rlexp.launch import local
+from rlexp.launch.local import Interrupted
 from tests.helpers.paths import ROOT, outside_make
 
 HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
@@ -188,11 +192,14 @@ def test_a_failure_is_in_the_file_without_names(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(selftest.platform, "node", lambda: "node17.uni.example")
     monkeypatch.setattr(selftest.getpass, "getuser", lambda: "ada")
     monkeypatch.setattr(selftest.Path, "home", lambda: Path("/home/ada"))
-    secrets = ("node17", "ada", "/home", "/data/groups/ml", "10.1.2.3", str(ROOT), str(tmp_path))
+    secrets = ("node17", "ada", "/home", "/data/groups/ml", "our-secret", "plans", "10.1.2.3", str(ROOT), str(tmp_path))
 
     def bad(_on: Machine, folder: Path) -> list[Finding]:
         print(f'  File "{ROOT}/rlexp/training/engine/zero.py", line 3, in step', file=sys.stderr)
-        raise RuntimeError(f"NCCL on node17 (10.1.2.3:29500) of ada: /home/ada/x.so, /data/groups/ml/y.so, {folder}/z")
+        raise RuntimeError(
+            f"NCCL on node17 (10.1.2.3:29500) of ada: /home/ada/x.so, "
+            f"/home/ada/our-secret/plans/w.py, /data/groups/ml/y.so, {folder}/z"
+        )
 
     def odd(_on: Machine, _folder: Path) -> list[Finding]:
         return [ONE, Finding("rings", "zigzag", {"loss": float("nan")}, why="the loss is nan off")]
@@ -206,6 +213,33 @@ def test_a_failure_is_in_the_file_without_names(monkeypatch: pytest.MonkeyPatch,
     assert "…/rlexp/training/engine/zero.py" in said["log"]
     assert said["cases"][2]["errors"] == {"loss": "nan"}
     assert "2 of 3 cases do not agree" in said["verdict"]
+
+
+@pytest.mark.parametrize(("error", "code"), [(KeyboardInterrupt(), 130), (Interrupted(signal.SIGTERM), 143)], ids=str)
+def test_stopped_it_keeps_what_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str], error: BaseException, code: int
+) -> None:
+    def stops(_on: Machine, _folder: Path) -> list[Finding]:
+        raise error
+
+    ended, said = run(monkeypatch, tmp_path / "file.json", engines=lambda *_: [ONE], rings=stops, kernels=stops)
+    assert ended == code
+    assert [each["case"] for each in said["cases"]] == [ONE.case]
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "stopped in section rings, of what was tried until then: all 1 cases agree" in last
+    assert "nothing has ended" in selftest.judged([], "a GPU", Path("file.json"), stopped_in="engines")
+
+
+def driver_too_old(_place: Any) -> None:
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
+
+
+def test_a_gpu_that_torch_cannot_use_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = local.run_ranks
+    monkeypatch.setattr(local, "run_ranks", lambda _facts, ranks, **_: start(driver_too_old, ranks, device="cpu"))
+    with pytest.raises(UserError, match=r"torch cannot use the GPU .* is too old .*12040") as found:
+        gpu_here.machine()
+    assert "\n" not in str(found.value)
 
 
 # ---- a rehearsal ----
