@@ -42,6 +42,19 @@ settings.load_profile("busy")
 
 
 @pytest.hookimpl(optionalhook=True)
+def pytest_xdist_setupnodes() -> None:
+    """Fork the workers from the server, which has imported what the tests import."""
+    from execnet import gateway_io
+
+    class Forked(gateway_io.Popen2IOMaster):
+        def __init__(self, args: list[str], execmodel: Any) -> None:
+            self.popen = warm.Worker(args[-1])
+            gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
+
+    gateway_io.Popen2IOMaster = Forked
+
+
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Run tests one by one on any worker, except those of a file whose fixture is dear: one worker makes it, once.
     The marks of `--dist loadgroup` say the same, but pytest-xdist 3.8 does not find them under pytest 9.2."""

@@ -30,6 +30,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import util
 from pathlib import Path
+from types import ModuleType
 from typing import IO, Any, NoReturn
 
 from tests.helpers.paths import ROOT
@@ -112,6 +113,19 @@ class Process:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Worker(Process):
+    """A process that runs code and is spoken with over pipes, as pytest-xdist does with its workers."""
+
+    def __init__(self, code: str) -> None:
+        self.args, self.returncode, self._said = ["python", "-c", code], None, []
+        (asked, ask), (heard, said) = os.pipe(), os.pipe()
+        request = {"code": code, "args": [], "files": [0], "cwd": os.getcwd(), "env": dict(os.environ)}
+        self._server, self.pid = _asked(request, [said, 2, asked])
+        os.close(asked)
+        os.close(said)
+        self.stdin, self.stdout = open(ask, "wb"), open(heard, "rb")
 
 
 def fork_server(path: str, args: Sequence[str], files: Sequence[int]) -> int:
@@ -278,7 +292,8 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     plant_if_asked()
     sys.argv[1:] = request["args"]
     if "code" in request:
-        leave(_code_of(lambda: exec(request["code"], {"__name__": "__main__"})))
+        main = sys.modules["__main__"] = ModuleType("__main__")  # what it starts is not to import this one
+        leave(_code_of(lambda: exec(request["code"], main.__dict__)))
     leave(_code_of(lambda: runpy.run_module(request["module"], run_name="__main__", alter_sys=True)))
 
 
@@ -362,6 +377,7 @@ def main(listener: int, folder: str, owner: int) -> None:
             Server(socket.socket(fileno=listener), owner).serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os._exit(0)  # what libraries say when they are taken apart is for nobody
 
 
 if __name__ == "__main__":
