@@ -13,9 +13,8 @@ STORIES ?= $(addprefix --stories ,$(wildcard ../shared/models/stories260K))
 export OMP_NUM_THREADS ?= 1
 # Tests start many processes: bytecode is kept, so that they do not compile rlexp again.
 unexport PYTHONDONTWRITEBYTECODE
-# `make test` and `make check` run tests side by side. Many wait for other processes, so there is one worker more than
-# the 2 cores that the suite is timed on; each further one imports everything anew, which takes longer than it saves.
-WORKERS ?= 3
+# `make test` and `make check` run tests side by side, on the 2 cores that the suite is timed on.
+WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 # The commit that `make prove` compares the time of attention with.
 BEFORE ?= HEAD~1
@@ -36,7 +35,7 @@ GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
-# Three tiers. `make test`: six minutes on 2 cores. `.ci/run`: that, lint, types and one run on a real Slurm. `make
+# Three tiers. `make test`: at most five minutes on 2 idle cores. `.ci/run`: that, lint, types and one run on a real Slurm. `make
 # check`: everything but `make prove`. It ends with what it left out, and why: without a browser on the PATH (chromium),
 # the report's page.
 test: $(VENV)/.ready

@@ -32,6 +32,7 @@ os.environ.setdefault(TORCH_BUILT_FOR, "cuda")  # tests play GPUs, by an nvidia-
 os.environ.setdefault("RLEXP_CACHE", str(ROOT / ".pytest_cache" / "rlexp"))
 os.environ.setdefault("HF_DATASETS_CACHE", str(ROOT / ".pytest_cache" / "datasets"))
 prepare_environment(LaunchConfig(device=Device.cpu))
+THREADS = int(os.environ["OMP_NUM_THREADS"])  # of torch, in this process
 warm.meet()  # before pytest-xdist starts its workers, which find the same server
 util.spawnv_passfds = warm.fork_server  # type: ignore[assignment]
 parse_once()
@@ -84,6 +85,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         items[:] = [item for item in items if item not in left_out]
         config.hook.pytest_deselected(items=left_out)
+
+
+def pytest_runtest_teardown() -> None:
+    """A test that joins as the rank of a GPU gives torch several threads. Beside other processes they would make each
+    later operation of this process a hundred times as slow."""
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.get_num_threads() != THREADS:
+        torch.set_num_threads(THREADS)
 
 
 def pytest_report_header() -> str:

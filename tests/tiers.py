@@ -1,6 +1,6 @@
 """Which tests `make test` leaves to `make check`, by name: the dear ones whose subject a cheaper test touches too.
 
-`make test` takes six minutes on 2 cores, and each part of the product keeps a test in it. `make check` ends with the
+`make test` takes at most five minutes on 2 idle cores, and each part of the product keeps a test in it. `make check` ends with the
 dearest tests and their seconds. What a decorator marks as slow is not listed again. An entry that names no test is an
 error.
 """
@@ -17,6 +17,7 @@ WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
 
 # `make test` runs one in so many cases of each of these tests: the cases are alike in what they ask of the code.
 ONE_IN: Mapping[str, int] = {
+    "bench/test_selftest::test_every_engine_and_layout_is_tried_on_all_ranks": 3,
     "config/test_config::test_engines_and_checkpoints_are_checked_before_a_process_starts": 3,
     "config/test_config::test_every_option_of_every_group_composes": 2,
     "config/test_config::test_rules_across_fields": 3,
@@ -43,6 +44,7 @@ ONE_IN: Mapping[str, int] = {
     "launch/test_slurm_script::test_a_dry_run_shows_what_would_be_sent": 2,
     "launch/test_slurm_script::test_a_wrong_launcher_key_is_told_before_anything_is_handed_over": 3,
     "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
+    "long_pairs/test_long_pairs::test_what_is_wrong_is_one_message": 3,
     "preflight/test_changes::test_what_a_run_is_offered": 3,
     "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 3,
     "preflight/test_children::test_an_error_is_raised_where_it_was_asked_for": 2,
@@ -51,6 +53,7 @@ ONE_IN: Mapping[str, int] = {
     "preflight/test_rehearse::test_a_planted_wait_is_found_with_its_place": 2,
     "preflight/test_rehearse::test_the_host_waits_for_nothing_in_a_micro_batch": 2,
     "run/test_cli::test_bad_data_is_one_message": 2,
+    "run/test_recipes::test_without_a_gpu_a_recipe_says_what_can_be_done": 3,
     "training/dataset/test_bad_rows::test_sources_that_do_not_fit_are_refused_before_a_row_is_read": 3,
     "training/model/test_model::test_the_copy_keeps_what_the_probe_tests": 2,
     "training/model/test_pretrained::test_a_named_model_says_what_it_is": 4,
@@ -61,6 +64,7 @@ ONE_IN: Mapping[str, int] = {
     "training/rollout/test_rollout_faults::test_what_cannot_be_is_refused_by_its_composition": 4,
     "training/rollout/test_sampling::test_a_row_reads_the_same_with_others_beside_it_in_pieces_and_after_they_left": 2,
     "training/train/test_adapter::test_wrong_input_is_one_message": 3,
+    "training/train/test_schedule::test_no_loss_is_trained_at_the_rate_of_dpo_unless_it_is_of_its_kind": 3,
     "verify/test_textbook_answers::test_both_read_the_same": 8,
     "verify/test_textbook_prompts::test_rows_at_random": 4,
     "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
@@ -76,9 +80,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_it_says_that_there_is_no_gpu",
     ),
     "bench/test_bench_gpu": (
+        "test_a_case_that_is_wrong_says_so_and_the_others_go_on",
         "test_a_prediction_that_was_stopped_goes_on",
         "test_the_rates_are_rehearsed",
     ),
+    "bench/test_recipes_run": ("test_a_recipe_runs_to_its_end_with_a_tiny_model",),
     "bench/test_rollouts_gpu": (
         "test_the_model_of_a_billion_has_its_head_once",
         "test_what_a_gpu_would_run_composes",

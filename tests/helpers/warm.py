@@ -368,7 +368,7 @@ def main(listener: int, folder: str, owner: int) -> None:
     from rlexp.launch.local import PRELOAD
 
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # who needs the server first may have held signals back
-    for name in (*PRELOAD, "hydra", "deepspeed", "rlexp.run.job"):
+    for name in (*PRELOAD, "hydra", "deepspeed", "wandb", "rlexp.run.job"):
         importlib.import_module(name)
     compose_once()
     gc.freeze()  # or each fork would write to, and so copy, every page of it
