@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -52,7 +53,9 @@ def rows_of(page: Path) -> dict[str, str]:
 # ---- output that a page shows ----
 
 ELIDED = "..."  # a line that leaves out any number of lines of the output
-MARK = re.compile(r"^<!-- output of: (.+?) -->\n+```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE)
+MARK = re.compile(
+    r"^<!-- output of: (.+?)(?:, which exits with (\d+))? -->\n+```\w*\n(.*?)^```", re.DOTALL | re.MULTILINE
+)
 MAKE_RUN = "make run"
 DEAR = (
     MAKE_RUN,
@@ -71,6 +74,7 @@ class Shown:
 
     page: Path
     command: str
+    code: int  # that it exits with
     text: str
 
     @property
@@ -84,8 +88,10 @@ class Shown:
 
 
 def outputs(page: Path) -> list[Shown]:
-    """Return the blocks that a comment before them, `<!-- output of: COMMAND -->`, calls the output of a command."""
-    return [Shown(page, *found) for found in MARK.findall(page.read_text(encoding="utf-8"))]
+    """Return the blocks that a comment before them, `<!-- output of: COMMAND -->`, calls the output of a command. Of a
+    command that fails it says `, which exits with 1`."""
+    found = MARK.findall(page.read_text(encoding="utf-8"))
+    return [Shown(page, command, int(code or 0), text) for command, code, text in found]
 
 
 def typed(command: str) -> str:
@@ -99,7 +105,7 @@ def typed(command: str) -> str:
 
 
 # What differs from run to run, and from machine to machine. Each becomes the same word on both sides.
-VARYING = (
+VARYING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<!\d)\d{4}-\d\d-\d\d(_\d\d-\d\d-\d\d)?(?!\d)", "DATE"),
     (r"\brlexp \d+\.\d+\.\d+\b", "rlexp VERSION"),
     (r"\b[0-9a-f]{12,40}\b", "COMMIT"),
@@ -108,8 +114,13 @@ VARYING = (
     (r"tok/s +[\d,.]+", "tok/s N"),
     (r"(?<![\w.])[\d,.]+ ?(s|ms|min|h|seconds?|minutes?)\b", "TIME"),
     (r"(?<![\w.])\d+:\d\d(:\d\d)?\b", "TIME"),
-    (r"(?<![\w.])(\d\.\d+e[+-]?\d+|0)(?=\s|$)", "N"),  # differences: rounding depends on the machine
+    (r"(?<![\w.])(\d\.\d+e[+-]?\d+|0)(?=\s|$)", lambda found: size_of(float(found[1]))),  # of rounding
 )
+
+
+def size_of(difference: float) -> str:
+    """Name the precision that a difference can be the rounding of: how large it is depends on the machine."""
+    return "N64" if difference < 1e-11 else "N32" if difference < 1e-5 else "N16"
 
 
 def legible(text: str) -> list[str]:

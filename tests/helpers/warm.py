@@ -125,7 +125,7 @@ class Worker(Process):
         self._server, self.pid = _asked(request, [said, 2, asked])
         os.close(asked)
         os.close(said)
-        self.stdin, self.stdout = open(ask, "wb"), open(heard, "rb")
+        self.stdin, self.stdout = os.fdopen(ask, "wb"), os.fdopen(heard, "rb")
 
 
 def fork_server(path: str, args: Sequence[str], files: Sequence[int]) -> int:

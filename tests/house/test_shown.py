@@ -49,6 +49,8 @@ class Readers:
             chain = f"{chain} && {module} {' '.join(words)}"  # the same command after another one is another
             if (folder, chain) not in self.printed:
                 done = warm.run(module, words, folder, env=CLEAN, timeout=1700)
+                code = shown.code if [module, *words] == shown.commands[-1] else 0
+                assert done.returncode == code, f"{shown.page.name}: {chain}: {done.stderr}"
                 self.printed[folder, chain] = f"{done.stdout}\n{done.stderr}"
         return self.printed[folder, chain]
 
@@ -114,6 +116,7 @@ done: /home/somebody/rlexp/runs/2026-11-21_06-00-00_dpo_ring8  (curve in metrics
         ("...\n  240 pairs, 30 steps (an epoch has 30)\nstep 3 of 30: loss 0.6931, 98 tok/s", None),
         ("done: /tmp/x/runs/2030-01-01_00-00-00_dpo_ring8  (curve\n in metrics.jsonl)", None),
         ("loss 7.1e-16 2.0e-12", None),
+        ("loss 7.1e-07 1.0e-12", "N32"),
         ("engine zero2", "zero2"),
         ("ranks on cpu\nstep 3 of 30", "ranks on cpu step"),  # a line between is left out without dots
         ("240 pairs, 30 steps\n...\nrlexp 0.1.0  dpo on tiny", "rlexp VERSION"),  # another order
@@ -130,13 +133,14 @@ def test_what_was_not_printed_is_found(shown: str, missing: str | None) -> None:
 def test_marked_blocks_are_read_with_their_commands(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     two = "python -m rlexp x=1 && python -m rlexp.generate run --rows 1"
-    page.write_text(f"<!-- output of: make run -->\n```\na\n```\n\n<!-- output of: {two} -->\n\n```text\nb\n```\n\n"
+    page.write_text("<!-- output of: make run -->\n```\na\n```\n\n"
+                    f"<!-- output of: {two}, which exits with 1 -->\n\n```text\nb\n```\n\n"
                     "```\nno output\n```\n", encoding="utf-8")  # fmt: skip
     one, other = outputs(page)
-    assert (one.text, other.text, one.slow) == ("a\n", "b\n", True)
+    assert (one.text, other.text, one.slow, one.code, other.code) == ("a\n", "b\n", True, 0, 1)
     assert one.commands == [["rlexp", "parallel=ring8", "launch.device=cpu"]]
     assert other.commands == [["rlexp", "x=1"], ["rlexp.generate", "run", "--rows", "1"]]
-    assert Shown(page, f"python -m {DEAR[2]}", "").slow
+    assert Shown(page, f"python -m {DEAR[2]}", 0, "").slow
     with pytest.raises(AssertionError, match="must begin with"):
         typed("ls")
 
