@@ -1,8 +1,8 @@
 """Which tests `make test` leaves to `make check`, by name: the dear ones whose subject a cheaper test touches too.
 
-`make test` takes at most five minutes on 2 idle cores, and each part of the product keeps a test in it. `make check` ends with the
-dearest tests and their seconds. What a decorator marks as slow is not listed again. An entry that names no test is an
-error.
+`make test` takes at most five minutes on 2 idle cores, and each part of the product keeps a test in it. `make check`
+ends with the dearest tests and their seconds. What a decorator marks as slow is not listed again. An entry that names
+no test is an error.
 """
 
 from __future__ import annotations
