@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING
 from bench.gpu_here import machine, missing, stand_in
 from bench.kept_rows import page_of
 from bench.tables import commit, put
-from rlexp.base.errors import UserError
 from rlexp.base.kernel_rates import TABLE
 
 if TYPE_CHECKING:
@@ -52,10 +51,7 @@ def main() -> int:
         return predict(options)
     if not options.rehearse and (why := missing()):
         return _say(why)
-    try:
-        on = stand_in() if options.rehearse else machine()
-    except UserError as error:
-        return _say(str(error))
+    on = stand_in() if options.rehearse else machine()
     page = page_of(options.write) if options.write else None
     return measure(options, SECTIONS, "bench.gpu", on, on.about(), page)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import platform
+import re
 import subprocess
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlexp.base.errors import UserError
 from rlexp.config.hardware import hardware_here, visible_gpus
+
+if TYPE_CHECKING:
+    from rlexp.launch.local import RankFailed
 
 GIB = 1 << 30
 UNKNOWN = "h100"  # whose data sheet stands in for that of a GPU that conf/hardware does not describe
@@ -60,21 +63,27 @@ def missing(*, ask_torch: bool = True) -> str | None:
 
 
 def machine() -> Machine:
-    """Ask a process of its own, so that this one keeps no memory of a GPU. A GPU that torch cannot use is a
-    `UserError`."""
+    """Ask a process of its own, so that this one keeps no memory of a GPU. A GPU that torch cannot use ends the
+    program with one message."""
     from rlexp.launch.local import RankFailed, run_ranks
 
     try:
         (facts,) = run_ranks(_facts, 1, device="cuda", timeout=300.0)
     except RankFailed as failed:
-        said = str(failed).rstrip().rpartition("\n")[2].strip()
-        raise UserError(
-            f"torch cannot use the GPU that nvidia-smi lists: {said}. Often torch is built for a newer CUDA than "
-            f"that of the driver ({_driver()}): update the driver, or install another build of torch"
-        ) from None
+        raise SystemExit(_unusable(failed)) from None
     option = hardware_here()
     return Machine("cuda", gpus=visible_gpus(), driver=_driver(), hardware=option or UNKNOWN, known=bool(option),
                    **facts)  # fmt: skip
+
+
+def _unusable(failed: RankFailed) -> str:
+    """Say in one line why torch cannot use the GPU: the last error of the process that asked."""
+    errors = re.findall(r"^(?:[\w.]+(?:Error|Exception): .+)$", str(failed), re.MULTILINE)
+    said = errors[-1] if errors else next(iter(str(failed).splitlines()), "")
+    return (
+        f"torch cannot use the GPU that nvidia-smi lists: {said}. Driver: {_driver()}. If torch is built for a newer "
+        f"CUDA than the driver knows, update the driver, or install another build of torch"
+    )
 
 
 def stand_in() -> Machine:

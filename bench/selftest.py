@@ -7,8 +7,8 @@ python -m bench.selftest --rehearse            the same on four CPU ranks, to se
 Each case is compared with one process on the CPU in float64. The file has versions, GPUs, and for each case how far it
 is off and how long it took. Names of this user and machine and known folders are taken out; read it before you send it.
 
-The exit code is 0 if all cases agree, 1 if not, and 3 without a GPU. Then no file is written. Ctrl-C ends it: the file
-then has the sections that have ended.
+The exit code is 0 if all cases agree and 1 if not. Without a GPU it is 3, and no file is written. Ctrl-C ends it with
+130, and the file has the sections that have ended.
 """
 
 from __future__ import annotations
@@ -59,11 +59,15 @@ def main() -> int:
             return NO_GPU
     if options.here:
         return 0
+    from rlexp.launch.local import Interrupted
+
     try:
         return run(options)
     except UserError as error:
         sys.stderr.write(f"selftest: {error}\n")
         return 1
+    except Interrupted as stopped:  # before the first section
+        return stopped.exit_code
 
 
 def _arguments() -> argparse.Namespace:
@@ -157,7 +161,8 @@ def judged(
     if not found:
         return f"{before}nothing has ended. {file} has only what this machine is."
     if not wrong:
-        return f"{before}all {len(found)} cases agree with float64 on {place}: {MADE}. The results are in {file}."
+        so = "" if stopped_in else f": {MADE}"
+        return f"{before}all {len(found)} cases agree with float64 on {place}{so}. The results are in {file}."
     named = "; ".join(wrong[:SHOWN]) + (f"; and {len(wrong) - SHOWN} more" if len(wrong) > SHOWN else "")
     return (
         f"{before}{len(wrong)} of {len(found)} cases do not agree with float64 on {place}: {named}. Send {file} to the "
@@ -205,16 +210,23 @@ def plain(value: Any) -> Any:
     return value
 
 
-PATH = re.compile(r"(?<![\w.…])~?(?:/[\w.+@-]+)+/([\w.+@-]+)")
+PATH = re.compile(r"(?<![\w.…])(?:~[\w.-]*)?(?:/[^\s/'\"`,:;|()\[\]{}<>]+)+")
+PACKAGES = re.compile(rf"(?:{re.escape(str(ROOT))}(?=/(?:rlexp|bench|tests)/)|.*(?=/site-packages/))")
 ADDRESS = re.compile(r"\b\d{1,3}(?:\.\d{1,3}){3}\b|\b[0-9a-f]{1,4}(?::[0-9a-f]{0,4}){4,7}\b")
+
+
+def shortened(path: str) -> str:
+    """Return the last part of a path; the folders before it only within rlexp and installed packages."""
+    if path in ("~", str(Path.home())):
+        return "~"
+    if (package := PACKAGES.match(path)) is not None:
+        return f"…{path[package.end() :]}"
+    return path if path.rfind("/") == 0 else f"…{path[path.rfind('/') :]}"
 
 
 def nameless(text: str) -> str:
     """Leave out what names the machine or its user: folders, hosts, addresses."""
-    ours = {str(ROOT): "…", sys.prefix: "…", str(Path.home()): "~"}  # below the first two, folders are the packages'
-    for folder in sorted(ours.keys() - {"/"}, key=len, reverse=True):
-        text = text.replace(folder, ours[folder])
-    text = PATH.sub(r"…/\1", text)
+    text = PATH.sub(lambda found: shortened(found[0]), text)
     for name in sorted(names_here(), key=len, reverse=True):
         text = re.sub(rf"\b{re.escape(name)}\b", "NAME", text)
     return ADDRESS.sub("ADDRESS", text)

@@ -44,11 +44,17 @@ settings.load_profile("busy")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Fork the workers from the server, which has imported what the tests import."""
+    """Fork the workers from the server, which has imported what the tests import. Not beside a GPU: CUDA does not
+    survive a fork, and what the server imports may touch the driver."""
+    if visible_gpus() and not os.environ.get(ON_CPU):
+        return
     from execnet import gateway_io
 
     class Forked(gateway_io.Popen2IOMaster):
         def __init__(self, args: list[str], execmodel: Any) -> None:
+            if (args[0], args[-1]) != (sys.executable, gateway_io.popen_bootstrapline):  # on another machine, say
+                super().__init__(args, execmodel)
+                return
             self.popen = warm.Worker(args[-1])
             gateway_io.Popen2IO.__init__(self, self.popen.stdin, self.popen.stdout, execmodel)
 

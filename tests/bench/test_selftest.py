@@ -21,7 +21,6 @@ from bench.gpu_here import GIB, Machine, stand_in
 from bench.gpu_training import Started, in_turn
 from bench.selftest_cases import Finding
 from rlexp.base.engine_facts import ENGINES
-from rlexp.base.errors import UserError
 from rlexp.config.hardware import assumed_gpus
 from rlexp.launch import local
 from rlexp.launch.local import Interrupted
@@ -227,17 +226,44 @@ def test_stopped_it_keeps_what_has_ended(
     assert [each["case"] for each in said["cases"]] == [ONE.case]
     last = capsys.readouterr().out.splitlines()[-1]
     assert "stopped in section rings, of what was tried until then: all 1 cases agree" in last
+    assert selftest.MADE not in last
     assert "nothing has ended" in selftest.judged([], "a GPU", Path("file.json"), stopped_in="engines")
 
 
+def test_stopped_before_the_first_section_it_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["selftest", "--rehearse"])
+    monkeypatch.setattr(selftest, "stand_in", lambda: (_ for _ in ()).throw(Interrupted(signal.SIGINT)))
+    assert selftest.main() == 130
+
+
+@pytest.mark.parametrize(
+    ("text", "left"),
+    [
+        ("in ROOT/rlexp/training/a.py, line 3", "in …/rlexp/training/a.py, line 3"),
+        ("ROOT-private/plans/x.py", "…/x.py"),
+        ("ROOT/runs/our-secret/x.py", "…/x.py"),
+        ("/home/adam/secret/w.py", "…/w.py"),
+        ("/home/ada", "~"),
+        ("~/plans/secret/w.py", "…/w.py"),
+        ("'/scratch/job=12/secret/w.py'", "'…/w.py'"),
+        ("/usr/lib/python3/site-packages/torch/nn.py", "…/site-packages/torch/nn.py"),
+        ("/usr/share/secret/x: no such file", "…/x: no such file"),
+        ("3 GiB/s and/or /dev", "3 GiB/s and/or /dev"),
+    ],
+)
+def test_folders_are_left_out(monkeypatch: pytest.MonkeyPatch, text: str, left: str) -> None:
+    monkeypatch.setattr(selftest.Path, "home", lambda: Path("/home/ada"))
+    assert selftest.nameless(text.replace("ROOT", str(ROOT))) == left
+
+
 def driver_too_old(_place: Any) -> None:
-    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)")
+    raise RuntimeError("The NVIDIA driver on your system is too old (found version 12040)\nCompile with `DSA`.")
 
 
 def test_a_gpu_that_torch_cannot_use_is_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
     start = local.run_ranks
     monkeypatch.setattr(local, "run_ranks", lambda _facts, ranks, **_: start(driver_too_old, ranks, device="cpu"))
-    with pytest.raises(UserError, match=r"torch cannot use the GPU .* is too old .*12040") as found:
+    with pytest.raises(SystemExit, match=r"^torch cannot use the GPU .* is too old .*12040.*\. Driver: ") as found:
         gpu_here.machine()
     assert "\n" not in str(found.value)
 

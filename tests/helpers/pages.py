@@ -120,7 +120,7 @@ VARYING: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
 
 def size_of(difference: float) -> str:
     """Name the precision that a difference can be the rounding of: how large it is depends on the machine."""
-    return "N64" if difference < 1e-11 else "N32" if difference < 1e-5 else "N16"
+    return "N64" if difference < 1e-11 else "N32" if difference < 1e-5 else "N16" if difference < 0.1 else "LARGE"
 
 
 def legible(text: str) -> list[str]:

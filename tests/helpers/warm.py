@@ -116,12 +116,13 @@ class Process:
 
 
 class Worker(Process):
-    """A process that runs code and is spoken with over pipes, as pytest-xdist does with its workers."""
+    """A process that runs code and is spoken with over pipes, as pytest-xdist does with its workers. It stays in the
+    terminal's process group, so Ctrl-C reaches it."""
 
     def __init__(self, code: str) -> None:
         self.args, self.returncode, self._said = ["python", "-c", code], None, []
         (asked, ask), (heard, said) = os.pipe(), os.pipe()
-        request = {"code": code, "args": [], "files": [0], "cwd": os.getcwd(), "env": dict(os.environ)}
+        request = {"code": code, "args": [], "files": [0], "cwd": os.getcwd(), "env": dict(os.environ), "group": False}
         self._server, self.pid = _asked(request, [said, 2, asked])
         os.close(asked)
         os.close(said)
@@ -279,7 +280,8 @@ def kill_group(pid: int) -> None:
 
 def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     """Go on as the process that `python -m` or `python -c` would have started, and end as that does."""
-    os.setpgid(0, 0)
+    if request.get("group", True):
+        os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_SETMASK, request["blocked"])  # its starter's, and not the server's
     signal.signal(signal.SIGINT, signal.default_int_handler)
     place(files, (1, 2, *request.get("files", ())))
@@ -292,7 +294,7 @@ def become(request: dict[str, Any], files: Sequence[int]) -> NoReturn:
     plant_if_asked()
     sys.argv[1:] = request["args"]
     if "code" in request:
-        main = sys.modules["__main__"] = ModuleType("__main__")  # what it starts is not to import this one
+        main = sys.modules["__main__"] = ModuleType("__main__")  # or what it starts would import this module anew
         leave(_code_of(lambda: exec(request["code"], main.__dict__)))
     leave(_code_of(lambda: runpy.run_module(request["module"], run_name="__main__", alter_sys=True)))
 
@@ -368,7 +370,7 @@ def main(listener: int, folder: str, owner: int) -> None:
     from rlexp.launch.local import PRELOAD
 
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # who needs the server first may have held signals back
-    for name in (*PRELOAD, "hydra", "deepspeed", "wandb", "rlexp.run.job"):
+    for name in (*PRELOAD, "hydra", "deepspeed", "rlexp.run.job"):
         importlib.import_module(name)
     compose_once()
     gc.freeze()  # or each fork would write to, and so copy, every page of it
@@ -377,7 +379,7 @@ def main(listener: int, folder: str, owner: int) -> None:
             Server(socket.socket(fileno=listener), owner).serve()
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-        os._exit(0)  # what libraries say when they are taken apart is for nobody
+    os._exit(0)  # what libraries say when they are taken apart is for nobody
 
 
 if __name__ == "__main__":
