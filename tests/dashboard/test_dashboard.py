@@ -18,7 +18,8 @@ METRICS = {
     "Loss": ["train/loss", "eval/loss", "train/loss", "train/rewards/margins"],
     "Samples": [
         *("train/objective/scores", "train/objective/scores", "train/objective/kl", "train/policy/entropy_avg"),
-        *("train/val/ratio", "train/response/length", "train/response/stopped"),
+        *("train/val/ratio", "train/sampling/sampling_logp_difference/mean"),
+        *("train/response/length", "train/response/stopped"),
     ],
     "Difference to the baseline": ["parity/loss_abs_diff"],
     "Memory": [

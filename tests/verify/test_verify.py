@@ -469,7 +469,7 @@ def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(references: Path) -> N
         (("train.batchsize=3",), {}, "rlexp: train.batchsize: no such key"),
         (("--steps", "0"), {}, "rlexp: --steps=0: must be at least 1."),
         (("--steps", "many"), {}, "rlexp: argument --steps: invalid int value: 'many'."),
-        (("loss=grpo", "rollout.engine=vllm"), {}, "rlexp: rollout.engine=vllm: samples on GPUs, and launch.d"),
+        (("loss=grpo", "rollout.engine=vllm"), {}, "rlexp: rollout.engine=vllm: the model has heads of 8 numbers"),
         (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz 2."),
         (("launch.nodes=2",), {}, "rlexp: launch.nodes=2: this command starts ranks on this machine only."),
         (("--json", "/no/such/folder/out.json"), {}, "rlexp: --json=/no/such/folder/out.json: "),
