@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import host_memory
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
+from rlexp.config.literals import literal
 from rlexp.config.load import from_hydra, open_ended, register
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import Config
@@ -52,7 +53,7 @@ def composed_for(overrides: Sequence[str], searched: Path) -> Config:
 
 def quoted(text: str) -> str:
     """Return a text in quotes, as Hydra reads it in an override: it may have spaces, commas, `=` and `${`."""
-    return QuotedString(text, Quote.single).with_quotes().replace("${", "\\${")
+    return QuotedString(literal(text), Quote.single).with_quotes()
 
 
 def _names(overrides: Sequence[str]) -> bool:

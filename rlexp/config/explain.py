@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 
-from rlexp.base.command import reader_left
+from rlexp.base.command import reader_left, say
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.config.paths import experiments
 from rlexp.config.schema.keys import about_unknown, suggestion
@@ -38,7 +37,7 @@ def explained(command: Callable[[], int]) -> int:
         message = explain(error)
         if message is None:
             raise
-        sys.stderr.write(f"rlexp: {message}\n")
+        say(message)
         return 1
 
 

@@ -14,6 +14,7 @@ from typing import Any, cast
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 from rlexp.config import resolvers, schema, sizes
@@ -21,6 +22,7 @@ from rlexp.config.adapter_folder import SAYS, with_folder_described
 from rlexp.config.checks.across_fields import check
 from rlexp.config.checks.rope import notes_on_rope, with_rope_settled
 from rlexp.config.hardware import gpus_without_torch
+from rlexp.config.literals import literals
 from rlexp.config.options import refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
@@ -29,6 +31,7 @@ from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
+from rlexp.config.trust import without_code
 
 _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
@@ -68,16 +71,17 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
 
     Where another option of a group is given, the keys that both options have are kept, but those that name the source
     or hold out a part of it. Those that name the source are not kept either where other rows are given, and the whole
-    reference where the loss compares with none.
+    reference where the loss compares with none. Code that the other run trusts must be named again.
     """
     register()
     for each in overrides:
         if each[:1] in ("~", "+") or each.startswith("hydra."):
             raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
     given = [each.partition("=")[0] for each in overrides]
-    stored = OmegaConf.create(dict(plain))
-    known = {group: {leaf: value for leaf, value in plain[group].items() if f"{group}.{leaf}" not in GONE}
-             for group in OF_CURVE if plain.get(group)}  # fmt: skip
+    texts = literals(without_code(plain, given))  # what is stored is resolved already
+    stored = OmegaConf.create(texts)
+    known = {group: {leaf: value for leaf, value in texts[group].items() if f"{group}.{leaf}" not in GONE}
+             for group in OF_CURVE if texts.get(group)}  # fmt: skip
     data = known.get("data", {})
     options = [f"{group}={keys['name']}" for group, keys in known.items() if keys.get("name") and group not in given]
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
@@ -201,12 +205,12 @@ def _chosen(group: str, node: DictConfig) -> bool:
 
 def from_file(path: Path) -> Config:
     """Read a file of `to_file`, by the same schema."""
-    return from_plain(OmegaConf.load(path))
+    return from_plain(plain_yaml.load(path.read_text(encoding="utf-8")))
 
 
 def from_plain(plain: Any) -> Config:
     """Return the typed object again, from the result of `to_plain`."""
-    plain = OmegaConf.create(plain)
+    plain = OmegaConf.create(literals(plain))
     for key in GONE:
         group, _, leaf = key.partition(".")
         plain[group].pop(leaf, None)
@@ -217,10 +221,10 @@ def from_plain(plain: Any) -> Config:
 
 
 def to_file(cfg: Config, path: Path) -> None:
-    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(cfg)))
+    write_text(path, OmegaConf.to_yaml(OmegaConf.structured(literals(cfg)), resolve=True))
 
 
 def to_plain(cfg: Config) -> dict[str, Any]:
     """Return nested dicts of plain values (enums by name), for sinks and files."""
-    container = OmegaConf.to_container(OmegaConf.structured(cfg), enum_to_str=True)
+    container = OmegaConf.to_container(OmegaConf.structured(literals(cfg)), resolve=True, enum_to_str=True)
     return cast(dict[str, Any], container)

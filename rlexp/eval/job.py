@@ -21,6 +21,7 @@ from rlexp.launch import run_folder
 from rlexp.run_files.checkpoint_folder import named, read_position
 
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
+UNREWARDED = {"name": "rule", "rule": "length"}  # a reward that fits any rows, and runs no code
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ def job_of(words: Sequence[str]) -> EvalJob:
     return job
 
 
-def composed_job(words: Sequence[str], command: str, *, reference: bool = False) -> EvalJob:
+def composed_job(words: Sequence[str], command: str, *, reference: bool = False, rewarded: bool = True) -> EvalJob:
     """Compose the configuration: with a folder among the words, on the ground of the run's own. `reference`: a loss
-    that draws keeps its reference model."""
+    that draws keeps its reference model. Without `rewarded`, no answer gets a score."""
     folders, overrides = ([word for word in words if is_folder(word) is wanted] for wanted in (True, False))
     if len(folders) > 1:
         raise ConfigError(f"{' '.join(folders)}: is more than one folder. Give one run or checkpoint, and key=value.")
@@ -60,7 +61,7 @@ def composed_job(words: Sequence[str], command: str, *, reference: bool = False)
             f"once, without them."
         )
     if folders:
-        job = job_of_folder(folder_of(folders[0]), overrides, reference=reference)
+        job = job_of_folder(folder_of(folders[0]), overrides, reference=reference, rewarded=rewarded)
     else:
         job = EvalJob(for_evaluation(composed(overrides), reference=reference))
     if job.cfg.rollout.sampling_ranks:
@@ -80,7 +81,7 @@ def folder_of(word: str) -> Path:
     return Path(os.path.expanduser(word))  # Path.expanduser raises for `~data`, which is no user's home
 
 
-def job_of_folder(folder: Path, overrides: Sequence[str], *, reference: bool = False) -> EvalJob:
+def job_of_folder(folder: Path, overrides: Sequence[str], *, reference: bool = False, rewarded: bool = True) -> EvalJob:
     given = {each.partition("=")[0] for each in overrides}
     if "model.freeze" in given:
         raise ConfigError(
@@ -94,6 +95,8 @@ def job_of_folder(folder: Path, overrides: Sequence[str], *, reference: bool = F
         if commit is not None and not given & {group, f"{group}.path", f"{group}.revision"}:
             config[group]["revision"] = commit
     config["rollout"] |= COLOCATED  # what is drawn of held-out prompts does not depend on it
+    if not rewarded:
+        config["reward"] = UNREWARDED
     try:
         like = composed_like(config, overrides)
         if "eval.buckets" not in given and not draws(like.loss.name):

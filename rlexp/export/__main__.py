@@ -23,6 +23,7 @@ def main() -> int:
     parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value,
                         help="of the weights; default: auto, bf16 after a run in bf16, else fp32")  # fmt: skip
     parser.add_argument("--merged", action="store_true", help="of an adapter: the model with the adapter in it")
+    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     options = parser.parse_args()
     return exit_code(lambda: export(options))
 
@@ -30,7 +31,13 @@ def main() -> int:
 def export(options: argparse.Namespace) -> int:
     from rlexp.export.checkpoint import export_checkpoint  # here, since this module imports torch
 
-    place = export_checkpoint(options.source, options.out, ExportDtype[options.dtype], merged=options.merged)
+    place = export_checkpoint(
+        options.source,
+        options.out,
+        ExportDtype[options.dtype],
+        merged=options.merged,
+        trusted=options.trust_remote_code,
+    )  # fmt: skip
     sys.stderr.write(f"done: {place}\n")
     return 0
 

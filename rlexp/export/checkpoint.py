@@ -14,6 +14,7 @@ from rlexp.base.errors import CheckpointError
 from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, ExportDtype, HFModelConfig, LoraConfig
 from rlexp.config.schema.models import Precision
+from rlexp.config.trust import TRUST, without_code
 from rlexp.launch import run_folder
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.tensors import Reader
@@ -27,18 +28,30 @@ from rlexp.training.model.score_head import has_score_head
 Weights = Iterator[tuple[str, Tensor]]
 
 
-def export_checkpoint(source: Path, out: Path | None, dtype: ExportDtype, *, merged: bool = False) -> Path:
+def export_checkpoint(
+    source: Path, out: Path | None, dtype: ExportDtype, *, merged: bool = False, trusted: bool = False
+) -> Path:
     """Write the model, or the adapter that was trained, and return its folder. `merged`: the model with the adapter in
-    it."""
+    it. `trusted`: Python code that comes with the model may run."""
     checkpoint = _newest_whole(source)
     above = checkpoint.parent
     place = out or (above.parent if above.name == checkpoint_folder.FOLDER else above) / f"model-{checkpoint.name}"
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
         raise CheckpointError(f"{place}: exists already. Give a new or empty folder: --out FOLDER.")
-    cfg = _at_its_commit(from_plain(checkpoint_folder.read_position(checkpoint)["config"]), checkpoint)
+    config = without_code(checkpoint_folder.read_position(checkpoint)["config"], {"reward"})
+    cfg = _at_its_commit(from_plain(config), checkpoint)
+    if isinstance(cfg.model, HFModelConfig):
+        cfg = dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, trust_remote_code=trusted))
     reader = Reader(checkpoint, checkpoint_folder.read_manifest(checkpoint))
     description = checkpoint / checkpoint_folder.MODEL
-    model, tokenizer = described(description, cfg.model)
+    try:
+        model, tokenizer = described(description, cfg.model)
+    except ValueError as error:
+        if TRUST not in str(error):
+            raise
+        raise CheckpointError(
+            f"{description}: its model is Python code that comes with it. If you trust it, add --trust-remote-code."
+        ) from None
     adapter = layers_of(model, description) if isinstance(cfg.adapter, LoraConfig) else None
     if merged and adapter is None:
         raise CheckpointError(f"--merged: {checkpoint} holds no adapter. Leave it out: the whole model is written.")

@@ -79,7 +79,7 @@ def job_of(
         )
     asked = data_of(folder, prompts, file)
     try:
-        job = composed_job([*words, *asked], COMMAND, reference=beside is Beside.reference)
+        job = composed_job([*words, *asked], COMMAND, reference=beside is Beside.reference, rewarded=False)
     except CheckpointError as error:
         raise CheckpointError(explained_folder(next(filter(is_folder, words)), str(error))) from None
     cfg, given = job.cfg, bool(asked)

@@ -7,6 +7,7 @@ import dataclasses
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -39,6 +40,7 @@ from rlexp.config.rope import TINY, parsed
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.schema.models import Precision, WeightsDtype
 from rlexp.config.schema.rollouts import ModelRewardConfig
+from rlexp.config.trust import TRUST
 from rlexp.launch import watch
 from rlexp.training.model import hook, rope
 from rlexp.training.model.placing import Placing, arriving, put_all, round_all
@@ -362,7 +364,13 @@ def _from_hub(
     try:
         with watch.elsewhere():  # it may be fetched from the hub, or read from a slow disk
             return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError, UnpicklingError) as error:
+        if not trust_remote_code and TRUST in str(error):
+            group = key.rpartition(".")[0].replace("reference", "model")  # which has one key for both
+            raise ModelError(
+                f"{key}={path}: its {what} is Python code that comes with it. If you trust it, give "
+                f"{group}.{TRUST}=true."
+            ) from error
         reason = textwrap.shorten(str(error), 300, placeholder=" …")
         raise ModelError(
             f"{key}={path}: no {what} can be loaded ({type(error).__name__}: {reason}). Give a hub name, or a folder "

@@ -1,0 +1,53 @@
+"""Read yaml that anybody may have written: plain values alone, and no small file that becomes large or never ends."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+MOST_VALUES = 100_000  # with each alias as often as it stands there
+DEEPEST = 100  # mappings and lists in each other
+
+
+class TooLarge(yaml.YAMLError):
+    """A file that has too many values, or too deep ones."""
+
+
+class Loader(yaml.SafeLoader):
+    """A loader that counts values before it makes them."""
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        self._depth = getattr(self, "_depth", 0) + 1
+        if self._depth > DEEPEST:
+            raise TooLarge(f"its values are more than {DEEPEST} levels deep")
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        if _values_of(node, {}) > MOST_VALUES:
+            raise TooLarge(f"with its aliases it has more than {MOST_VALUES:,} values")
+        return super().construct_document(node)
+
+
+def load(text: str, loader: type[Loader] = Loader) -> Any:
+    """Return the values of a text. A `YAMLError` says why there are none."""
+    try:
+        return yaml.load(text, loader)
+    except (ValueError, OverflowError) as error:  # a date or a number that cannot be
+        raise yaml.YAMLError(str(error)) from None
+
+
+def _values_of(node: yaml.Node, known: dict[int, int]) -> int:
+    """Return how many values a node has, with all below it. A node within itself has no end."""
+    if id(node) in known:
+        return known[id(node)]
+    known[id(node)] = MOST_VALUES + 1  # until it is counted: whoever asks stands below it
+    below = []
+    if isinstance(node, yaml.MappingNode):
+        below = [each for pair in node.value for each in pair]
+    elif isinstance(node, yaml.SequenceNode):
+        below = node.value
+    known[id(node)] = 1 + sum(_values_of(each, known) for each in below)
+    return known[id(node)]

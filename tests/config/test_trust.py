@@ -1,0 +1,55 @@
+"""Code that comes with a model, or that a stored run names, runs only where this command line says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from rlexp.base.errors import ConfigError
+from rlexp.config import load
+from rlexp.config.trust import without_code
+from tests.helpers.paths import ROOT
+
+LLAMA = ROOT / "tests" / "files" / "models" / "llama_8b"
+HF = ("model=hf", f"model.path={LLAMA}", "launch.device=cpu")
+
+
+def stored(*words: str) -> dict[str, Any]:
+    return load.to_plain(load.compose_config([*HF, *words]))
+
+
+def test_a_stored_run_does_not_trust_the_code_of_its_model() -> None:
+    plain = stored("model.trust_remote_code=true")
+    assert plain["model"]["trust_remote_code"] is True
+    again = load.from_hydra(load.composed_like(plain, ["launch.device=cpu"]))
+    assert again.model.trust_remote_code is False  # type: ignore[attr-defined]
+    given = load.from_hydra(load.composed_like(plain, ["launch.device=cpu", "model.trust_remote_code=true"]))
+    assert given.model.trust_remote_code is True  # type: ignore[attr-defined]
+
+
+MODEL = {"name": "model", "path": "somewhere", "trust_remote_code": True}
+PYTHON = {"name": "python", "function": "evil:judge"}
+
+
+@pytest.mark.parametrize(
+    ("given", "trusted"),
+    [(set(), False), ({"reward.trust_remote_code"}, True), ({"reward"}, True), ({"reward.path"}, False)],
+)
+def test_nor_of_its_reward_model(given: set[str], trusted: bool) -> None:
+    assert without_code({"reward": MODEL}, given)["reward"]["trust_remote_code"] is trusted
+
+
+def test_nor_of_a_term_of_its_reward() -> None:
+    plain = {"reward": {"name": "sum", "terms": {"one": MODEL, "two": PYTHON}}, "model": {"name": "tiny"}}
+    with pytest.raises(ConfigError, match=r"^reward\.terms\.two\.function=evil:judge: .* give it again: reward\.terms"):
+        without_code(plain, set())
+    terms = without_code(plain, {"reward.terms.two.function"})["reward"]["terms"]
+    assert (terms["one"]["trust_remote_code"], terms["two"]) == (False, PYTHON)
+    assert without_code(plain, {"reward.terms"}) == plain
+
+
+def test_a_function_that_a_stored_run_names_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^reward\.function=evil:judge: names Python code"):
+        without_code({"reward": PYTHON}, {"reward.timeout_seconds"})
+    assert without_code({"reward": PYTHON}, {"reward.function"})["reward"] == PYTHON
