@@ -18,6 +18,7 @@ from pathlib import Path
 from rlexp.base.command import Parser, exit_code
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
+from rlexp.base.printable import printable, printable_lines
 from rlexp.convert.rules import Conversion, Fate
 
 FIRST = "mine"  # the name in the printed command, if none is given
@@ -58,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         file = Path("conf/experiment") / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
-        sys.stderr.write(f"wrote {file}: {command(conv, name)}\n")
+        sys.stderr.write(f"wrote {file}: {printable(command(conv, name))}\n")
     summarize(conv)
     try:
         composed(text, name, overrides(conv))
@@ -66,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         message = explain(error)
         if message is None:
             raise
-        sys.stderr.write(f"rlexp: as it is, it does not run: {message}\n")
+        sys.stderr.write(f"rlexp: as it is, it does not run: {printable_lines(message)}\n")
         return 1
     return 0
 
@@ -75,9 +76,10 @@ def summarize(conv: Conversion) -> None:
     """Name on the terminal what was not taken over."""
     for fate in (Fate.INSTEAD, Fate.OTHER, Fate.ABSENT):
         if lines := conv.lines[fate]:
-            sys.stderr.write(f"{fate.value}: {', '.join(dict.fromkeys(line.name for line in lines))}\n")
+            names = ", ".join(dict.fromkeys(line.name for line in lines))
+            sys.stderr.write(f"{fate.value}: {printable(names)}\n")
     for note in conv.notes:
-        sys.stderr.write(f"{note}\n")
+        sys.stderr.write(f"{printable(note)}\n")
 
 
 if __name__ == "__main__":

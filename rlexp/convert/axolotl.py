@@ -47,7 +47,7 @@ RULES: tuple[Rule, ...] = (
       "optim", "run_name", "report_to", "deepspeed"} & set(rule.names)),
     worked_out("base_model", "model=hf, model.path", ""),
     taken("revision_of_model", "model.revision"),
-    taken("trust_remote_code", "model.trust_remote_code"),
+    huggingface.TRUST,
     needless("base_model_config tokenizer_config model_type tokenizer_type", "the model's folder has them"),
     worked_out("chat_template", "model.chat_template", "by default the tokenizer's own", "it is the tokenizer's own"),
     absent("chat_template_jinja", "use model.chat_template=FILE"),

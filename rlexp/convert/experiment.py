@@ -12,10 +12,13 @@ from typing import Any
 
 import yaml
 
+from rlexp.base import plain_yaml
+from rlexp.base.printable import printable
 from rlexp.config.elsewhere import composed_for, quoted
+from rlexp.config.literals import literal
 from rlexp.config.schema import Config
-from rlexp.convert.rules import Conversion, Fate, Line, Value
-from rlexp.convert.secrets import masked
+from rlexp.convert.rules import UNKNOWN_VARIABLE, Conversion, ConvertError, Fate, Line, Value
+from rlexp.convert.secrets import HIDDEN, masked
 
 WIDTH = 116
 NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes
@@ -38,7 +41,10 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
     for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
         lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))
     lines += ["", *_groups(conv)]
-    return "\n".join(lines) + "\n"
+    text = "".join(f"{printable(line)}\n" for line in lines)  # a comment ends at any line break, a value at a plain one
+    if set(plain_yaml.load(text) or {}) != {"defaults"} | {key.partition(".")[0] for key in conv.values}:
+        raise ConvertError(f"{printable(file)}: has texts that cannot stand in an experiment file. Write it by hand.")
+    return text
 
 
 def _listed(conv: Conversion, fate: Fate) -> list[str]:
@@ -74,14 +80,18 @@ def wrapped(text: str, indent: str = "") -> list[str]:
 
 
 def _explained(line: Line) -> list[str]:
-    value = scalar(masked(line.name.rpartition(": ")[2], line.value))
+    value = HIDDEN if line.why == UNKNOWN_VARIABLE else scalar(masked(line.name.rpartition(": ")[2], line.value))
     return wrapped(f"  {line.name}: {value}   {line.why}", indent="      ")
 
 
 def scalar(value: Any) -> str:
     """Return a value as yaml writes it in one line."""
-    text = yaml.safe_dump(_plain(value), default_flow_style=True, width=10**6, allow_unicode=True)
-    return text.removesuffix("\n").removesuffix("\n...").replace("${", "\\${")
+    plain = _plain(value)
+    for readable in (True, False):  # where a character does not print, all that are not ASCII are escaped
+        text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=readable)
+        if printable(text.rstrip("\n")) == text.rstrip("\n"):
+            break
+    return text.removesuffix("\n").removesuffix("\n...")
 
 
 def _plain(value: Any) -> Any:
@@ -90,7 +100,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(each) for each in value]
-    return value if value is None or isinstance(value, bool | int | float) else str(value)
+    return value if value is None or isinstance(value, bool | int | float) else literal(str(value))
 
 
 def _groups(conv: Conversion) -> Iterator[str]:
@@ -108,11 +118,15 @@ def _groups(conv: Conversion) -> Iterator[str]:
 
 def _nested(name: str, node: Any, indent: str) -> Iterator[str]:
     if isinstance(node, Value):
-        yield _with_comment(f"{indent}{name}: {scalar(node.value)}", node.origin)
+        yield _with_comment(f"{indent}{_key(name)}: {scalar(node.value)}", node.origin)
         return
-    yield f"{indent}{name}:"
+    yield f"{indent}{_key(name)}:"
     for leaf, value in node.items():
         yield from _nested(leaf, value, indent + "  ")
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[\w-]+", name) else scalar(name)
 
 
 def _place(group: str) -> int:

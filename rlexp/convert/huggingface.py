@@ -33,6 +33,8 @@ METRICS = {
 LOGGED = "every step is logged, for all ranks together"
 NO_WARMUP = "it is 0, or another argument decides"
 NO_EVALUATION = "nothing is evaluated, or another argument decides"
+TRUST = other("trust_remote_code", "model.trust_remote_code",
+              "a recipe does not decide that a model's own code runs: give it on the command line")  # fmt: skip
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
                "theirs counts samples of a GPU; train.batch_size counts all samples of a step"),

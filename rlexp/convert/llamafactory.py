@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
     *huggingface.RULES,
     worked_out("stage", "loss", "", "the loss is chosen"),
     worked_out("model_name_or_path", "model=hf, model.path", ""),
-    taken("trust_remote_code", "model.trust_remote_code"),
+    huggingface.TRUST,
     taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora (their default) and full; others are missing",
                "all weights are trained", until="adapter=oft"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from rlexp.base import plain_yaml
 from rlexp.convert.rules import ConvertError
 from rlexp.convert.secrets import is_secret
 from rlexp.convert.shell import Command, Unknown, commands
@@ -56,7 +57,7 @@ def read(file: Path) -> Asked:
 # ---- yaml ----
 
 
-class _Once(yaml.SafeLoader):
+class _Once(plain_yaml.Loader):
     """A loader that refuses a key which a mapping has twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
@@ -72,10 +73,12 @@ class _Once(yaml.SafeLoader):
 def mapping_of(text: str, file: Path) -> dict[str, Any] | None:
     """Return the mapping of a yaml file whose keys are names; None if the text is something else."""
     try:
-        given = yaml.load(text, _Once)
+        given = plain_yaml.load(text, _Once)
     except ConvertError as error:
         raise ConvertError(f"{file}, {error}") from None
-    except (yaml.YAMLError, ValueError):
+    except plain_yaml.TooLarge as error:
+        raise ConvertError(f"{file}: cannot be read, since {error}.") from None
+    except yaml.YAMLError:
         return None
     if not isinstance(given, dict) or not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(name)) for name in given):
         return None
@@ -85,12 +88,10 @@ def mapping_of(text: str, file: Path) -> dict[str, Any] | None:
 def _wrong_line(text: str) -> str:
     """Return the line at which a text is no yaml."""
     try:
-        yaml.safe_load(text)
+        plain_yaml.load(text)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         return f", line {mark.line + 1}" if mark else ""
-    except ValueError:
-        return ""
     return ""
 
 

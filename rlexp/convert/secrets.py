@@ -8,16 +8,22 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "…"
-WORDS = {"token", "key", "secret", "password", "passwd", "api", "apikey", "credential", "credentials"}
+WORDS = {"api", "auth", "authorization", "bearer", "creds", "credential", "credentials", "pass", "pat", "private",
+         "session", "webhook"}  # fmt: skip
+ENDS = ("token", "key", "secret", "password", "passwd", "passphrase", "pwd", "cookie")  # of a word, as in HFTOKEN
 # Names with such a word that hide nothing: columns of rows, and tokens of a vocabulary.
 COLUMNS = r"prompt|input|label|chosen|rejected|image|output|metric|best_metric|system|message|query|answer"
 TOKENS = r"stop|pad|eos|bos|unk|mask|sep|cls|label_pad|image|additional_special|decoder_start|adapter_extra"
 HARMLESS = re.compile(rf"(?:\w+\.)*(?:(?:\w+_)?(?:{COLUMNS})_key|(?:{TOKENS})_tokens?(?:_id|_ids)?)", re.I)
 ALWAYS = ("use_wandb",)  # its value is a key, or true
 SHAPES = re.compile(
-    r"\b(?:hf|api_org|sk|ghp|glpat|wandb_v1)[_-][A-Za-z0-9_-]{6,}"  # tokens of the hub, OpenAI, GitHub, W&B
+    # tokens of the hub, OpenAI, GitHub, GitLab, Slack, W&B, and of Amazon
+    r"\b(?:hf|api_org|sk|gh[a-z]|github_pat|glpat|xox[a-z]|wandb_v1)[_-][A-Za-z0-9_-]{6,}|\bAKIA[0-9A-Z]{12,}"
+    r"|\beyJ[\w-]{6,}\.[\w-]{6,}[\w.-]*"  # a signed token
+    r"|-----BEGIN [\s\S]*"  # a private key
+    r"|(?<=[?&])(?:\w*key|\w*token|sig|signature|secret|password)=[^&\s'\"]+"  # in an address
     r"|\b[0-9a-f]{40}\b"  # a key of W&B
-    r"|(?<=://)[^/@\s]+:[^/@\s]+(?=@)"  # a password in an address
+    r"|(?<=://)[^/@\s]+(?=@)"  # a password or token in an address
 )
 HASHES = ("revision", "commit")  # names of values that look like a key of W&B
 
@@ -26,7 +32,8 @@ def is_secret(name: str) -> bool:
     """Whether the value of an argument, a variable or a key of a mapping is hidden whatever it is."""
     if HARMLESS.fullmatch(name):
         return False
-    return name.lower() in ALWAYS or bool(WORDS & set(re.split(r"[_.\-\s]+", name.lower())))
+    words = re.split(r"[_.\-\s]+", re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower())
+    return name.lower() in ALWAYS or any(word in WORDS or word.endswith(ENDS) for word in words)
 
 
 def masked(name: str, value: Any) -> Any:
@@ -47,7 +54,7 @@ def _masked_text(name: str, text: str) -> str:
         try:
             return json.dumps(masked(name, json.loads(text)), ensure_ascii=False)
         except ValueError:
-            if any(word in text.lower() for word in WORDS):
+            if any(word in text.lower() for word in (*WORDS, *ENDS)):
                 return HIDDEN
     if any(word in name.lower() for word in HASHES):
         return text

@@ -51,7 +51,7 @@ RULES: tuple[Rule, ...] = (
     taken("model_revision", "model.revision", to=lambda value: None if value == "main" else value),
     taken("dtype torch_dtype", "model.dtype", "trained weights are float32", to=huggingface.dtype_of),
     taken("attn_implementation", "parallel.kernel", to=huggingface.kernel_of),
-    taken("trust_remote_code", "model.trust_remote_code"),
+    huggingface.TRUST,
     absent("model_init_kwargs", "use the keys of model"),
     worked_out("use_peft", "adapter=lora", "same reference: the model without adapter"),
     *adapters.rules(OF_LORA, rank="their default is 16", alpha="their default is 32", dropout="their default is 0.05; ",
