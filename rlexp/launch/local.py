@@ -271,7 +271,7 @@ def _rank_main(
     threading.Thread(target=_end_with_launcher, args=(leash,), daemon=True).start()
     hear_stops(under_launcher=True)
     if log is not None:
-        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        handle = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(handle, 1)
         os.dup2(handle, 2)
 

@@ -121,11 +121,22 @@ def leave(run_dir: Path) -> None:
 
 def claim(run_dir: Path, key: str = "hydra.run.dir", patience: float = 0.0) -> None:
     """Lock the folder for as long as this process lives, or refuse where another process holds the lock."""
-    handle = os.open(run_dir / LOCK, os.O_CREAT | os.O_RDWR)
+    handle = _opened(run_dir / LOCK, key)
     if not _locked(handle, fcntl.LOCK_EX, patience):
         os.close(handle)
         raise FolderError(f"{key}={run_dir}: another process is training there. Wait for it, or give another folder.")
     _claimed[run_dir] = handle
+
+
+def _opened(lock: Path, key: str = "hydra.run.dir") -> int:
+    try:
+        return os.open(lock, os.O_CREAT | os.O_RDWR, 0o644)
+    except OSError as error:
+        raise _unwritable(lock.parent, error, key) from None
+
+
+def _unwritable(run_dir: Path, error: OSError, key: str = "hydra.run.dir") -> FolderError:
+    return FolderError(f"{key}={run_dir}: nothing can be written there ({error.strerror}). Give another folder.")
 
 
 def _locked(handle: int, kind: int, patience: float) -> bool:
@@ -146,11 +157,11 @@ def _locked(handle: int, kind: int, patience: float) -> bool:
 def hold(run_dir: Path) -> None:
     """Hold the ranks' lock while this rank lives. A rank may outlive a killed launcher for a moment."""
     with contextlib.suppress(OSError):  # a file system without locks
-        fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR), fcntl.LOCK_SH)
+        fcntl.flock(os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR, 0o644), fcntl.LOCK_SH)
 
 
 def _wait_for_ranks(run_dir: Path, patience: float) -> None:
-    handle = os.open(run_dir / RANKS, os.O_CREAT | os.O_RDWR)
+    handle = _opened(run_dir / RANKS)
     free = _locked(handle, fcntl.LOCK_EX, patience)
     os.close(handle)
     if not free:
@@ -167,9 +178,7 @@ def _check_writable(run_dir: Path) -> None:
             file.write(b"0" * 65536)
             file.flush()
     except OSError as error:
-        raise FolderError(
-            f"hydra.run.dir={run_dir}: nothing can be written there ({error.strerror}). Give another folder."
-        ) from None
+        raise _unwritable(run_dir, error) from None
 
 
 def _check_identity(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[str, Any]) -> list[str]:

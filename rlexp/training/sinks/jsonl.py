@@ -45,8 +45,9 @@ class LineFile:
     def _flush(self) -> None:
         """Write all waiting lines or none, so that no line is appended to half a line."""
         if os.fstat(self._file).st_nlink == 0:
-            os.close(self._file)
-            self._file, self._written = self._open(), 0
+            removed, self._file = self._file, self._open()  # or the removed one is kept: its number is nobody else's
+            self._written = 0
+            os.close(removed)
         waiting, end = b"".join(self.lines[self._written :]), os.fstat(self._file).st_size
         try:
             if os.write(self._file, waiting) < len(waiting):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -436,6 +437,24 @@ def test_rows_wait_for_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sink.log({"step": 4})
     sink.close(Ending())
     assert [row["step"] for row in read_rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert capfd.readouterr().err.count("its rows wait") == 1
+
+
+def test_rows_go_into_no_other_file_after_theirs_is_removed(tmp_path: Path, capfd) -> None:
+    """Until its folder is back, the sink keeps its descriptor: another file would get the number, and then the rows."""
+    folder, other = tmp_path / "run", tmp_path / "weights"
+    folder.mkdir()
+    sink = JsonlSink(folder / "metrics.jsonl")
+    sink.log({"step": 1})
+    shutil.rmtree(folder)
+    sink.log({"step": 2})
+    with other.open("wb") as file:
+        sink.log({"step": 3})
+        file.write(b"W")
+    assert other.read_bytes() == b"W"
+    folder.mkdir()
+    sink.close(Ending())
+    assert [row["step"] for row in read_rows(folder / "metrics.jsonl")] == [1, 2, 3]
     assert capfd.readouterr().err.count("its rows wait") == 1
 
 
