@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.printable import printable_lines
 
 
 def exit_code(command: Callable[[], int]) -> int:
@@ -25,10 +26,15 @@ def exit_code(command: Callable[[], int]) -> int:
     except BrokenPipeError:
         return reader_left()
     except (UserError, OSError) as error:
-        sys.stderr.write(f"rlexp: {error}\n")
+        say(str(error))
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def say(message: str) -> None:
+    """Print a message that may quote what others wrote."""
+    sys.stderr.write(f"rlexp: {printable_lines(message)}\n")
 
 
 def reader_left() -> int:

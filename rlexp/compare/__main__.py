@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlexp.base.command import exit_code
+from rlexp.base.printable import printable, printable_lines
 from rlexp.compare import comparison as reports
 from rlexp.compare.comparison import Report
 from rlexp.compare.families import sort_out
@@ -71,8 +72,8 @@ def compare(options: argparse.Namespace) -> int:
         return 0
     excess = first_above(report.families, group.runs, options.fail_above, options.metrics)
     passed = f"passed: {' and '.join(options.metrics or LOSSES)}: nowhere more than {options.fail_above:g} apart"
-    sys.stdout.write(f"FAILED: {excess}\n" if excess else f"{passed}\n")
-    sys.stdout.writelines(f"  {line}\n" for line in remarks(report.families))
+    sys.stdout.write(printable_lines(f"FAILED: {excess}\n" if excess else f"{passed}\n"))
+    sys.stdout.writelines(f"  {printable(line)}\n" for line in remarks(report.families))
     return 1 if excess else 0
 
 
@@ -86,7 +87,7 @@ def draw(group: Group, options: argparse.Namespace, watch_seconds: float | None)
 
 def show(payload: Payload, paths: Sequence[Path]) -> None:
     names = ", ".join(path.name for path in paths[1:])
-    sys.stdout.write(f"\n{table(payload)}\n{paths[0]}  (and {names})\n")
+    sys.stdout.write(f"\n{printable_lines(table(payload))}\n{paths[0]}  (and {names})\n")
     sys.stdout.flush()
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from rlexp.base import plain_yaml
 from rlexp.base.errors import UserError
+from rlexp.base.printable import printable
 from rlexp.launch import preflight_check, rank_progress, run_folder, sweep
 from rlexp.run_files.curve_distance import Column, Steps
 from rlexp.run_files.metrics_jsonl import METRICS, read_columns
@@ -202,17 +202,17 @@ def read_run(path: Path) -> LoggedRun:
 
 
 def shown(name: str) -> str:
-    """Return a file name as text, whatever bytes it has."""
-    return os.fsencode(name).decode("utf-8", "replace")
+    """Return a file name as text that prints, whatever bytes it has."""
+    return printable(os.fsencode(name).decode("utf-8", "replace"))
 
 
 def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path), enum_to_str=True)
+        config = plain_yaml.load(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         notes.append(f"{path.parent}: has no {path.name}, so its settings are not known")
         return {}
-    except (yaml.YAMLError, OmegaConfBaseException, OSError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         notes.append(f"{path}: cannot be read, so the run's settings are not known ({str(error).splitlines()[0]})")
         return {}
     return {str(key): value for key, value in config.items()} if isinstance(config, dict) else {}

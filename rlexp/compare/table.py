@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 
+from rlexp.base.printable import printable
 from rlexp.compare.page import Payload, RunCard
 
 WIDTH = 110
@@ -34,7 +35,7 @@ def table(payload: Payload) -> str:
         *predictions,
         *memory_columns(payload),
     ]
-    rows = [[name for name, _ in columns], *([cell(run) for _, cell in columns] for run in payload.runs)]
+    rows = [[name for name, _ in columns], *([printable(cell(run)) for _, cell in columns] for run in payload.runs)]
     widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
     lines = ["  ".join(aligned(row, widths)).rstrip() for row in rows]
     lines.insert(1, "  ".join("─" * width for width in widths))

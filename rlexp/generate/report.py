@@ -10,9 +10,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlexp import __version__
+from rlexp.base.printable import printable
 from rlexp.config.model_names import called
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob
-from rlexp.training.sinks.legible import plain
 
 WIDEST = 100  # columns
 
@@ -64,7 +64,7 @@ def said(answer: Answer) -> str:
 
 def legible(words: str) -> str:
     """Return a text whose lines stay, without a character that moves the cursor."""
-    return "\n".join(plain(line) for line in words.strip().splitlines())
+    return "\n".join(printable(line) for line in words.strip().splitlines())
 
 
 def indented(label: str, words: str, columns: int) -> Iterator[str]:

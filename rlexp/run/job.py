@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from omegaconf import DictConfig
 
+from rlexp.base.command import say
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError
 from rlexp.config import load, sizes
@@ -50,7 +51,7 @@ def run_job(composed: DictConfig) -> None:
         message = explain(error)
         if message is None or hydra.mode is not RunMode.RUN:
             raise
-        sys.stderr.write(f"rlexp: {message}\n")
+        say(message)
         sys.exit(1)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import ConfigError
+from rlexp.base.printable import printable
 from rlexp.compare.runs import LIVE, is_run, shown
 from rlexp.launch import rank_progress, run_folder, sweep
 from rlexp.launch.slurm import queue
@@ -20,7 +21,6 @@ from rlexp.status import tail
 from rlexp.status.alive import Locks
 from rlexp.status.state import ILL, Evidence, state_of
 from rlexp.status.tail import Curve
-from rlexp.training.sinks.legible import plain as legible
 
 QUIET, STEPS = 300.0, 10  # a run is reported as silent after so many seconds and so many steps' time
 
@@ -176,10 +176,10 @@ def _row(entry: Entry, seen: Evidence) -> JobRow:
         left = max(0, steps - curve.step) * curve.step_seconds
     requeues = seen.known.get("requeues")
     return JobRow(
-        label=legible(entry.label),
+        label=printable(entry.label),
         folder=entry.folder,
         state=state,
-        why=legible(why),
+        why=printable(why),
         curve=curve,
         steps=steps,
         seconds_left=left,

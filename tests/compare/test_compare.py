@@ -57,6 +57,24 @@ def test_half_written_files_and_odd_names_do_not_end_it(two: Path, capsys: pytes
     json.loads((two / "summary.json").read_text(encoding="utf-8"))
 
 
+def test_what_a_folder_says_moves_no_cursor(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Names, reasons and settings of runs are another's texts, and a small file of settings is not read for ever."""
+    escapes = "\x1b[2J\x1b]0;PWN\x07\x9b\u202e"
+    a_run(two / f"run{escapes}", "parallel=ring8")
+    known = json.loads((two / "one" / "run.json").read_text(encoding="utf-8"))
+    known |= {"status": "failed", "reason": escapes}
+    (two / "one" / "run.json").write_text(json.dumps(known), encoding="utf-8")
+    grows = ["a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]"]
+    grows += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    (two / "four" / "config.yaml").write_text("\n".join(grows), encoding="utf-8")
+    compare(two, "--force")
+    captured = capsys.readouterr()
+    said = captured.out + captured.err
+    assert all(each.isprintable() or each == "\n" for each in said)
+    assert "run\\x1b[2J" in said
+    assert "its aliases it has more than 100,000 values" in " ".join(said.split())
+
+
 def test_what_must_not_differ_is_marked_and_summed_up(two: Path) -> None:
     report = report_of(two)
     rows_ = {row.key: row for row in reports.payload_of(report).config}

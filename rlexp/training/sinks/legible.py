@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import unicodedata
 
+from rlexp.base.printable import printable
 from rlexp.training.sinks.base import RolloutFacts, Shown
 
 PROMPT = 0.35  # the prompt's share of the room for texts
@@ -29,17 +30,12 @@ def head(sample: Shown) -> str:
 
 def texts(sample: Shown, columns: int | None) -> str:
     """Return prompt and answer. If both do not fit: the prompt's end and the answer's beginning."""
-    prompt, answer = plain(sample.prompt), plain(sample.answer)
+    prompt, answer = printable(sample.prompt), printable(sample.answer)
     if columns is None:
         return f"{prompt} → {answer}"
     room = max(0, columns - 3)
     prompt = cut(prompt, max(int(PROMPT * room), room - width(answer)), end=True)
     return f"{prompt} → {cut(answer, room - width(prompt))}"
-
-
-def plain(text: str) -> str:
-    """Escape newlines and other characters that do not print, as Python does."""
-    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)
 
 
 def width(text: str) -> int:

@@ -1,0 +1,71 @@
+"""What others wrote reaches a terminal as text: in errors of every command, and in those of a run's ranks."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rlexp.base.command import exit_code
+from rlexp.base.errors import ConfigError, FolderError
+from rlexp.base.printable import printable, printable_lines
+from rlexp.config.explain import explained
+from rlexp.launch import run_folder
+
+Shell = Callable[..., subprocess.CompletedProcess[str]]
+ESCAPES = "\x1b]0;PWN\x07\x1b[2J\x9b\u202e\r"
+
+
+@given(st.text())
+def test_a_text_prints_and_keeps_its_lines(text: str) -> None:
+    assert printable(text).isprintable()
+    lines = printable_lines(text)
+    assert lines.replace("\n", "").replace("\t", "").isprintable()
+    assert lines.count("\n") == text.count("\n")
+    assert not text.isprintable() or lines == text
+
+
+@pytest.mark.parametrize("command", [exit_code, explained])
+def test_an_error_is_printed_without_escapes(
+    command: Callable[[Callable[[], int]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def wrong() -> int:
+        raise ConfigError(f"a{ESCAPES}b")
+
+    assert command(wrong) == 1
+    said = capsys.readouterr().err
+    assert said.removesuffix("\n").isprintable()
+    assert said.startswith("rlexp: a\\x1b]0;PWN")
+
+
+def test_a_row_s_names_are_printed_without_escapes(rlexp: Shell, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"\\u001b]0;PWN\\u0007\\u001b[2Jprompt": "a", "chosen": "b"}\n')
+    done = rlexp("data=jsonl", "data.path=rows.jsonl", "launch.device=cpu", "logger=none")
+    assert done.returncode == 1
+    assert "\\x1b]0;PWN" in done.stderr
+    assert all(each.isprintable() or each in "\n\t" for each in done.stderr + done.stdout)
+
+
+@pytest.mark.parametrize("name", [run_folder.LOCK, run_folder.RANKS])
+def test_a_folder_of_somebody_else_s_is_one_message(name: str, tmp_path: Path) -> None:
+    """A folder in place of the lock stands for every reason why it cannot be opened: here, root may write anywhere."""
+    (tmp_path / name).mkdir()
+
+    def begin() -> None:
+        run_folder.claim(tmp_path)
+        run_folder._wait_for_ranks(tmp_path, 0.0)
+
+    with pytest.raises(FolderError, match=r"^hydra\.run\.dir=.*: nothing can be written there \(Is a directory\)\."):
+        begin()
+    run_folder.leave(tmp_path)
+
+
+def test_locks_are_no_programs(tmp_path: Path) -> None:
+    run_folder.claim(tmp_path)
+    run_folder.hold(tmp_path)
+    run_folder.leave(tmp_path)
+    assert [(tmp_path / name).stat().st_mode & 0o111 for name in (run_folder.LOCK, run_folder.RANKS)] == [0, 0]
