@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -218,7 +218,7 @@ def test_a_folder_is_no_file_to_write(tmp_path: Path) -> None:
 
 
 def test_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shutil.get_terminal_size", lambda: SimpleNamespace(columns=44))
+    monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((44, 24)))
     cfg = compose_config(["launch.device=cpu"])
     shown = GenerateJob(cfg, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=0)
     found = [Answered("a.jsonl:3", "Say\x1b it\ntwice.", [Answer("One. " * 9, [5] * 9, True)], [Answer("", [2], True)]),
