@@ -49,6 +49,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     written[config] = (ROOT / config).read_text(encoding="utf-8")
     for page in PAGES:
         written |= files(page)
+        made = re.findall(r"rlexp\.long_pairs .*--out (\S+)", "\n".join(commands(page)))
+        written |= dict.fromkeys(made, ROWS)
     for name, text in written.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text, encoding="utf-8")
