@@ -13,10 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.launch import watch
 
 WIDTH = 1024  # bytes of a line, with its newline
 FILE = "memory.jsonl"
+PEAKS = ("peaks", "tensors")  # by phase
+FACTS: plain_json.Kinds = {
+    **dict.fromkeys(("rank", "step", "pack", "packs", "tokens", "of_tokens"), int),
+    **dict.fromkeys(("at", "began"), (int, float)),
+    **dict.fromkeys(("pace",), (int, float, plain_json.NOTHING)),
+    **dict.fromkeys(("phase", "died"), str),
+    **dict.fromkeys(PEAKS, dict),
+}  # the kinds of the values of a line
 BETWEEN = "between steps"  # the phase after a step
 
 
@@ -50,11 +59,12 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         return []
     for each in text.replace(b"\0", b"").splitlines():  # zeros: ranks that have not written yet
         try:
-            line = json.loads(each)
+            line = plain_json.of_kinds(plain_json.loads(each), FACTS)
         except ValueError:  # a line that was cut off
             continue
-        if isinstance(line, dict) and {"rank", "step", "phase", "peaks"} <= line.keys():
-            lines.append(line)
+        if {"rank", "step", "phase", "peaks"} <= line.keys():
+            peaks = {of: plain_json.of_kinds(line[of], dict.fromkeys(line[of], int)) for of in PEAKS if of in line}
+            lines.append(line | peaks)
     return lines
 
 

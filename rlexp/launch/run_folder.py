@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp import __version__
+from rlexp.base import plain_json
 from rlexp.base.errors import CheckpointError, ConfigError, FolderError
 from rlexp.base.files import write_text
 from rlexp.config import load
@@ -37,6 +38,16 @@ from rlexp.run_files.checkpoint_folder import (
 
 PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wandb", "numpy")
 
+TEXT, NUMBER = (str, plain_json.NOTHING), (int, plain_json.NOTHING)  # or null
+FACTS: plain_json.Kinds = {
+    **dict.fromkeys(("status", "host", "wandb_id"), str),
+    **dict.fromkeys(("reason", "job_id", "started", "ended", "git_commit"), TEXT),
+    **dict.fromkeys(("steps", "warmup_steps", "exported_step", "pid"), NUMBER),
+    **dict.fromkeys(("sizes", "identity", "data", "versions"), dict),
+    "requeues": list,
+}  # the kinds of the values of run.json
+SIZES: plain_json.Kinds = dict.fromkeys(("world_size", "ring_size", "dp_size", "batch_size"), int)
+REQUEUE: plain_json.Kinds = {"job": TEXT, "why": str, "step": int, "at": str}
 KEPT = ("wandb_id", "steps", "exported_step", "requeues", "data")  # keys of run.json that survive when a run continues
 LOCK, RANKS = ".lock", ".ranks"
 PATIENCE = 15.0  # seconds that ranks of an earlier process get to end
@@ -97,7 +108,7 @@ def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:
     """Return the run's requeues with the one that Slurm made by itself, after it had ended the job's batch script."""
     job, restarts = os.environ.get("SLURM_JOB_ID"), int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     known = before.get("requeues", [])
-    if restarts <= sum(each["job"] == job for each in known):
+    if restarts <= sum(each.get("job") == job for each in known):
         return {}
     newest = latest_first(run_dir)
     return {"requeues": [*known, requeue(job, "slurm", step_of(newest[0]) if newest else 0)]}
@@ -210,20 +221,27 @@ def _is_finished(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[s
 
 
 def read(run_dir: Path) -> dict[str, Any]:
-    """Return run.json's facts; empty where there is no run yet."""
+    """Return run.json's facts, without those of another kind than is written; empty where there is no run yet."""
     try:
-        facts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        facts = plain_json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    facts = plain_json.of_kinds(facts, FACTS)
+    if "sizes" in facts:
+        sizes = plain_json.of_kinds(facts["sizes"], SIZES)
+        facts["sizes"] = sizes if all(sizes.get(name, 0) > 0 for name in SIZES) else {}
+    if "requeues" in facts:
+        requeues = [plain_json.of_kinds(each, REQUEUE) for each in facts["requeues"]]
+        facts["requeues"] = [each for each in requeues if "why" in each]
+    return facts
 
 
 def commits(checkpoint: Path) -> dict[str, str]:
     """Return the commits of the hub's sets and models with which the run of a checkpoint was started, by the keys of
     their paths."""
     above = checkpoint.parent
-    found: dict[str, str] = read(above.parent if above.name == FOLDER else above).get("data", {}).get("versions", {})
-    return found
+    said = read(above.parent if above.name == FOLDER else above).get("data", {}).get("versions", {})
+    return {key: commit for key, commit in said.items() if isinstance(commit, str)} if isinstance(said, dict) else {}
 
 
 def close(run_dir: Path, status: str, reason: str) -> None:

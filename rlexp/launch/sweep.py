@@ -12,10 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 
 FILE = "sweep.json"
+TEXT = (str, plain_json.NOTHING)
+JOB: plain_json.Kinds = {"number": int, "folder": str, "overrides": list, "axes": dict, "status": str, "reason": TEXT,
+                         "baseline": (int, plain_json.NOTHING), "job_id": TEXT, "label": str}  # fmt: skip
 
 
 @dataclass
@@ -131,15 +135,20 @@ class Sweep:
 def read(folder: Path) -> list[Job]:
     """Return the jobs of the sweep in a folder; empty where there is no sweep."""
     jobs = plain(folder).get("jobs", [])
+    if not isinstance(jobs, list):
+        raise _no_ledger(folder, "jobs")
+    for place, job in enumerate(jobs):
+        if plain_json.of_kinds(job, JOB) != job:
+            raise _no_ledger(folder, f"job {place}")
     try:
         return [Job(**{key: value for key, value in job.items() if key != "label"}) for job in jobs]
-    except (TypeError, AttributeError) as error:
+    except TypeError as error:
         raise _no_ledger(folder, error) from None
 
 
 def plain(folder: Path) -> dict[str, Any]:
     try:
-        ledger = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        ledger = plain_json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
     except ValueError as error:
@@ -147,5 +156,5 @@ def plain(folder: Path) -> dict[str, Any]:
     return ledger if isinstance(ledger, dict) else {}
 
 
-def _no_ledger(folder: Path, error: Exception) -> ConfigError:
+def _no_ledger(folder: Path, error: Exception | str) -> ConfigError:
     return ConfigError(f"{folder / FILE}: is not a sweep's ledger ({error}). Remove it, or restore it.")

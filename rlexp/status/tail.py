@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.run_files.curve_distance import SAMPLED, SCORE
 
 ROWS = 50  # the rows from which pace and speed are computed
@@ -49,7 +49,7 @@ def last_rows(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
     rows = []
     for line in lines[1 if start else 0 : -1]:
         try:
-            row = json.loads(line)
+            row = plain_json.loads(line)
         except ValueError:
             continue
         if isinstance(row, dict) and type(row.get("step")) is int:

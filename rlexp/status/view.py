@@ -144,8 +144,6 @@ def _swept(path: Path, locks: Locks) -> Iterator[Entry]:
     plain = sweep.plain(path)
     sweeps = locks.alive(path, plain)
     for job in sweep.read(path):
-        if not isinstance(job.folder, str) or not isinstance(job.axes, dict):
-            raise StatusError(f"{path / sweep.FILE}: is not a sweep's ledger (job {job.number}). Restore it.")
         yield Entry(job.label, path / job.folder, job, sweeps)
 
 
@@ -178,18 +176,23 @@ def _row(entry: Entry, seen: Evidence) -> JobRow:
     return JobRow(
         label=printable(entry.label),
         folder=entry.folder,
-        state=state,
+        state=printable(state),
         why=printable(why),
         curve=curve,
         steps=steps,
         seconds_left=left,
-        ranks=rank_progress.read(entry.folder),
-        requeues=requeues if isinstance(requeues, list) else [],
+        ranks=[_printable(each) for each in rank_progress.read(entry.folder)],
+        requeues=[_printable(each) for each in requeues or []],
         job_id=seen.job_id,
         slurm=seen.slurm,
         quiet=_quiet(entry.folder, curve) if state == "running" else None,
         live=state in LIVE or (seen.slurm is not None and seen.slurm.alive) or _to_be_run(seen),
     )
+
+
+def _printable(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts of a rank or a requeue with texts that a terminal may have."""
+    return {key: printable(value) if isinstance(value, str) else value for key, value in facts.items()}
 
 
 def _to_be_run(seen: Evidence) -> bool:
