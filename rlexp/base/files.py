@@ -38,6 +38,16 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
             sync(temporary)
 
 
+def open_to_others(path: Path) -> None:
+    """Give a file the mode of any new file beside it: some libraries make files that their owner alone reads."""
+    beside = path.with_name(f".{path.name}.mode")
+    beside.touch()
+    try:
+        path.chmod(beside.stat().st_mode & 0o777)
+    finally:
+        beside.unlink()
+
+
 def sync(path: Path) -> None:
     """Wait until a file, or the entries of a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)

@@ -14,6 +14,7 @@ import os
 import sys
 import webbrowser
 from pathlib import Path
+from shlex import quote
 
 from rlexp.base.command import exit_code
 from rlexp.dashboard import workspace
@@ -56,8 +57,9 @@ def look_here(runs: Path) -> None:
         say(f"The newest report: {report}\n")
     together = workspace.gather(runs)
     if together is not None:
-        say(f"W&B's own view of the runs here, in the terminal: wandb leet {together}\n")
-        say(f"To send them once there is an account: ls -d {together}/offline-run-* | xargs -n 1 wandb sync\n")
+        folder = quote(str(together))
+        say(f"W&B's own view of the runs here, in the terminal: wandb leet {folder}\n")
+        say(f"To send them once there is an account: ls -d {folder}/offline-run-* | xargs -n 1 wandb sync\n")
 
 
 def has_display() -> bool:

@@ -176,6 +176,8 @@ def _read(rank: _Rank, number: int) -> None:
         return
     rank.done = True
     how = f"was killed by {name_of(-code)}" if code < 0 else f"exited with code {code}"
+    if code in (-signal.SIGKILL, 255):  # 255: of a process whose fork server was killed
+        how += "; perhaps the machine had no memory left"
     by_stop = code in {128 + signum for signum in ASKING}
     rank.report = Report(number, time.monotonic(), f"the process {how}", by_stop=by_stop, killed=code < 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from shlex import quote
 
 from rlexp.launch.planning import opened
 from rlexp.launch.sweep import Job, Sweep
@@ -24,7 +25,8 @@ def _end(sweep: Sweep, exit_code: int) -> int:
     compared = compare([str(sweep.folder)])
     if unfinished:
         states = ", ".join(f"{job.label} is {job.status}" for job in unfinished)
-        sys.stderr.write(f"rlexp: {states}. To continue, give the same command with hydra.sweep.dir={sweep.folder}\n")
+        again = f"hydra.sweep.dir={quote(str(sweep.folder))}"
+        sys.stderr.write(f"rlexp: {states}. To continue, give the same command with {again}\n")
     if exit_code:
         return exit_code
     failed = any(job.status == "failed" or (job.status == "stopped" and not _as_asked(job)) for job in sweep.jobs)

@@ -36,7 +36,7 @@ SITE = (
         ("ring_sizes", ("+sweep=ring_sizes", "hydra/launcher=slurm", "launch.device=cpu", "launch.nodes=2",
                         "launch.nproc=4")),
         pytest.param("two_sizes", ("hydra/launcher=lab", "launch.device=cpu", "launch.nproc=2,3,4",
-                                   "train.batch_size=8"), marks=pytest.mark.slow),
+                                   "parallel=ring2"), marks=pytest.mark.slow),
         ("site", (*SITE, "parallel=ring8")),
     ],
 )  # fmt: skip

@@ -33,7 +33,7 @@ QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=
 def test_a_sweep_goes_on_and_says_what_was_not_run(rlexp: Shell, tmp_path: Path) -> None:
     """One corner of the grid does not divide, one job diverges; the others are run and compared."""
     sweep = ("-m", *QUICK, "launch.nproc=2", "train.max_steps=3", "parallel=ring1,ring2", "train.batch_size=3,4",
-             "optim.lr=1e-3,1e30")  # fmt: skip
+             "train.micro_batch_size=1", "optim.lr=1e-3,1e30")  # fmt: skip
     answer = rlexp(*sweep)
     assert answer.returncode == 1
     jobs = {job["label"]: job for job in jobs_of(tmp_path / "sw")}
@@ -202,7 +202,8 @@ def test_what_is_no_corner_of_a_grid_is_a_failure(rlexp: Shell, tmp_path: Path) 
     answer = rlexp("-m", *QUICK, "parallel=ring1,ring2", "hydra.sweep.dir=other", "hydra.sweep.subdir=x")
     assert answer.returncode == 1
     assert answer.stderr.startswith("rlexp: hydra.sweep.subdir=x: is job 0's folder, and would be job 1's too.")
-    answer = rlexp("-m", *QUICK, "train.batch_size=3", "parallel=ring1,ring2", "launch.nproc=2,4", "hydra.sweep.dir=no")
+    odd = ("train.batch_size=3", "train.micro_batch_size=1")
+    answer = rlexp("-m", *QUICK, *odd, "parallel=ring1,ring2", "launch.nproc=2,4", "hydra.sweep.dir=no")
     assert [job["status"] for job in jobs_of(tmp_path / "no")].count("skipped") == 3
 
 

@@ -9,6 +9,7 @@ import sys
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from hydra.core.utils import JobReturn
@@ -73,7 +74,7 @@ class SlurmLauncher(Submitting):
         if submitted:
             sys.stderr.write(
                 f"{sweep.name}: {len(submitted)} jobs are submitted ({', '.join(submitted)}); their folders are in "
-                f"{sweep.folder}. To watch them: python -m rlexp.status {sweep.folder}\n"
+                f"{sweep.folder}. To watch them: python -m rlexp.status {quote(str(sweep.folder))}\n"
             )
         return submitted
 

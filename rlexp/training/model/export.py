@@ -32,7 +32,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base.errors import ModelError
-from rlexp.base.files import sync, write_text
+from rlexp.base.files import open_to_others, sync, write_text
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
 from rlexp.training.model.adapter import plain_names
 from rlexp.training.model.policy import cast_parameters
@@ -157,6 +157,7 @@ def save_tensors(content: dict[str, Tensor], path: Path, metadata: Mapping[str, 
         save_file(content, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:  # so it reports a full disk
         raise OSError(f"{path.name}: {error}") from error
+    open_to_others(path)
     sync(path)
 
 

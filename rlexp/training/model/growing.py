@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rlexp.base.errors import ModelError, first_line
-from rlexp.base.files import write_text
+from rlexp.base.files import open_to_others, write_text
 from rlexp.config.checks.model import refuse_known
 from rlexp.training.model.export import export
 
@@ -122,6 +122,7 @@ def _copy(folder: Path, place: Path, rows: int, rewritten: Mapping[str, set[str]
         before = sum(tensor.nbytes for tensor in content.values())
         content |= {table: _with_rows(content[table], rows).contiguous() for table in tables}
         save_file(content, place / name, metadata={"format": "pt"})
+        open_to_others(place / name)
         added += sum(tensor.nbytes for tensor in content.values()) - before
     if (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
         index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
 from torch import Tensor
@@ -92,5 +93,5 @@ def _explained(work: Callable[[], T], run_dir: Path, unfinished: Path) -> T:
         raise CheckpointError(
             f"{run_dir / 'model'}: the trained model could not be written ({type(error).__name__}: {error}). Training "
             f"is done. Make room, and start the run again: it only writes the model. Or write it elsewhere: "
-            f"python -m rlexp.export {run_dir} --out FOLDER."
+            f"python -m rlexp.export {quote(str(run_dir))} --out FOLDER."
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from shlex import quote
 
 import torch.distributed as dist
 
@@ -268,7 +269,8 @@ def footer(run: Run, run_dir: Path, outcome: Outcome) -> str:
         return f"{outcome.status}: {outcome.reason}; {run_dir} continues from {latest(run_dir)}\n"
     model = f", trained {'adapter' if alone(run) else 'model'} in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
-    answers = "" if run.engine.policy.scores is not None else f"its answers: python -m rlexp.generate {run_dir}\n"
+    ask = f"its answers: python -m rlexp.generate {quote(str(run_dir))}\n"
+    answers = "" if run.engine.policy.scores is not None else ask
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n{answers}"
 
 
