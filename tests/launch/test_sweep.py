@@ -145,15 +145,8 @@ def ranks_of(launcher: int) -> list[int]:
 @pytest.mark.slow
 def test_jobs_through_submitit_are_sized_one_by_one(rlexp: Shell, tmp_path: Path) -> None:
     """submitit without a cluster: worlds of 1 and 2 ranks in one sweep, and a corner that does not divide."""
-    sweep = (
-        "-m",
-        *QUICK,
-        "train.max_steps=2",
-        "parallel=ring1",
-        "launch.nproc=1,2,3",
-        "train.micro_batch_size=1",
-        "hydra/launcher=slurm_local",
-    )
+    sweep = ("-m", *QUICK, "train.max_steps=2", "parallel=ring1", "launch.nproc=1,2,3", "train.micro_batch_size=1",
+             "hydra/launcher=slurm_local")  # fmt: skip
     answer = rlexp(*sweep, timeout=250)
     assert answer.returncode == 0, answer.stderr
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished", "skipped"]
