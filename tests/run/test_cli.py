@@ -138,7 +138,7 @@ def test_a_trained_model_is_trained_on(rlexp: Shell, tmp_path: Path) -> None:
     assert answer.returncode == 0, answer.stderr
     row = rows_of(tmp_path / "second")[0]
     assert row["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
-    assert row["train/learning_rate"] == 1e-6
+    assert row["train/learning_rate"] == 5e-7
     assert not (tmp_path / "second" / "model").exists()
 
 
