@@ -53,8 +53,8 @@ def test_a_larger_ring_holds_fewer_bytes_as_predicted(engine: str) -> None:
     """The process's own peak says nothing here: it is the same on every ring."""
     peaks = []
     for ring in (1, 2, 4):
-        cfg = compose_config([*SHORT, "train.batch_size=3", "data.max_length=1024", f"engine={engine}",
-                              f"launch.nproc={ring}", f"parallel.ring_size={ring}"])  # fmt: skip
+        cfg = compose_config([*SHORT, "train.batch_size=3", "train.micro_batch_size=1", "data.max_length=1024",
+                              f"engine={engine}", f"launch.nproc={ring}", f"parallel.ring_size={ring}"])  # fmt: skip
         first, second = on_ranks(ring, run, cfg, 2, True)[0]
         predicted = rehearsed(cfg, int(second["memory/tensors_peak_rank"]))
         for phase in PHASES:
