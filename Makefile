@@ -35,9 +35,9 @@ GPU_MADE = $(filter $(BIN)/python,$(GPU_PYTHON))
 run: $(VENV)/.ready
 	$(BIN)/python -m rlexp $(ARGS)
 
-# Three tiers. `make test`: at most five minutes on 2 idle cores. `.ci/run`: that, lint, types and one run on a real Slurm. `make
-# check`: everything but `make prove`. It ends with what it left out, and why: without a browser on the PATH (chromium),
-# the report's page.
+# Three tiers. `make test`: at most five minutes on 2 idle cores. `.ci/run`: that, lint, types and one run on a real
+# Slurm. `make check`: everything but `make prove`. It ends with what it left out, and why: without a browser on the
+# PATH (chromium), the report's page.
 test: $(VENV)/.ready
 	$(PYTEST) -m "not slow and not slurm and not gpu and not prove"
 

@@ -23,6 +23,6 @@ def literals(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [literals(each) for each in value]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = {field.name: literals(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        return dataclasses.replace(value, **found)
+        fields = {field.name: literals(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
     return value

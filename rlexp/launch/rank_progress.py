@@ -26,6 +26,7 @@ FACTS: plain_json.Kinds = {
     **dict.fromkeys(("phase", "died"), str),
     **dict.fromkeys(PEAKS, dict),
 }  # the kinds of the values of a line
+WITHIN = {"pack", "packs", "tokens", "of_tokens"}  # what says how far a rank is within its step
 BETWEEN = "between steps"  # the phase after a step
 
 

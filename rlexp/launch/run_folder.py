@@ -240,8 +240,9 @@ def commits(checkpoint: Path) -> dict[str, str]:
     """Return the commits of the hub's sets and models with which the run of a checkpoint was started, by the keys of
     their paths."""
     above = checkpoint.parent
-    said = read(above.parent if above.name == FOLDER else above).get("data", {}).get("versions", {})
-    return {key: commit for key, commit in said.items() if isinstance(commit, str)} if isinstance(said, dict) else {}
+    versions = read(above.parent if above.name == FOLDER else above).get("data", {}).get("versions", {})
+    versions = versions if isinstance(versions, dict) else {}
+    return {key: commit for key, commit in versions.items() if isinstance(commit, str)}
 
 
 def close(run_dir: Path, status: str, reason: str) -> None:

@@ -194,7 +194,9 @@ def remarks(look: Look) -> list[str]:
 def long_step(row: JobRow) -> str | None:
     """Say how far a running job is within its step, if the step is long."""
     now = time.time()
-    if row.state != "running" or not row.ranks or rank_progress.seconds_in_step(row.ranks[0], now) < LONG:
+    if row.state != "running" or not row.ranks or not row.ranks[0].keys() >= rank_progress.WITHIN:
+        return None
+    if rank_progress.seconds_in_step(row.ranks[0], now) < LONG:
         return None
     return f"{row.label} is in step {row.ranks[0]['step']}: {rank_progress.within_step(row.ranks[0], now)}"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
-from rlexp.base.plain_json import loads, of_kinds
+from rlexp.base.plain_json import Kinds, loads, of_kinds
+from rlexp.launch import run_folder
 from rlexp.status.__main__ import main
 from tests.helpers.curves import a_run, compare
 
@@ -48,6 +50,21 @@ def test_a_file_of_anything(name: str, text: str, runs: Path, capsys: pytest.Cap
     looked_at(runs, capsys)
 
 
+def test_a_rank_that_says_little_is_in_no_long_step(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run goes on, in this process; its rank began its step long ago."""
+    place = runs / "spoilt"
+    known = json.loads((place / "run.json").read_text(encoding="utf-8"))
+    known |= {"status": "running", "pid": os.getpid(), "host": socket.gethostname()}
+    (place / "run.json").write_text(json.dumps(known), encoding="utf-8")
+    run_folder.claim(place)
+    rank = {"rank": 0, "at": 1.0, "began": 1.0, "step": 3, "phase": "forward", "peaks": {}}
+    whole = {"pack": 1, "packs": 2, "tokens": 3, "of_tokens": 5}
+    for facts, long in ((rank | whole, True), (rank, False), (rank | whole | {"tokens": "x"}, False)):
+        (place / "memory.jsonl").write_text(json.dumps(facts) + "\n", encoding="utf-8")
+        assert ("spoilt is in step 3" in looked_at(runs, capsys)) == long
+    run_folder.leave(place)
+
+
 @pytest.mark.parametrize("value", KINDS, ids=repr)
 def test_a_value_of_another_kind(value: object, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each value of run.json in turn, then those of the sizes, of a rank's line and of a row."""
@@ -72,8 +89,8 @@ def test_a_value_of_another_kind(value: object, runs: Path, capsys: pytest.Captu
 
 
 def test_values_are_of_their_kinds() -> None:
-    said, kinds = {"a": 1, "b": True, "c": "x", "d": None, "e": []}, {"a": int, "b": int, "c": (str, bool), "d": str}
-    assert of_kinds(said, kinds) == {"a": 1, "c": "x", "e": []}  # type: ignore[arg-type]
+    kinds: Kinds = {"a": int, "b": int, "c": (str, bool), "d": str}
+    assert of_kinds({"a": 1, "b": True, "c": "x", "d": None, "e": []}, kinds) == {"a": 1, "c": "x", "e": []}
     assert of_kinds([1], {}) == {}
     with pytest.raises(ValueError, match="too deep"):
         loads(DEEP)
