@@ -297,14 +297,17 @@ def test_a_module_that_keeps_the_whole_sequence_is_named(ring: int, words: tuple
     ],
 )  # fmt: skip
 def test_what_is_sharded_is_not_named(words: tuple[str, ...], checkpointing: str) -> None:
-    """ZeRO-3 gathers weights a layer ahead; they are no activations. Ulysses keeps more, and the report says why."""
+    """ZeRO-3 gathers weights a layer ahead; they are no activations. Ulysses keeps more, and the report says why.
+
+    In the contiguous layout the first rank has the prompt alone: it scores no token, and keeps 1.1 % less.
+    """
     words = tuple(word for each in words for word in each.split())
     ring = ("launch.nproc=4", "parallel=ring4", "train.batch_size=4", f"memory.checkpointing={checkpointing}")
     found = alone(sharded, elsewhere(*ring, *words))
     assert found.whole == {}
     shared = words[0].endswith(("ulysses", "hybrid"))
     assert list(found.meant) == (["model.layers.*.self_attn"] if shared else [])
-    assert found.share == pytest.approx(1 / 4, rel=0.15 if shared else 0.01)
+    assert found.share == pytest.approx(1 / 4, rel=0.15 if shared else 0.012)
 
 
 # ---- what is like on a GPU ----

@@ -56,9 +56,14 @@ class TensorCount:
             self._once.clear()
 
     def choose(self, sizes: Sequence[int]) -> None:
-        """Choose from the step's micro-batches, whose tokens are given."""
+        """Choose from the step's micro-batches, whose tokens are given.
+
+        What was made since the last counted part is found first: ZeRO-3 gathers its small weights anew in every step,
+        and would hold them uncounted.
+        """
         largest = max(sizes, default=-1)
         if largest > self._largest:
+            self._live.find()
             self._largest = largest
             self._chosen = {0, sizes.index(largest), len(sizes) - 1}
 
