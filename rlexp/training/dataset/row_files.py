@@ -6,6 +6,7 @@ A part is small and says nothing of a row but where it begins: the process that 
 from __future__ import annotations
 
 import codecs
+import contextlib
 import io
 import itertools
 import json
@@ -16,13 +17,15 @@ from typing import Any, BinaryIO
 
 import orjson
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from rlexp.base.errors import DataError
 
 PART = 1 << 20  # bytes after which a part ends
 MOST_ROWS = 512  # of a part
-LONGEST = 1 << 28  # bytes of a line, or of an element of a JSON list
+LONGEST = 1 << 28  # bytes of a line, of an element of a JSON list, or of a row of Parquet
+MOST_BYTES = 1 << 25  # of rows of Parquet that are decoded at once, unless one is longer
 OTHERS = {
     b"BZh": "bzip2",
     b"\xfd7zXZ": "xz",
@@ -109,7 +112,7 @@ def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[s
             if number > 1 and text.take() != ",":
                 raise DataError(f"{path}: a comma or ] must follow row {number - 1}.")
             row, size = text.value()
-            yield _as_row(row), size
+            yield _in_utf8(row), size
             number += 1
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: row {number} is not UTF-8 text ({error.reason}).") from None
@@ -166,17 +169,73 @@ class _Text:
 
 
 def _parquet(path: Path) -> Iterator[Part]:
-    table, size = pq.ParquetFile(path), path.stat().st_size
-    rows = (row for batch in table.iter_batches(batch_size=MOST_ROWS) for row in rows_of(batch))
-    return together(rows, lambda read: size * read // max(1, table.metadata.num_rows))
+    """Read texts as dictionaries, as the file has them: a text that stands there once may be the value of every row."""
+    metadata, size = pq.read_metadata(path), path.stat().st_size
+    leaves = [metadata.schema.column(place) for place in range(metadata.num_columns)]
+    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
+    table, schema = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts), pq.read_schema(path)
+    batches = table.iter_batches(batch_size=_at_once(metadata, schema))
+    rows = (row for batch in batches for row in rows_of(batch, schema))
+    return together(rows, lambda read: size * read // max(1, metadata.num_rows))
 
 
-def rows_of(batch: pa.RecordBatch | pa.Table) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
-    """Yield the rows of a batch of Arrow, each with its share of the batch's bytes."""
-    share = -(-batch.nbytes // max(1, batch.num_rows))
+def _at_once(metadata: pq.FileMetaData, schema: pa.Schema) -> int:
+    """Return how many rows may be decoded at once. JSON is read as no dictionary: each row may have all its bytes."""
+    most = MOST_ROWS
+    json_columns = {field.name for field in schema if _holds_json(field.type)}
+    for group in map(metadata.row_group, range(metadata.num_row_groups)):
+        chunks = [group.column(place) for place in range(group.num_columns)]
+        row = sum(
+            chunk.total_uncompressed_size // (1 if chunk.path_in_schema.split(".")[0] in json_columns else group.num_rows)
+            for chunk in chunks if group.num_rows
+        )  # fmt: skip
+        most = min(most, LONGEST // max(1, row))
+    return max(1, most)
+
+
+def rows_of(
+    batch: pa.RecordBatch | pa.Table, schema: pa.Schema | None = None
+) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
+    """Yield the rows of a batch of Arrow, each with its share of the batch's bytes. Its texts may be dictionaries, in
+    place of what the schema says; few rows are decoded at once where they are long.
+    """
+    size = sum(map(_decoded_size, batch.columns))
+    if size > MOST_BYTES and batch.num_rows > 1:
+        half = batch.num_rows // 2
+        yield from rows_of(batch.slice(0, half), schema)
+        yield from rows_of(batch.slice(half), schema)
+        return
+    if size > LONGEST:
+        yield Unreadable(f"is longer than {LONGEST >> 20} MiB. Is it a file of rows?"), PART
+        return
+    if schema is not None:
+        with contextlib.suppress(pa.ArrowNotImplementedError):  # from a dictionary to a view: slower, but the same
+            batch = batch.cast(schema)
+    share = -(-size // max(1, batch.num_rows))
     kinds = {column.name: column.type for column in batch.schema if _holds_json(column.type)}
     for row in batch.to_pylist():
-        yield row | {name: _decoded(row[name], kind) for name, kind in kinds.items()}, share
+        yield _with_json(row, kinds), share
+
+
+def _decoded_size(column: Any) -> int:
+    """Return the bytes that a column has when each value stands for itself."""
+    kind = column.type
+    if isinstance(column, pa.ChunkedArray):
+        return sum(map(_decoded_size, column.chunks))
+    if pa.types.is_dictionary(kind):
+        return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
+    if pa.types.is_struct(kind):
+        return sum(map(_decoded_size, column.flatten()))
+    if pa.types.is_nested(kind):
+        return _decoded_size(column.flatten())
+    return int(column.nbytes)
+
+
+def _with_json(row: Mapping[str, Any], kinds: Mapping[str, pa.DataType]) -> Mapping[str, Any] | Unreadable:
+    try:
+        return _in_utf8({**row, **{name: _decoded(row[name], kind) for name, kind in kinds.items()}}) if kinds else row
+    except (ValueError, RecursionError) as error:
+        return Unreadable(f"has a column of JSON that is none ({error}).")
 
 
 def _holds_json(kind: pa.DataType) -> bool:
@@ -231,24 +290,33 @@ def parsed(part: Part) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:
 
 def _object(line: bytes) -> Mapping[str, Any] | Unreadable:
     try:
-        fields = orjson.loads(line.removeprefix(codecs.BOM_UTF8).rstrip())
+        return _as_row(orjson.loads(line.removeprefix(codecs.BOM_UTF8).rstrip()))
     except orjson.JSONDecodeError:
-        fields = _slowly(line)
-    return fields if isinstance(fields, Unreadable) else _as_row(fields)
+        return _slowly(line)
 
 
 def _as_row(value: Any) -> Mapping[str, Any] | Unreadable:
     return value if isinstance(value, dict) else Unreadable(f"must be a JSON object, not {type(value).__name__}.")
 
 
-def _slowly(line: bytes) -> Any:
+def _slowly(line: bytes) -> Mapping[str, Any] | Unreadable:
     """Read what is JSON for Python alone (NaN, long numbers), or say why it is none."""
     try:
-        fields = json.loads(line.decode("utf-8-sig"))
-        json.dumps(fields, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but not text
-    except (UnicodeDecodeError, UnicodeEncodeError) as error:
+        return _in_utf8(json.loads(line.decode("utf-8-sig")))
+    except UnicodeDecodeError as error:
         return Unreadable(f"is not UTF-8 text ({error.reason}). Give {READ}.")
     except (ValueError, RecursionError) as error:
         reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         return Unreadable(f"is not JSON ({reason}). Give {READ}.")
-    return fields
+
+
+def _in_utf8(value: Any) -> Mapping[str, Any] | Unreadable:
+    """Return a row that Python's own reader made: half a surrogate pair is valid JSON, but no text."""
+    try:
+        orjson.dumps(value)
+    except TypeError:  # a long number is none for orjson either
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return Unreadable(f"is not UTF-8 text ({error.reason}). Give {READ}.")
+    return _as_row(value)

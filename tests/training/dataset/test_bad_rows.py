@@ -5,10 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -237,10 +240,51 @@ def test_sources_that_do_not_fit_are_refused_before_a_row_is_read(overrides: lis
 
 
 def test_a_bad_element_of_a_json_list_is_left_out_like_a_bad_line(tmp_path: Path) -> None:
-    (tmp_path / "rows.json").write_text(json.dumps([GOOD, "text", {**GOOD, "prompt": "z"}]), encoding="utf-8")
-    with pytest.raises(DataError, match=r"rows\.json:2: must be a JSON object, not str"):
-        read(str(tmp_path / "rows.json"))
-    assert len(read(str(tmp_path / "rows.json"), "data.bad_rows=drop").train) == 2
+    for bad, said in (("text", "must be a JSON object, not str"), ({**GOOD, "prompt": "\ud800"}, "is not UTF-8 text")):
+        (tmp_path / "rows.json").write_text(json.dumps([GOOD, bad, {**GOOD, "prompt": "z"}]), encoding="utf-8")
+        with pytest.raises(DataError, match=rf"rows\.json:2: {said}"):
+            read(str(tmp_path / "rows.json"))
+        assert len(read(str(tmp_path / "rows.json"), "data.bad_rows=drop").train) == 2
+
+
+LONG = "x" * (1 << 20)
+
+
+@pytest.mark.parametrize(
+    ("column", "bad"),
+    [
+        pytest.param(lambda: pa.array([LONG]).dictionary_encode().take(pa.array([0] * 200)), 0, id="a text"),
+        pytest.param(lambda: pa.array([f'"{LONG}"'] * 100, pa.json_()), 0, id="JSON"),
+        pytest.param(lambda: pa.array([f'"{LONG}"', "{", '"\\ud800"'], pa.json_()), 2, id="JSON that is none"),
+        pytest.param(lambda: pa.ListArray.from_arrays([0, 100, 101], pa.array([LONG] * 101)), 1, id="a list"),
+        pytest.param(lambda: pa.array([LONG, ""] * 100, pa.string_view()), 0, id="a view"),
+    ],
+)
+def test_a_small_parquet_file_cannot_take_all_memory(
+    column: Callable[[], pa.Array], bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A text that the file has once may be the value of every row: here 100 MB and more, beside bounds of 16 and 4."""
+    monkeypatch.setattr(row_files, "LONGEST", 16 << 20)
+    monkeypatch.setattr(row_files, "MOST_BYTES", 4 << 20)
+    file, values = tmp_path / "rows.parquet", column()
+    pq.write_table(pa.table({"text": values, "number": range(len(values))}), file, compression="zstd")
+    assert file.stat().st_size < 1 << 20
+    before, most, numbers, unreadable = pa.total_allocated_bytes(), 0, [], []
+    del values
+    tracemalloc.start()
+    for part in row_files.parts_of(file):
+        most = max(most, pa.total_allocated_bytes() - before)
+        for row in part.rows:
+            if isinstance(row, row_files.Unreadable):
+                unreadable.append(row.rule)
+            else:
+                numbers.append(row["number"])
+    assert len(unreadable) == bad
+    assert len(numbers) + bad == pq.read_metadata(file).num_rows
+    assert numbers == sorted(numbers)
+    assert most < 40 << 20
+    assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    tracemalloc.stop()
 
 
 def configured_sources(*overrides: str) -> None:
