@@ -35,7 +35,7 @@ def load(text: str, loader: type[Loader] = Loader) -> Any:
     """Return the values of a text. A `YAMLError` says why there are none."""
     try:
         return yaml.load(text, loader)
-    except (ValueError, OverflowError) as error:  # a date or a number that cannot be
+    except (ValueError, TypeError, OverflowError, AttributeError) as error:  # what its tag cannot be, such as a date
         raise yaml.YAMLError(str(error)) from None
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import operator
 import struct
@@ -12,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.files import expanded, is_dir, is_file
 from rlexp.config.schema import Config, LoraConfig
@@ -59,7 +59,7 @@ class AdapterFolder:
         """What stood in that model's folder, where rlexp wrote the adapter."""
         try:
             with (self.path / WEIGHTS).open("rb") as file:
-                header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+                header = plain_json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
             return str(header["__metadata__"][BASE])
         except (OSError, ValueError, KeyError, TypeError, struct.error, MemoryError, OverflowError):
             return None  # what is wrong with the file is said when its weights are read
@@ -104,7 +104,7 @@ def read_adapter(path: str) -> AdapterFolder:
             f"relative paths start at {Path.cwd()}."
         )
     try:
-        said = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        said = plain_json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
         found = AdapterFolder(folder, said)
         kind = said.get("peft_type")
         if kind == "LORA":

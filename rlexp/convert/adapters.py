@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlexp.base import plain_json
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, worked_out
@@ -203,7 +203,7 @@ def of_family(conv: Conversion, name: str) -> tuple[str, ...]:
 
 def _family(folder: str) -> str | None:
     try:
-        described = json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
+        described = plain_json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     found = described.get("model_type") if isinstance(described, dict) else None

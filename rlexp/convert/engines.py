@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.convert.rules import Conversion, ConvertError, Fate
 
 BY_STAGE = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
@@ -36,7 +36,7 @@ def _written(conv: Conversion, name: str) -> dict[str, Any] | None:
             return None
         text = file.read_text(encoding="utf-8", errors="replace")
     try:
-        config = json.loads(text)
+        config = plain_json.loads(text)
     except ValueError:
         config = None
     if not isinstance(config, dict):

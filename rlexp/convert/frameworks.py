@@ -10,7 +10,7 @@ from typing import Any
 from rlexp.config.schema import KINDS
 from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl
 from rlexp.convert.launchers import STARTS
-from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown
+from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown, text_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
 
 
@@ -136,7 +136,7 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
 def _beside(named: str, file: Path) -> dict[str, Any] | None:
     """Return the mapping of a yaml file that a file names; None where it is not here."""
     found = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
-    return mapping_of(found.read_text(encoding="utf-8"), found) if found else None
+    return mapping_of(text_of(found), found) if found else None
 
 
 def _with_profile(asked: Asked, file: Path) -> Asked:

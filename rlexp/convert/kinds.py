@@ -102,10 +102,18 @@ def _same(value: Any) -> Any:
     return value
 
 
+def finite(value: float) -> bool:
+    """Say whether a number is one that a float can be: a whole one may have too many digits."""
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
 def whole(value: Any, least: float | None = None) -> int:
     made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     limit = "" if least is None else f" of at least {least:g}"
-    if made is None or not math.isfinite(made) or made != int(made) or (least is not None and made < least):
+    if made is None or not finite(made) or made != int(made) or (least is not None and made < least):
         raise WrongKind(f"must be a whole number{limit}")
     return int(made)
 
@@ -113,7 +121,7 @@ def whole(value: Any, least: float | None = None) -> int:
 def number(value: Any, least: float | None = None) -> float:
     made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     limit = "" if least is None else f" of at least {least:g}"
-    if made is None or not math.isfinite(made) or (least is not None and made < least):
+    if made is None or not finite(made) or (least is not None and made < least):
         raise WrongKind(f"must be a number{limit}")
     return made
 

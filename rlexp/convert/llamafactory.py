@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
@@ -247,7 +247,7 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
 
 def _described(folder: Path) -> dict[str, dict[str, Any]]:
     try:
-        described = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
+        described = plain_json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return described if isinstance(described, dict) else {}

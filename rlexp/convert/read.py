@@ -13,13 +13,15 @@ import yaml
 from rlexp.base import plain_yaml
 from rlexp.convert.rules import ConvertError
 from rlexp.convert.secrets import is_secret
-from rlexp.convert.shell import Command, Unknown, commands
+from rlexp.convert.shell import Command, TooMuch, Unknown, commands
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
                   "reward_modeling": "reward"}  # fmt: skip
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 OF_SWIFT = ("rlhf", "sft", "pt")
 OF_MEGATRON = "tensor_model_parallel_size"  # an argument of Megatron-SWIFT alone
+LARGEST = 1 << 18  # bytes of a file
+MOST_DIGITS = 300  # of a number: a float has no more
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
 
@@ -38,20 +40,33 @@ class Asked:
 
 
 def read(file: Path) -> Asked:
-    try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConvertError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    text = text_of(file)
     given = mapping_of(text, file)
     if given is not None:
         return _of_mapping(file, given)
-    found = [asked for command in commands(text, file) if (asked := _asked(command)) is not None]
+    try:
+        found = [asked for command in commands(text, file) if (asked := _asked(command)) is not None]
+    except (TooMuch, RecursionError) as error:
+        reason = error if isinstance(error, TooMuch) else "its commands are too deep in each other"
+        raise ConvertError(f"{file}: cannot be read, since {reason}.") from None
     if len(found) > 1:
         names = ", ".join(f"{each.framework}'s {each.trainer}" for each in found)
         raise ConvertError(f"{file}: has {len(found)} commands ({names}). Leave one in it, and convert them in turn.")
     if found:
         return found[0]
     raise ConvertError(f"{file}{_wrong_line(text)}: {_UNKNOWN}")
+
+
+def text_of(file: Path) -> str:
+    try:
+        with file.open("rb") as stream:
+            content = stream.read(LARGEST + 1)
+        text = content.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConvertError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
+    if len(content) > LARGEST:
+        raise ConvertError(f"{file}: is larger than {LARGEST >> 10} KiB. {_UNKNOWN[0].upper()}{_UNKNOWN[1:]}")
+    return text
 
 
 # ---- yaml ----
@@ -143,7 +158,7 @@ def plain(value: Any) -> Any:
         return value.lower() == "true"
     if value.lower() in ("none", "null"):
         return None
-    if NUMBER.fullmatch(value) is None:
+    if len(value) > MOST_DIGITS or NUMBER.fullmatch(value) is None:
         return value
     return int(value) if re.fullmatch(r"-?\d+", value) else float(value)
 

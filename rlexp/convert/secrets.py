@@ -7,6 +7,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from rlexp.base import plain_json
+
 HIDDEN = "…"
 WORDS = {"api", "auth", "authorization", "bearer", "creds", "credential", "credentials", "pass", "pat", "private",
          "session", "webhook"}  # fmt: skip
@@ -52,7 +54,7 @@ def masked(name: str, value: Any) -> Any:
 def _masked_text(name: str, text: str) -> str:
     if text.lstrip().startswith(("{", "[")):
         try:
-            return json.dumps(masked(name, json.loads(text)), ensure_ascii=False)
+            return json.dumps(masked(name, plain_json.loads(text)), ensure_ascii=False)
         except ValueError:
             if any(word in text.lower() for word in (*WORDS, *ENDS)):
                 return HIDDEN

@@ -11,7 +11,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,12 +20,17 @@ ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
 KEYWORDS = ("then", "else", "do", "if", "elif", "while", "!", "time", "{")
 DEEPEST = 3
-COMMAND = r"(openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b).*\s--"  # of a trainer
+TRAINER = re.compile(r"openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b")
+MOST_PUT_IN = 1 << 24  # characters in place of variables, in a whole script: A=$A$A doubles them
 # Those of bash, which rounds a quotient towards 0.
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: math.fmod,
 }  # fmt: skip
 OPERATORS = ("&&", "||", "|&", ";;", "|", "&", ";", "\n", "(", ")")
+
+
+class TooMuch(ValueError):
+    """A script whose variables make too much text."""
 
 
 class Unknown(str):
@@ -66,12 +71,27 @@ class _Operator:
 def commands(text: str, file: Path | None = None) -> Iterator[Command]:
     """Yield the commands of a script in their order, those inside quotes (`bash -c "…"`) in place of the word."""
     own = {name: [str(file)] for name in ("0", "BASH_SOURCE") if file is not None}
-    yield from _Reader(text, {"HOME": [str(Path.home())], **own}, {}).commands()
+    yield from _Reader(text, {"HOME": [str(Path.home())], **own}, {}, _Room()).commands()
+
+
+class _Room:
+    """The room that is left for texts in place of variables."""
+
+    def __init__(self) -> None:
+        self.left = MOST_PUT_IN
+
+    def take(self, texts: Sequence[str]) -> Sequence[str]:
+        self.left -= sum(map(len, texts)) + len(texts)
+        if self.left < 0:
+            raise TooMuch(f"its variables make more than {MOST_PUT_IN:,} characters")
+        return texts
 
 
 class _Reader:
-    def __init__(self, text: str, known: dict[str, list[str]], exported: dict[str, str], depth: int = 0) -> None:
-        self.text, self.at = text, 0
+    def __init__(
+        self, text: str, known: dict[str, list[str]], exported: dict[str, str], room: _Room, depth: int = 0
+    ) -> None:
+        self.text, self.at, self.room = text, 0, room
         self.depth = depth  # of quoted commands within quoted commands
         self.known = known  # a variable has one element, an array any number
         self.exported = exported
@@ -123,13 +143,14 @@ class _Reader:
         inner = [word for word in rest if self.depth < DEEPEST and _has_command(word.text)]
         if inner:
             for word in inner:
-                reader = _Reader(f"{word.text}\n", self.known, self.exported | given, self.depth + 1)
+                reader = _Reader(f"{word.text}\n", self.known, self.exported | given, self.room, self.depth + 1)
                 reader.used = self.used
                 around = [each.text for each in rest[: rest.index(word)]]
                 for command in reader.commands():
                     yield replace(command, around=[*around, *command.around])
             return
         environment = {name: value for name, value in (self.exported | given).items() if name not in self.used}
+        self.room.take([*environment])
         yield Command([word.made() for word in rest], environment)
 
     def _assign(self, name: str, value: list[str], *, more: bool) -> None:
@@ -143,9 +164,11 @@ class _Reader:
         body = self.text[self.at : found.start() if found else len(self.text)]
         self.at = found.end() if found else len(self.text)
         body = re.sub(r"\\\n", " ", body)
-        return re.sub(
-            r"\$\{?(\w+)\}?", lambda each: " ".join(self.known[each[1]]) if each[1] in self.known else each[0], body
-        )
+        return re.sub(r"\$\{?(\w+)\}?", lambda each: " ".join(self._known(each[1]) or [each[0]]), body)
+
+    def _known(self, name: str) -> Sequence[str]:
+        """Return the elements of a variable, to be put in; none if it is not known."""
+        return self.room.take(self.known.get(name, []))
 
     # ---- words ----
 
@@ -198,7 +221,7 @@ class _Reader:
     def _array(self) -> list[str]:
         """Read the elements of `NAME=( … )`, whose `NAME=` has just been read."""
         self.at += 1
-        inner = _Reader(self.text, self.known, self.exported)
+        inner = _Reader(self.text, self.known, self.exported, self.room)
         inner.at, elements = self.at, []
         for token in inner._tokens():
             if isinstance(token, _Word):
@@ -276,7 +299,7 @@ class _Reader:
             self._unknown(word, found[0])
             return [word]
         self.used.add(name)
-        return _spread(word, self.known[name], quoted, whole=bool(braced and braced[2] not in (None, "[0]")))
+        return _spread(word, self._known(name), quoted, whole=bool(braced and braced[2] not in (None, "[0]")))
 
     def _computed(self, word: _Word, text: str) -> None:
         """Put in what `$((8 * 2))` or `$(expr 16 / $n)` is; any other command's output only bash knows."""
@@ -285,7 +308,7 @@ class _Reader:
             return
         inner = re.fullmatch(r"\$\(\((.*)\)\)|(?:\$\(|`)\s*expr\s(.*?)[)`]", text, re.S)
         terms = (inner[1] or inner[2] or "") if inner else ""
-        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda each: " ".join(self.known.get(each[1], ["?"])), terms)
+        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda each: " ".join(self._known(each[1]) or ["?"]), terms)
         result = _result(known.replace("\\*", "*").replace("'", "").replace('"', ""))
         if result is None:
             self._unknown(word, text)
@@ -296,7 +319,7 @@ class _Reader:
         """Return the folder that `pwd`, `dirname "$0"` or `cd "$X/.." && pwd` is; None for another command."""
         words = [
             token.made() if isinstance(token, _Word) else token.text
-            for token in _Reader(text, self.known, {})._tokens()
+            for token in _Reader(text, self.known, {}, self.room)._tokens()
         ]
         match [word for word in words if word != "\n" and not isinstance(word, Unknown)]:
             case ["pwd"]:
@@ -308,7 +331,7 @@ class _Reader:
         return None
 
     def _default(self, text: str) -> str:
-        inner = _Reader(text.strip("\"'"), self.known, self.exported)
+        inner = _Reader(text.strip("\"'"), self.known, self.exported, self.room)
         return " ".join(token.text for token in inner._tokens() if isinstance(token, _Word))
 
     @staticmethod
@@ -331,12 +354,12 @@ def _number(node: ast.AST) -> int:
     return int(ast.literal_eval(node))
 
 
-def _spread(word: _Word, elements: list[str], quoted: bool, *, whole: bool) -> list[_Word]:
+def _spread(word: _Word, elements: Sequence[str], quoted: bool, *, whole: bool) -> list[_Word]:
     """Put the value of a variable into a word: outside quotes its spaces end words, and an array has a word each."""
     if quoted and not whole:
-        pieces = elements[:1] or [""]
+        pieces = [*elements[:1]] or [""]
     elif quoted:
-        pieces = elements
+        pieces = [*elements]
     else:
         pieces = [piece for each in elements for piece in ([each] if isinstance(each, Unknown) else each.split())]
     if not pieces:
@@ -354,7 +377,8 @@ def _follows(rest: list[_Word]) -> bool:
 
 def _has_command(text: str) -> bool:
     """Recognize a command of a trainer in one word: it was quoted."""
-    return re.search(COMMAND, text, re.S) is not None and len(text.split()) > 1
+    found = TRAINER.search(text)
+    return found is not None and re.compile(r"\s--").search(text, found.end()) is not None
 
 
 def _goes_on(word: _Word, char: str) -> bool:

@@ -21,6 +21,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from rlexp.base import plain_json
 from rlexp.base.byte_counts import size
 from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.base.errors import ConfigError, DataError
@@ -127,7 +128,7 @@ def check(path: Path) -> int:
     try:
         with path.open(encoding="utf-8") as file:
             for rows, line in enumerate(file, 1):
-                row = json.loads(line)
+                row = plain_json.loads(line)
                 if why := "must be an object" if not isinstance(row, dict) else wrong(row):
                     raise DataError(f"{path}:{rows}: {why}. Write the file again.")
     except (OSError, ValueError) as error:

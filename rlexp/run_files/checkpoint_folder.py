@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.base.errors import CheckpointError
 from rlexp.base.files import sync
 
@@ -106,7 +107,7 @@ def sweep(run_dir: Path) -> None:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
-        manifest = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = plain_json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         digest = manifest.pop("sha256")
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: has no {MANIFEST}, so it is no whole checkpoint.") from None
@@ -141,7 +142,7 @@ def check_contents(checkpoint: Path, names: Iterable[str], manifest: dict[str, A
 
 def read_position(checkpoint: Path) -> dict[str, Any]:
     try:
-        position: dict[str, Any] = json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
+        position: dict[str, Any] = plain_json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         raise CheckpointError(f"{checkpoint}: its {POSITION} cannot be read.") from None
     return position

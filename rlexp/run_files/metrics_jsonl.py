@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import orjson
 
-from rlexp.base import files
+from rlexp.base import files, plain_json
 from rlexp.run_files.curve_distance import Column, Steps
 
 METRICS = "metrics.jsonl"
@@ -24,7 +24,7 @@ def line_of(row: MetricRow) -> bytes:
 
 def read_rows(path: Path) -> list[MetricRow]:
     """Read the whole rows. A process that was killed may have left half a line at the end."""
-    return [json.loads(line) for line in whole_lines(path)]
+    return [plain_json.loads(line) for line in whole_lines(path)]
 
 
 def whole_lines(path: Path) -> list[bytes]:

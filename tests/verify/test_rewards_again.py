@@ -176,7 +176,8 @@ def test_sums_are_the_products() -> None:
     ("text", "value"),
     [("Compute\n3 + 4", 7), ("(2 + 1)(3 + 4)", None), ("2 ** 3 + 4", None), ("x + 3 + 4", None),
      ("-(3 + 4) × 2 =", -14), ("1,234 × 2 ÷ 4 = ?", 617), ("0.1 + 0.2", Fraction(3, 10)), ("3 / 0", None),
-     ("- 12 + 7 =", 19), ("1)3+4", 7), ("(what is 12 − 7)", 5), ("1." + "3" * 5000 + " + 1", None)],
+     ("- 12 + 7 =", 19), ("1)3+4", 7), ("(what is 12 − 7)", 5), ("1." + "3" * 5000 + " + 1", None),
+     ("1+2 is " + "(" * 20_000, 3), ("9" * 20_000, None), ("3+4" + " " * 997, 7), ("3+4" + " " * 998, None)],
 )  # fmt: skip
 def test_sums_by_hand(text: str, value: int | None) -> None:
     assert value_of_sum(text) == numbers_in_text.value_of_prompt(text) == value

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from pathlib import Path
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.adapter_folder import ALL_LINEAR, SAYS, AdapterFolder, read_adapter
 from rlexp.config.checks.files import is_dir
@@ -103,7 +103,7 @@ def check_quantized(key: str, path: str) -> None:
     """Refuse a folder whose weights are quantized. One of the hub is refused when its configuration is loaded."""
     file = Path(path).expanduser() / "config.json"
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        said = plain_json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
     if isinstance(said, dict) and said.get("quantization_config"):

@@ -7,11 +7,11 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import (
     BackendName,
@@ -166,7 +166,7 @@ def described(model: ModelConfig) -> dict[str, object] | None:
     if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
     try:
-        found = json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        found = plain_json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return found if isinstance(found, dict) else None

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 from collections import Counter
 from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.chat_templates import NAMED, NamedTemplate, names_like
 from rlexp.config.checks.adapter import check_quantized
@@ -109,7 +109,7 @@ def refuse_known(tokens: list[str], vocabulary: set[str]) -> None:
 def _vocabulary(folder: Path) -> set[str]:
     """Read a tokenizer's tokens from tokenizer.json; other tokenizers are asked when the model is prepared."""
     try:
-        described = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        described = plain_json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         tokens = described["model"]["vocab"]  # a mapping, or a list of pairs
         added = [each["content"] for each in described.get("added_tokens") or []]
         return {*added, *(tokens if isinstance(tokens, dict) else (token for token, _ in tokens))}

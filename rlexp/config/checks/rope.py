@@ -4,11 +4,11 @@ starts."""
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.config.checks.adapter import MERGED
 from rlexp.config.checks.layout import described
 from rlexp.config.checks.reference import model_of_reference
@@ -86,7 +86,7 @@ def _cached(model: HFModelConfig) -> dict[str, object] | None:
 
     try:
         found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-        said = json.loads(Path(found).read_text(encoding="utf-8")) if isinstance(found, str) else None
+        said = plain_json.loads(Path(found).read_text(encoding="utf-8")) if isinstance(found, str) else None
     except (OSError, ValueError):  # a name that the hub cannot have, or a damaged file
         return None
     return said if isinstance(said, dict) else None

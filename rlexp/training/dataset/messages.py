@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.training.types import Messages
 
 ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "observation": "tool"}
@@ -63,7 +63,7 @@ def _calls(value: Any, number: int, field: str) -> list[Mapping[str, Any]]:
     """Return the calls of tools in a message; a table may hold them as JSON."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError):
-            value = json.loads(value)
+            value = plain_json.loads(value)
     if value is None:
         return []
     if not isinstance(value, list) or not all(isinstance(call, Mapping) for call in value):

@@ -20,6 +20,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from rlexp.base import plain_json
 from rlexp.base.errors import DataError
 
 PART = 1 << 20  # bytes after which a part ends
@@ -184,11 +185,10 @@ def _at_once(metadata: pq.FileMetaData, schema: pa.Schema) -> int:
     most = MOST_ROWS
     json_columns = {field.name for field in schema if _holds_json(field.type)}
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
-        chunks = [group.column(place) for place in range(group.num_columns)]
-        row = sum(
-            chunk.total_uncompressed_size // (1 if chunk.path_in_schema.split(".")[0] in json_columns else group.num_rows)
-            for chunk in chunks if group.num_rows
-        )  # fmt: skip
+        row = 0
+        for chunk in map(group.column, range(group.num_columns)):
+            shares = chunk.path_in_schema.split(".")[0] not in json_columns
+            row += chunk.total_uncompressed_size // (max(1, group.num_rows) if shares else 1)
         most = min(most, LONGEST // max(1, row))
     return max(1, most)
 
@@ -247,7 +247,7 @@ def _decoded(value: Any, kind: pa.DataType) -> Any:
     if value is None or not _holds_json(kind):
         return value
     if isinstance(kind, pa.JsonType):
-        return json.loads(value)
+        return plain_json.loads(value)
     if pa.types.is_struct(kind):
         return {name: _decoded(each, kind.field(name).type) for name, each in value.items()}
     return [_decoded(each, kind.field(0).type) for each in value]

@@ -6,12 +6,12 @@ have the same shape.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.base.errors import DataError
 from rlexp.config.schema.row_kinds import ROWS_OF, Kind
 from rlexp.training.dataset.messages import (
@@ -244,7 +244,7 @@ def _parsed(value: Any, name: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value) if value else None
+        return plain_json.loads(value) if value else None
     except (ValueError, RecursionError):
         raise FieldError(name, "is a text, and not JSON.") from None
 

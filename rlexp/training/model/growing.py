@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ModelError, first_line
 from rlexp.base.files import open_to_others, write_text
 from rlexp.config.checks.model import refuse_known
@@ -91,7 +92,7 @@ def _same(key: str, table: str) -> bool:
 def _weights(folder: Path) -> list[Path]:
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     if index.exists():
-        return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        return [folder / name for name in sorted(set(plain_json.loads(index.read_text())["weight_map"].values()))]
     return [file for file in (folder / SAFE_WEIGHTS_NAME,) if file.exists()]
 
 
@@ -112,7 +113,7 @@ def _with_rows(table: Tensor, rows: int) -> Tensor:
 
 def _copy(folder: Path, place: Path, rows: int, rewritten: Mapping[str, set[str]] | None = None) -> None:
     """Write all but the tokenizer: the files to be rewritten with more rows, the others as links."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config = plain_json.loads((folder / "config.json").read_text(encoding="utf-8"))
     text = config.get("text_config")
     (text if isinstance(text, dict) and "vocab_size" in text else config)["vocab_size"] = rows
     write_text(place / "config.json", json.dumps(config, indent=2) + "\n")
@@ -125,7 +126,7 @@ def _copy(folder: Path, place: Path, rows: int, rewritten: Mapping[str, set[str]
         open_to_others(place / name)
         added += sum(tensor.nbytes for tensor in content.values()) - before
     if (folder / SAFE_WEIGHTS_INDEX_NAME).exists():
-        index = json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
+        index = plain_json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_text(encoding="utf-8"))
         index.get("metadata", {}).pop("total_parameters", None)  # nobody needs it, and it is no longer true
         index.setdefault("metadata", {})["total_size"] = index.get("metadata", {}).get("total_size", 0) + added
         write_text(place / SAFE_WEIGHTS_INDEX_NAME, json.dumps(index, indent=2) + "\n")

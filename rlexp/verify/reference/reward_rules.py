@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -41,9 +42,10 @@ def _folded(text: str, ignore_case: bool) -> str:
 
 # ---- numbers in texts, read from left to right ----
 
-LONGEST = 1000  # characters of a number
+LONGEST = 1000  # characters of a number, and of a row in which a sum is looked for
 MINUS = "-−"
 DIGITS = "0123456789"
+OF_SUMS = "0123456789.,()+-−*×/÷"
 MEANT = {"+": "+", "-": "-", "−": "-", "*": "*", "×": "*", "/": "/", "÷": "/"}
 
 
@@ -74,9 +76,9 @@ def last_number(text: str) -> Fraction | None:
 
 def value_of_sum(text: str) -> Fraction | None:
     """Return the value of the last sum (or product, …) of a text; None if none can be computed whole."""
-    at, last = 0, None
+    at, last, crowded = 0, None, _crowded(text)
     while at < len(text):
-        found = _sum_at(text, at)
+        found = None if at in crowded else _sum_at(text, at)
         if found is None:
             at += 1
         else:
@@ -94,6 +96,16 @@ def value_of_sum(text: str) -> Fraction | None:
     with contextlib.suppress(ValueError, ZeroDivisionError, RecursionError):
         return _Reader(parts).whole()
     return None
+
+
+def _crowded(text: str) -> set[int]:
+    """Return the places where so many characters of sums stand together that none is read."""
+    places: set[int] = set()
+    for of_sums, together in itertools.groupby(enumerate(text), lambda each: each[1].isspace() or each[1] in OF_SUMS):
+        row = [place for place, _ in together]
+        if of_sums and len(row) > LONGEST:
+            places.update(row)
+    return places
 
 
 class _Reader:

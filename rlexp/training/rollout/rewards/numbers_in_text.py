@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from fractions import Fraction
 
 MOST_DIGITS = 1000  # longest number that is read; Python itself refuses much longer ones
+MOST_OF_SUMS = 1000  # characters that may belong to a sum; in a longer row of them none is looked for
 
 NUMBER = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9])\.[0-9]+"
 # A minus belongs to the number unless it subtracts the number from something before it.
 LAST = re.compile(rf"(?P<sign>(?<![\w.)])[-−])?(?P<number>{NUMBER})(?:/(?P<below>[0-9]+))?")
 OPERAND = rf"(?:[-−]?\(\s*)*[-−]?(?:{NUMBER})(?:\s*\))*"
 SUM = re.compile(rf"{OPERAND}(?:\s*[-−+*/×÷]\s*{OPERAND})+")
+OF_SUMS = re.compile(r"[0-9.,()\-−+*/×÷\s]+")
 # Text around a sum that makes it part of a larger expression. A hyphen at the start of a line is a bullet.
 BEFORE = re.compile(r"(?:[*/^%+×÷(]\s*|\w|[\w)]\s*[-−]\s*)\Z")
 AFTER = re.compile(r"\s*[*/^%+×÷!]|\w|\(|\s*[-−](?!>)")
@@ -34,7 +37,8 @@ def last_number(text: str) -> Fraction | None:
 
 def value_of_prompt(text: str) -> Fraction | None:
     """Return the value of a text's last sum (or product, …); None if there is none or it cannot be computed."""
-    match = _last(SUM, text)
+    rows = [each.span() for each in OF_SUMS.finditer(text) if len(each[0]) <= MOST_OF_SUMS]
+    match = next((found for row in reversed(rows) if (found := _last(SUM, text, *row)) is not None), None)
     if match is None or BEFORE.search(text[: match.start()]) or AFTER.match(text[match.end() :]):
         return None
     if text[: match.start()].endswith(")") and match[0].startswith("("):  # a factor of a product
@@ -49,8 +53,8 @@ def value_of_prompt(text: str) -> Fraction | None:
         return None
 
 
-def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    return max(pattern.finditer(text), key=lambda match: match.start(), default=None)
+def _last(pattern: re.Pattern[str], text: str, first: int = 0, end: int = sys.maxsize) -> re.Match[str] | None:
+    return max(pattern.finditer(text, first, end), key=lambda match: match.start(), default=None)
 
 
 def _value(node: ast.expr, source: str) -> Fraction:
