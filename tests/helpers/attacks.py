@@ -12,7 +12,7 @@ import resource
 import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -46,6 +46,18 @@ PLANTS = (
 )
 MEMORY = 1 << 30
 SECONDS = 20
+
+
+def planted(value: Any, plant: object) -> Iterator[Any]:
+    """Yield a value with a plant in the place of each part of it in turn, and of each name in it."""
+    yield plant
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield from ({**value, name: each} for each in planted(below, plant))
+            yield {each if each != name else str(plant): other for each, other in value.items()}
+    elif isinstance(value, list):
+        for place, below in enumerate(value):
+            yield from ([*value[:place], each, *value[place + 1 :]] for each in planted(below, plant))
 
 
 def drawn(name: str, cases: Sequence[Case], few: int, many: int) -> pytest.MarkDecorator:

@@ -70,9 +70,11 @@ def layouts_own(step: ComparedStep) -> Iterator[Finding]:
     packs = max(len(micros) for micros in seen)
     real = sum(micro.real_tokens for micros in seen for micro in micros)
     shared = sum(micro.sequence_tokens for _, _, micro in step.micros()) - real
+    train, rows = step.whole.cfg.train, len(step.expected.samples)
+    forward_passes = packs if train.grad_acc is None else -(-rows * train.grad_acc // train.batch_size)
     for name, wanted in (
         ("train/micro_batches", packs),
-        ("train/grad_acc", packs if step.whole.cfg.train.grad_acc is None else step.whole.cfg.train.grad_acc),
+        ("train/grad_acc", forward_passes),
         ("train/ring_tokens", max(held)),
         ("train/shared_tokens", shared),
     ):
