@@ -17,19 +17,20 @@ from tests.helpers.parsing import parse_once
 
 RANK = {"rank": 0, "at": 1.0, "step": 3, "phase": "forward", "peaks": {"forward": 5}, "tensors": {"forward": 5},
         "pack": 1, "packs": 2, "tokens": 3, "of_tokens": 5, "pace": 0.1, "began": 1.0, "died": "here"}  # fmt: skip
-SWEEP = {"name": "a", "command": ["python", "-m", "rlexp"], "jobs": [{"number": 0, "folder": "one", "overrides": ["seed=1"]}],
-         "axes": {"seed": ["1", "2"]}}  # fmt: skip
+JOB = {"number": 0, "folder": "one", "overrides": ["seed=1"]}
+SWEEP = {"name": "a", "command": ["python", "-m", "rlexp"], "jobs": [JOB], "axes": {"seed": ["1", "2"]}}
+ROLLOUT = {"step": 1, "rollout": 1, "samples": [{"text": "a", "reward": 1.0}]}
 RUN = {"status": "failed", "reason": "rank 1 failed", "requeues": [{"job": "3", "at": 1.0}], "wandb_id": "x",
        "data": {"versions": {"a": "b"}}, "slurm": {"job": "1", "cluster": "c"}}  # fmt: skip
 
 
 def contents(folder: Path) -> dict[str, Any]:
     """Return what stands in each file of a run: of lines, the last one."""
-    known = {name: json.loads((folder / name).read_text(encoding="utf-8")) for name in ("run.json",)}
+    known = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     row = json.loads((folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
     config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    return {"run.json": known["run.json"] | RUN, "metrics.jsonl": row, "config.yaml": config, "memory.jsonl": RANK,
-            "sweep.json": SWEEP, "rollouts.jsonl": {"step": 1, "rollout": 1, "samples": [{"text": "a", "reward": 1.0}]}}  # fmt: skip
+    return {"run.json": known | RUN, "metrics.jsonl": row, "config.yaml": config, "memory.jsonl": RANK,
+            "sweep.json": SWEEP, "rollouts.jsonl": ROLLOUT}  # fmt: skip
 
 
 def cases(folder: Path, plant: str) -> Iterator[tuple[str, str]]:
