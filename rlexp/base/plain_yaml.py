@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 MOST_VALUES = 100_000  # with each alias as often as it stands there
+MOST_BITS = 4096  # of a whole number
 DEEPEST = 100  # mappings and lists in each other
 
 
@@ -29,6 +30,15 @@ class Loader(yaml.SafeLoader):
         if _values_of(node, {}) > MOST_VALUES:
             raise TooLarge(f"with its aliases it has more than {MOST_VALUES:,} values")
         return super().construct_document(node)
+
+    def whole_number(self, node: yaml.ScalarNode) -> int:
+        value = self.construct_yaml_int(node)
+        if value.bit_length() > MOST_BITS:  # Python does not write it as text
+            raise TooLarge(f"a number has more than {MOST_BITS} bits")
+        return int(value)
+
+
+Loader.add_constructor("tag:yaml.org,2002:int", Loader.whole_number)
 
 
 def load(text: str, loader: type[Loader] = Loader) -> Any:

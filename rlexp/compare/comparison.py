@@ -149,6 +149,7 @@ def last(run: LoggedRun, name: str) -> float | None:
 def highest_peak(run: LoggedRun, of: str = "") -> page.Peak | None:
     """Return the highest peak of all steps, with the phase and rank of its step: of memory, or `tensors_`."""
     peaks = run.column(f"memory/{of}peak_bytes")
+    peaks = np.where(np.isfinite(peaks), peaks, np.nan)
     if np.isnan(peaks).all():
         return None
     place = int(np.nanargmax(peaks))
@@ -156,7 +157,7 @@ def highest_peak(run: LoggedRun, of: str = "") -> page.Peak | None:
     phases = [match.group(1) for name in run.columns if (match := peak_name.fullmatch(name))]
     phase = next((p for p in phases if run.column(f"memory/{p}_{of}peak_bytes")[place] == peaks[place]), None)
     rank = run.column(f"memory/{of}peak_rank")[place]
-    return page.Peak(int(peaks[place]), None if np.isnan(rank) else int(rank), phase)
+    return page.Peak(int(peaks[place]), int(rank) if np.isfinite(rank) else None, phase)
 
 
 def _steady(run: LoggedRun, name: str) -> Column:

@@ -119,7 +119,7 @@ def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
     engine = run.config.get("engine") == baseline.config.get("engine")
     layout = run.config.get("parallel") == baseline.config.get("parallel")
     micro = any(run.sizes.get(key) != baseline.sizes.get(key) for key in MICRO)
-    packing = run.config.get("data", {}).get("packing") != baseline.config.get("data", {}).get("packing")
+    packing = run.settings_of("data").get("packing") != baseline.settings_of("data").get("packing")
     return bool(run.sizes) and same and precision and engine and layout and (micro or packing)
 
 

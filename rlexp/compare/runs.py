@@ -57,7 +57,12 @@ class LoggedRun:
 
     @property
     def precision(self) -> str:
-        return str(self.config.get("train", {}).get("precision", "bf16"))
+        return str(self.settings_of("train").get("precision", "bf16"))
+
+    def settings_of(self, group: str) -> Mapping[str, Any]:
+        """Return the settings of a group; none where the run's file has something else in its place."""
+        settings = self.config.get(group)
+        return settings if isinstance(settings, dict) else {}
 
     @cached_property
     def record(self) -> Record | None:
@@ -243,7 +248,7 @@ def settings(run: LoggedRun) -> dict[str, str]:
             for key, inner in value.items():
                 walk(f"{prefix}.{key}" if prefix else str(key), inner)
         else:
-            flat[prefix] = value if isinstance(value, str) else json.dumps(value)
+            flat[prefix] = value if isinstance(value, str) else json.dumps(value, default=str)
 
     walk("", run.config)
     return flat

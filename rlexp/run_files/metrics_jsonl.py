@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from rlexp.base import files, plain_json
 from rlexp.run_files.curve_distance import Column, Steps
 
 METRICS = "metrics.jsonl"
+NUMBERS = {int, float, bool}
+MOST_STEPS = 1 << 62  # what an array of steps can hold
 MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
 
 
@@ -59,10 +62,14 @@ def read_columns(path: Path, notes: list[str]) -> tuple[Steps, dict[str, Column]
             rows.append(orjson.loads(line))
         except orjson.JSONDecodeError:
             notes.append(f"{path}:{number}: is not JSON, and left out")
-    whole = [row for row in rows if isinstance(row, dict) and isinstance(row.get("step"), int)]
+    whole = [row for row in rows if isinstance(row, dict) and _is_step(row.get("step"))]
     if len(whole) < len(rows):
         notes.append(f"{path}: {len(rows) - len(whole)} rows have no step, and are left out")
     return columns_of(whole)
+
+
+def _is_step(value: object) -> bool:
+    return isinstance(value, int) and abs(value) < MOST_STEPS
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Steps, dict[str, Column]]:
@@ -83,9 +90,7 @@ def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Steps, dict[str, Colu
 
 def _block(rows: Sequence[Mapping[str, Any]], width: int) -> Column:
     """Return an array of rows × names, NaN for what is not a number."""
-    flat = itertools.chain.from_iterable(row.values() for row in rows)
-    try:
-        return np.fromiter(flat, np.float64, len(rows) * width).reshape(len(rows), width)
-    except (TypeError, ValueError):
-        numbers = [[v if isinstance(v, int | float) else np.nan for v in row.values()] for row in rows]
-        return np.array(numbers, dtype=np.float64).reshape(len(rows), width)
+    flat = [*itertools.chain.from_iterable(row.values() for row in rows)]
+    if not NUMBERS.issuperset(map(type, flat)):  # a text of digits is no number either
+        flat = [value if type(value) in NUMBERS else math.nan for value in flat]
+    return np.array(flat, dtype=np.float64).reshape(len(rows), width)

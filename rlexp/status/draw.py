@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlexp.base.printable import printable
 from rlexp.compare.table import number
 from rlexp.compare.table import peak as shown_peak
 from rlexp.launch import rank_progress
@@ -132,7 +133,7 @@ def _cell(column: Column, row: JobRow) -> RenderableType:
         style = STYLES.get(row.state, "")
         bar = ProgressBar(row.steps, row.curve.step, width=BAR, complete_style=style, finished_style=style)
         return bar if row.steps else Text()
-    return Text(column.cell(row), STYLES.get(row.state, "") if column.name == "status" else "")
+    return Text(printable(column.cell(row)), STYLES.get(row.state, "") if column.name == "status" else "")
 
 
 def shortened(rows: Sequence[JobRow], room: int) -> list[str]:

@@ -38,6 +38,9 @@ def cases(folder: Path, plant: str) -> Iterator[tuple[str, str]]:
     for name, content in contents(folder).items():
         yield from ((name, json.dumps(each) + "\n") for each in attacks.planted(content, plant))
         yield name, plant
+    lines = (folder / "config.yaml").read_text(encoding="utf-8").splitlines()
+    for place, line in enumerate(lines):
+        yield "config.yaml", "\n".join([*lines[:place], f"{line.partition(':')[0]}: {plant}", *lines[place + 1 :], ""])
         yield name, f'{{"step": {plant}}}\n'
 
 
