@@ -18,13 +18,22 @@ def root() -> Path:
     return (Path(users) if users and Path(users).is_absolute() else Path.home() / ".cache") / "rlexp"
 
 
+def make(folder: Path) -> None:
+    """Make a folder of the cache. In the user's own cache folder, the cache is the user's alone: it holds rows."""
+    cache = root()
+    if not os.environ.get("RLEXP_CACHE") and cache in (folder, *folder.parents) and not cache.exists():
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+
+
 @contextlib.contextmanager
 def locked(path: Path, waits: str = "") -> Iterator[None]:
     """Hold the lock of `path`, a file `.NAME.lock` beside it, in one process at a time; others say `waits`, and wait.
 
     The kernel releases it when its holder dies. An OSError says that the folder cannot be made or written to.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path.parent)
     handle = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o666)
     try:
         try:

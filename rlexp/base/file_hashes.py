@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlexp.base.cache import root
+from rlexp.base.cache import make, root
 from rlexp.base.files import write_text
 
 FRESH = 2.0  # seconds after its last change in which a file's times are not trusted
@@ -64,7 +64,7 @@ def _remembered(what: str, files: Sequence[Path], work: Callable[[], str]) -> st
     if any(time.time() - each[-1] / 1e9 < FRESH for each in state):
         return result  # a change in the same tick of the clock would not be seen
     with contextlib.suppress(OSError):  # without a note it is read again
-        note.parent.mkdir(parents=True, exist_ok=True)
+        make(note.parent)
         write_text(note, json.dumps({"state": state, "result": result}))
     return result
 

@@ -53,6 +53,8 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
     """Return the store of this key; make it if there is none, or if it is damaged."""
     place = cache / "tokens" / key
     try:
+        if place.exists() and _wrong(place) is None:  # also in a cache that may only be read
+            return Store(place, work.names, first)
         with locked(place, f"waits for another run that tokenizes {work.name}." if work.shown else ""):
             if place.exists() and (wrong := _wrong(place)) is not None:
                 sys.stderr.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")

@@ -203,7 +203,7 @@ def _machine(folder: Path) -> tuple[str, int, int] | str:
     """Return what ranks share that can use one store: the kernel that runs them, and the cache folder. If there can be
     no folder, return the error: all ranks raise it."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        cache.make(folder)
         there = folder.stat()
     except OSError as error:
         return (

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from rlexp.base.cache import locked, root
 from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
@@ -421,3 +422,26 @@ def test_a_block_without_examples_and_one_without_tokens_fit_in(tmp_path: Path) 
         ([], "x", "0:9"),
     ]
     assert json.loads((tmp_path / "making" / "meta.json").read_text())["facts"]["read"] == 8
+
+
+def test_a_whole_store_is_used_where_nothing_can_be_written(tmp_path: Path) -> None:
+    """A folder in the place of the lock stands for every reason: here, root may write anywhere."""
+    path = write_lines(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
+    first = ids(read(path))
+    locks = list((tmp_path / "cache" / "tokens").glob(".*.lock"))
+    assert locks
+    for lock in locks:
+        lock.unlink()
+        lock.mkdir()
+    assert ids(read(path)) == first
+
+
+def test_the_cache_in_a_home_is_its_owner_s_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    for own, mode in (("", 0o700), (str(tmp_path / "everybody's"), 0o755)):
+        monkeypatch.setenv("RLEXP_CACHE", own)
+        previous = os.umask(0o022)
+        with locked(root() / "tokens" / "a"):
+            os.umask(previous)
+        assert (root() / "tokens").is_dir()
+        assert root().stat().st_mode & 0o777 == mode
