@@ -427,13 +427,13 @@ def test_a_block_without_examples_and_one_without_tokens_fit_in(tmp_path: Path) 
 def test_a_whole_store_is_used_where_nothing_can_be_written(tmp_path: Path) -> None:
     """A folder in the place of the lock stands for every reason: here, root may write anywhere."""
     path = write_lines(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}] * 4)
-    first = ids(read(path))
+    first = ids(read(path).train)
     locks = list((tmp_path / "cache" / "tokens").glob(".*.lock"))
     assert locks
     for lock in locks:
         lock.unlink()
         lock.mkdir()
-    assert ids(read(path)) == first
+    assert ids(read(path).train) == first
 
 
 def test_the_cache_in_a_home_is_its_owner_s_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
