@@ -22,12 +22,13 @@ logs=$RLEXP_RUN_DIR/logs
 mkdir -p "$logs"
 echo "rlexp: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST" | tee -a "$logs/srun.log"
 
-# When a rank fails, the others end with it; the ranks learn when the job's time is up; and `rlexp_leave` is defined.
+# When a rank fails, the others end with it; the ranks learn when the job's time is up; `rlexp_run_dir` is the run's
+# folder as an argument; and `rlexp_leave` is defined.
 preamble=$("${PYTHON:-python}" -m rlexp.launch.slurm.preamble) || exit 1
 eval "$preamble"
 
 srun --unbuffered --output="$logs/rank%t.log" --error="$logs/rank%t.log" \
-    "${PYTHON:-python}" -m rlexp hydra.run.dir="$RLEXP_RUN_DIR" "$@" 2>>"$logs/srun.log"
+    "${PYTHON:-python}" -m rlexp "$rlexp_run_dir" "$@" 2>>"$logs/srun.log"
 
 answer=$("${PYTHON:-python}" -m rlexp.launch.slurm.ended $? --log="$logs/rank%t.log" --srun="$logs/srun.log")
 rlexp_leave $? "$answer"  # exits with that code, after queueing the job again where the answer says so

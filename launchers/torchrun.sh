@@ -21,7 +21,8 @@ logs=$RLEXP_RUN_DIR/logs
 mkdir -p "$logs"
 echo "rlexp: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID on $SLURM_JOB_NODELIST" | tee -a "$logs/srun.log"
 
-# When a rank fails, the others end with it; the ranks learn when the job's time is up; and `rlexp_leave` is defined.
+# When a rank fails, the others end with it; the ranks learn when the job's time is up; `rlexp_run_dir` is the run's
+# folder as an argument; and `rlexp_leave` is defined.
 preamble=$("${PYTHON:-python}" -m rlexp.launch.slurm.preamble) || exit 1
 eval "$preamble"
 
@@ -33,7 +34,7 @@ begin='echo "rlexp: start ${SLURM_RESTART_COUNT:-0} of job $SLURM_JOB_ID" >&2; t
 srun --unbuffered --output="$logs/node%t.log" --error="$logs/node%t.log" bash -c "$begin" torchrun \
     "${PYTHON:-python}" -m torch.distributed.run --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${RANKS:-4}" \
     --rdzv-backend=c10d --rdzv-endpoint="$meeting" --rdzv-id="$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" \
-    -m rlexp hydra.run.dir="$RLEXP_RUN_DIR" "$@" 2>>"$logs/srun.log"
+    -m rlexp "$rlexp_run_dir" "$@" 2>>"$logs/srun.log"
 
 answer=$("${PYTHON:-python}" -m rlexp.launch.slurm.ended $? --log="$logs/node%t.log" --srun="$logs/srun.log" \
     --torchrun)

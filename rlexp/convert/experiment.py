@@ -14,11 +14,11 @@ import yaml
 
 from rlexp.base import plain_yaml
 from rlexp.base.printable import printable
+from rlexp.base.secrets import HIDDEN, masked
 from rlexp.config.elsewhere import composed_for, quoted
 from rlexp.config.literals import literal
 from rlexp.config.schema import Config
 from rlexp.convert.rules import UNKNOWN_VARIABLE, Conversion, ConvertError, Fate, Line, Value
-from rlexp.convert.secrets import HIDDEN, masked
 
 WIDTH = 116
 NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes

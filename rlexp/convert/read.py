@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from rlexp.base import plain_yaml
+from rlexp.base.secrets import is_secret
 from rlexp.convert.rules import ConvertError
-from rlexp.convert.secrets import is_secret
 from rlexp.convert.shell import Command, TooMuch, Unknown, commands
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",

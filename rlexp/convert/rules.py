@@ -8,8 +8,8 @@ from enum import Enum
 from typing import Any, NoReturn
 
 from rlexp.base.errors import UserError
+from rlexp.base.secrets import masked
 from rlexp.convert import kinds
-from rlexp.convert.secrets import masked
 
 
 class Fate(Enum):

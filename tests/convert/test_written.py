@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
+from rlexp.base.secrets import is_secret, masked
 from rlexp.config.elsewhere import composed_for
 from rlexp.config.load import register
 from rlexp.config.paths import conf_dir
 from rlexp.convert.experiment import command, composed, overrides
-from rlexp.convert.secrets import is_secret, masked
 from tests.convert.texts import AXOLOTL, COMMAND, FACTORY, OPENRLHF, SWIFT, TRL, conversion, values, written
 
 KEY = "hf_abcdefABCDEF"

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
 from rlexp.launch.slurm import preamble
@@ -78,6 +80,36 @@ def test_the_preamble_of_every_script_names_the_job_and_queues_it_again(
     assert (tmp_path / "asked").read_text(encoding="utf-8") == requeued
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain",
+        "a b",
+        "it's",
+        'a"b',
+        "a,b",
+        "(a)",
+        "a=b",
+        "ü",
+        "日本",
+        "$(touch here)",
+        "`id`",
+        "${oc.env:HOME}",
+        "\\",
+        "#",
+    ],
+)
+def test_a_script_s_run_has_its_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
+    script = f'{preamble.run_dir(f"/x/{name}")}\nprintf %s "$rlexp_run_dir"'
+    said = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)
+    override = OverridesParser.create().parse_override(said.stdout)
+    assert override.key_or_group == "hydra.run.dir"
+    assert OmegaConf.create({"dir": override.value()}).dir == f"/x/{name}"
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match=r"RLEXP_RUN_DIR=/x/%j: Slurm expands a %"):
+        preamble.run_dir("/x/%j")
+
+
 def test_without_slurm_it_says_so(rlexp: Shell, tmp_path: Path) -> None:
     answer = rlexp("-m", "hydra/launcher=slurm", "launch.device=cpu", "hydra.sweep.dir=sw", PATH="/nowhere")
     assert answer.returncode == 1
@@ -131,6 +163,18 @@ def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: st
             "hydra.launcher.additional_parameters={comment: mine}",
             "hydra.launcher.additional_parameters.comment=mine: the comment of a job is rlexp's own",
         ),
+        (
+            "slurm",
+            "hydra.launcher.environment={WANDB_API_KEY: x}",
+            "hydra.launcher.environment.WANDB_API_KEY: would stand in files of the sweep, which others may read. Leave it "
+            "out, and set it before the command",
+        ),
+        (
+            "slurm",
+            "hydra.launcher.additional_parameters={wckey: 'a\ntouch here'}",
+            "hydra.launcher.additional_parameters.wckey=a\\ntouch here: has a line break",
+        ),
+        ("slurm", "hydra.sweep.dir='a\ntouch here'", "hydra.sweep.dir="),
         ("slurm", "hydra.launcher.max_num_timeout=3", "hydra.launcher.max_num_timeout=3: has no effect, since rlexp"),
         ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
         ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1.0: must be greater than 0."),

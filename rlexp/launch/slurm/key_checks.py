@@ -14,6 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rlexp.base.errors import ConfigError
+from rlexp.base.printable import printable
+from rlexp.base.secrets import is_secret
 from rlexp.config.schema.bounds import check_number
 from rlexp.config.schema.keys import LAUNCHER, about_unknown
 from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
@@ -36,12 +38,35 @@ def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
     for name in params.get("environment", {}):
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), flags=re.ASCII):
             raise ConfigError(f"hydra.launcher.environment: {name} is no variable's name (letters, digits, _).")
+        if is_secret(str(name)):
+            raise ConfigError(
+                f"hydra.launcher.environment.{name}: would stand in files of the sweep, which others may read. Leave "
+                f"it out, and set it before the command: export {name}=…. The jobs get the variables that it has."
+            )
+    texts = {key: value for key, value in params.items() if key != "setup"}  # which is made of such lines
+    _one_line("hydra.launcher", OmegaConf.to_container(OmegaConf.create(texts)))
 
 
-def check_folder(sweep: str) -> None:
-    """Refuse a % in the sweep's folder, since sbatch expands it in the paths of logs."""
-    if "%" in sweep:
-        raise ConfigError(f"hydra.sweep.dir={sweep}: Slurm expands a % in the paths of logs. Give a folder without.")
+def check_folder(key: str, folder: str) -> None:
+    """Refuse a folder that Slurm would not take as it is: sbatch and srun expand a % in the paths of logs."""
+    if "%" in folder:
+        raise ConfigError(f"{key}={folder}: Slurm expands a % in the paths of logs. Give a folder without.")
+    _one_line(key, folder)
+
+
+def _one_line(key: str, value: Any) -> None:
+    """Refuse what would end a line of the batch script: the rest of it would be a command."""
+    if isinstance(value, Mapping):
+        for name, each in value.items():
+            _one_line(key, str(name))
+            _one_line(f"{key}.{name}", each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _one_line(key, each)
+    elif re.search(r"[\x00-\x1f\x7f]", str(value)):
+        raise ConfigError(
+            f"{key}={printable(str(value))}: has a line break, or another control character. Leave it out."
+        )
 
 
 def _known(given: DictConfig, known: type[Any]) -> None:

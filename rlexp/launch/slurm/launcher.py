@@ -35,7 +35,7 @@ class SlurmLauncher(Submitting):
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         with self.nothing_begun():
             key_checks.check(self.config.hydra.launcher, SlurmJobs)
-            key_checks.check_folder(str(self.where))
+            key_checks.check_folder("hydra.sweep.dir", str(self.where))
             if self.params["dry_run"]:
                 return self.show(job_overrides, initial_job_idx)
             queue.needed()

@@ -1,10 +1,15 @@
 """Shell lines that every batch script runs before srun. The scripts of `launchers/` evaluate what
-`python -m rlexp.launch.slurm.preamble` prints; scripts that rlexp writes contain the lines."""
+`python -m rlexp.launch.slurm.preamble` prints; scripts that rlexp writes contain those of `LINES`."""
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 
+from rlexp.base.command import exit_code
+from rlexp.config.elsewhere import quoted
+from rlexp.launch.slurm.key_checks import check_folder
 from rlexp.launch.stops import END_TIME
 
 LINES = (
@@ -25,5 +30,19 @@ LINES = (
     "}",
 )
 
+
+def run_dir(folder: str) -> str:
+    """Return the line that makes an override of the run's folder, whatever characters its name has."""
+    check_folder("RLEXP_RUN_DIR", folder)
+    return f"rlexp_run_dir={shlex.quote(f'hydra.run.dir={quoted(folder)}')}"
+
+
+def main() -> int:
+    folder = os.environ.get("RLEXP_RUN_DIR")
+    lines = [*LINES, *([run_dir(folder)] if folder else [])]
+    sys.stdout.write("\n".join(lines) + "\n")
+    return 0
+
+
 if __name__ == "__main__":
-    sys.stdout.write("\n".join(LINES) + "\n")
+    sys.exit(exit_code(main))
