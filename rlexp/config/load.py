@@ -33,6 +33,7 @@ from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
 from rlexp.config.trust import without_code
 
+_AT_HOME = re.compile(r"""^(hydra\.(?:run|sweep)\.dir=['"]?)~(?=/|['"]?$)""")
 _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
 )
@@ -125,12 +126,14 @@ def _is_leaf(override: str) -> bool:
 
 
 def open_ended(overrides: Sequence[str]) -> list[str]:
-    """Put ++ before keys of open mappings (`engine.overrides.KEY=VALUE`), as Hydra wants it.
+    """Put ++ before keys of open mappings (`engine.overrides.KEY=VALUE`), as Hydra wants it, and the home folder in
+    place of a ~ at the beginning of a run's folder: no shell expands it there, and Hydra would make a folder named ~.
 
     Options for which Hydra would raise a traceback are refused here.
     """
     for each in overrides:
         refuse_wrong_option(each)
+    overrides = [_AT_HOME.sub(lambda found: f"{found[1]}{Path.home()}", each) for each in overrides]
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 

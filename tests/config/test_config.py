@@ -534,3 +534,12 @@ def test_what_deepspeed_knows_is_passed_on_or_refused_with_a_reason() -> None:
     assert undecided == []
     known = set(fields) | {field.alias for field in fields.values()} | set(DeepSpeedZeroConfig.model_fields)
     assert {key for key in deepspeed.PASSED_ZERO if key not in known} == set()
+
+
+@pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
+def test_a_run_s_folder_may_be_in_the_home_folder(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No shell expands a ~ there, and Hydra would make a folder of this name."""
+    monkeypatch.setenv("HOME", "/home/me")
+    given = [f"{key}=~/a", f"{key}=~", f"{key}='~/a b'", f"{key}=a~/b", f"{key}=~other/a"]
+    found = [f"{key}=/home/me/a", f"{key}=/home/me", f"{key}='/home/me/a b'", f"{key}=a~/b", f"{key}=~other/a"]
+    assert load.open_ended(given) == found
