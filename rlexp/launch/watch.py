@@ -61,6 +61,7 @@ class _Progress:
         self.noted = self._done = 0
         self.place = ""  # in words
         self.waits_elsewhere = 0  # calls that wait for what is no rank of this world, or has a limit of its own
+        self.waits_begun, self.waits_for = 0, ""  # how many there were, and for what the last one waits
         self.event: Callable[[], Any] | None = None  # records one on the stream that computes
         self._events: deque[tuple[int, Any]] = deque()
         self._next_event = 0.0
@@ -93,9 +94,11 @@ def at(place: str) -> None:
 
 
 @contextlib.contextmanager
-def elsewhere() -> Iterator[None]:
-    """Wait within it for what may take as long as it likes, and is no rank of this world: a disk, the hub, a reward."""
+def elsewhere(what: str = "a disk, the hub or a reward") -> Iterator[None]:
+    """Wait within it for what may take as long as it likes, and is no rank of this world: a disk, the hub, a reward.
+    A wait longer than `launch.timeout_seconds` is told."""
     _progress.waits_elsewhere += 1
+    _progress.waits_begun, _progress.waits_for = _progress.waits_begun + 1, what
     try:
         yield
     finally:
@@ -150,6 +153,7 @@ class Watch(threading.Thread):
         super().__init__(name="watch", daemon=True)
         self._store, self._rank, self._ranks, self._seconds, self._gpu = store, rank, ranks, seconds, gpu
         self._beat = min(MOST_BEAT, seconds / 10)
+        self._wait, self._waited = 0, 0.0  # the number of a wait for something else, and its seconds
         self._question: threading.Thread | None = None
         self.ended = threading.Event()
 
@@ -174,11 +178,24 @@ class Watch(threading.Thread):
             further, mine = done != mine or _progress.waits_elsewhere > 0, done
             now = self._passed_on(further=further)
             before, looked = looked, clock.now()
-            quiet = 0.0 if further or now != seen else quiet + min(looked - before, 2 * self._beat)
+            passed = min(looked - before, 2 * self._beat)
+            self._tell_a_long_wait(passed)
+            quiet = 0.0 if further or now != seen else quiet + passed
             seen = now
             if quiet > self._seconds:
                 return seen
         return None
+
+    def _tell_a_long_wait(self, passed: float) -> None:
+        """Say once of a wait for what is no rank that it is long: nobody ends it."""
+        same = _progress.waits_elsewhere > 0 and _progress.waits_begun == self._wait
+        before, self._waited = self._waited, self._waited + passed if same else 0.0
+        self._wait = _progress.waits_begun
+        if before <= self._seconds < self._waited:
+            sys.stderr.write(
+                f"rlexp: rank {self._rank} has waited for {_progress.waits_for} for more than "
+                f"launch.timeout_seconds={self._seconds:g}, and waits on.\n"
+            )
 
     def _passed_on(self, *, further: bool) -> bytes:
         """Tell all ranks that this one has got further, and return what changes as soon as any has."""

@@ -126,6 +126,17 @@ def test_why_a_stuck_rank_ends_is_reported_or_else_printed(
     assert "TypeError" in printed
 
 
+def test_a_long_wait_for_something_else_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    looking = watch.Watch(None, 1, 2, 10.0)  # type: ignore[arg-type]
+    for seconds in (9, 9, 30):
+        with watch.elsewhere("the disk"):
+            for _ in range(seconds):
+                looking._tell_a_long_wait(1.0)
+        looking._tell_a_long_wait(1.0)
+    said = capsys.readouterr().err
+    assert said == "rlexp: rank 1 has waited for the disk for more than launch.timeout_seconds=10, and waits on.\n"
+
+
 def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 holds it, and is stopped: its connections stay open. Rank 1 waits in a collective."""
     never = threading.Event()

@@ -114,7 +114,7 @@ class Saver:
         """Wait until all ranks have written, and commit. Return the error, equal on every rank. A collective call."""
         if self._thread is None:
             return None
-        with watch.elsewhere():  # a slow disk is no rank that hangs
+        with watch.elsewhere(f"the disk, which has not taken the checkpoint of step {self._step},"):  # no rank hangs
             self._thread.join()
         self._thread = None
         told = gather_objects((self._error, self._files), self._world.size)
