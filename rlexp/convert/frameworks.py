@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from rlexp.config.schema import KINDS
@@ -123,7 +124,7 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
     if given is None:
         raise ConvertError(
             f"--config={named}: the rest of the arguments are in that file, and it is not here. Put it beside {file}, "
-            f"or convert it: python -m rlexp.convert {named} --trainer {asked.trainer}."
+            f"or convert it: python -m rlexp.convert {quote(named)} --trainer {asked.trainer}."
         )
     variables = given.pop("env", None)
     trainer = str(given.get("stage", "sft")) if asked.framework == "LLaMA-Factory" else asked.trainer

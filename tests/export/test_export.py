@@ -175,6 +175,14 @@ def test_a_policy_with_a_critic_is_exported_without_it(rlexp: Shell, tmp_path: P
 
 
 @pytest.mark.slow
+def test_colleagues_may_read_the_weights_as_they_may_read_all_else(tmp_path: Path) -> None:
+    (tmp_path / "else").touch()
+    export.save_tensors({"a": torch.zeros(2)}, tmp_path / "model.safetensors")
+    assert {each.name: each.stat().st_mode for each in tmp_path.iterdir()} == dict.fromkeys(
+        ("else", "model.safetensors"), (tmp_path / "else").stat().st_mode
+    )
+
+
 def test_float64_is_rounded_once(tmp_path: Path) -> None:
     """An adapter is merged into frozen weights in float64, at the end of a run and from its checkpoint alike."""
     model = saved(tmp_path / "model")

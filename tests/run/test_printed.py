@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,8 +17,12 @@ from rlexp.base.errors import ConfigError, FolderError
 from rlexp.base.printable import printable, printable_lines
 from rlexp.config.explain import explained
 from rlexp.launch import run_folder
+from rlexp.launch.stops import Outcome
+from rlexp.training.train import rank
+from tests.helpers.paths import ROOT
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
+PACKAGE = ROOT / "rlexp"
 ESCAPES = "\x1b]0;PWN\x07\x1b[2J\x9b\u202e\r"
 
 
@@ -62,6 +68,20 @@ def test_a_folder_of_somebody_else_s_is_one_message(name: str, tmp_path: Path) -
     with pytest.raises(FolderError, match=r"^hydra\.run\.dir=.*: nothing can be written there \(Is a directory\)\."):
         begin()
     run_folder.leave(tmp_path)
+
+
+def test_names_in_commands_that_are_printed_are_quoted_for_a_shell() -> None:
+    """Who copies such a command runs what a folder, or a stranger's file, is named."""
+    quoted = r"(?:(?:shlex\.)?quote\(|path\}|model_words\}|name\} \.\.\.)"  # the last: quoted where they are made
+    for file in sorted(PACKAGE.rglob("*.py")):
+        found = re.findall(rf"python -m rlexp[\w.]* (?:--\w+ )?\{{(?!{quoted}).*", file.read_text(encoding="utf-8"))
+        assert found == [], file
+    run = SimpleNamespace(
+        cfg=SimpleNamespace(checkpoint=SimpleNamespace(export=False), logger=SimpleNamespace(name=None)),
+        engine=SimpleNamespace(policy=SimpleNamespace(scores=None)),
+    )
+    said = rank.footer(run, Path("a b/$(touch x)"), Outcome())  # type: ignore[arg-type]
+    assert said.splitlines()[1] == "its answers: python -m rlexp.generate 'a b/$(touch x)'"
 
 
 def test_locks_are_no_programs(tmp_path: Path) -> None:

@@ -171,24 +171,27 @@ class _Text:
 
 def _parquet(path: Path) -> Iterator[Part]:
     """Read texts as dictionaries, as the file has them: a text that stands there once may be the value of every row."""
-    metadata, size = pq.read_metadata(path), path.stat().st_size
-    leaves = [metadata.schema.column(place) for place in range(metadata.num_columns)]
-    texts = [leaf.path for leaf in leaves if leaf.physical_type == "BYTE_ARRAY"]
-    table, schema = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts), pq.read_schema(path)
-    batches = table.iter_batches(batch_size=_at_once(metadata, schema))
-    rows = (row for batch in batches for row in rows_of(batch, schema))
+    metadata, schema, size = pq.read_metadata(path), pq.read_schema(path), path.stat().st_size
+    texts = [field.name for field in schema if _is_text(field.type)]
+    table = pq.ParquetFile(path, metadata=metadata, read_dictionary=texts)
+    rows = (row for batch in table.iter_batches(_at_once(metadata, schema)) for row in rows_of(batch, schema))
     return together(rows, lambda read: size * read // max(1, metadata.num_rows))
 
 
+def _is_text(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind))
+
+
 def _at_once(metadata: pq.FileMetaData, schema: pa.Schema) -> int:
-    """Return how many rows may be decoded at once. JSON is read as no dictionary: each row may have all its bytes."""
-    most = MOST_ROWS
-    json_columns = {field.name for field in schema if _holds_json(field.type)}
+    """Return how many rows may be decoded at once. Lists and JSON are read as no dictionary, which Arrow cannot always
+    do: each of their rows may have all bytes of the column."""
+    most, shared = MOST_ROWS, {field.name for field in schema if _is_text(field.type) or field.type.num_fields == 0}
+    shared -= {field.name for field in schema if _holds_json(field.type)}
     for group in map(metadata.row_group, range(metadata.num_row_groups)):
         row = 0
         for chunk in map(group.column, range(group.num_columns)):
-            shares = chunk.path_in_schema.split(".")[0] not in json_columns
-            row += chunk.total_uncompressed_size // (max(1, group.num_rows) if shares else 1)
+            rows = max(1, group.num_rows) if chunk.path_in_schema.split(".")[0] in shared else 1
+            row += chunk.total_uncompressed_size // rows
         most = min(most, LONGEST // max(1, row))
     return max(1, most)
 
