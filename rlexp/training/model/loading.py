@@ -364,7 +364,12 @@ def _from_hub(
     try:
         with watch.elsewhere():  # it may be fetched from the hub, or read from a slow disk
             return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError, UnpicklingError) as error:
+    except UnpicklingError as error:  # torch's own message says how to run what is in it
+        raise ModelError(
+            f"{key}={path}: its weights are a pickle that holds more than tensors, and reading it could run code. Give "
+            f"a model whose weights are safetensors."
+        ) from error
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
         if not trust_remote_code and TRUST in str(error):
             group = key.rpartition(".")[0].replace("reference", "model")  # which has one key for both
             raise ModelError(

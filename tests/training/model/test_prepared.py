@@ -111,6 +111,27 @@ def test_a_model_in_an_old_format_grows_by_way_of_transformers(tied: bool, tmp_p
     assert len(AutoTokenizer.from_pretrained(place)) == 262
 
 
+def test_a_pickle_of_more_than_tensors_is_refused_and_not_run(tmp_path: Path) -> None:
+    source = saved(tmp_path / "model", LlamaConfig(**SHAPE))
+    (source / "model.safetensors").unlink()
+    torch.save({"model.norm.weight": Runs(str(tmp_path / "ran"))}, source / "pytorch_model.bin")
+    with pytest.raises(ModelError) as error:
+        loading._from_hub(AutoModelForCausalLM, str(source), False, key="model.path")
+    assert "model.path=" in str(error.value)
+    assert "Give a model whose weights are safetensors." in str(error.value)
+    assert not (tmp_path / "ran").exists()
+
+
+class Runs:
+    """What makes a file when it is unpickled."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.file),)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_the_mean_row_is_added_up_in_the_order_of_rows(dtype: torch.dtype) -> None:
     table = torch.randn(2500, 3, generator=torch.Generator().manual_seed(1)).to(dtype)
