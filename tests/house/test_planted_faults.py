@@ -33,7 +33,7 @@ RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", 
         ("step2", "quit3", 2, "SystemExit: 3"),
         ("forward", "exit3", 1, "the process exited with code 3"),
         ("backward3", "memory", 3, "ran out of memory in step 3, in its backward phase"),
-        ("save4", "exit0", 4, "the process exited with code 0"),
+        ("save4", "exit0", 4, "in step 4, in its save phase"),
         ("end", "exit0", None, "the process exited with code 0"),
     ],
 )

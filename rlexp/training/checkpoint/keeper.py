@@ -43,6 +43,7 @@ class Keeper:
         saved: Callable[[int, Path], None],
         steps_per_epoch: int,
         saved_step: int = 0,
+        within: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _what: contextlib.nullcontext(),
     ) -> None:
         self._cfg, self._saver, self._world, self._device, self._run_dir = cfg, saver, world, device, run_dir
         self._describe, self._asked, self._say, self._saved = describe, asked, say, saved
@@ -52,6 +53,7 @@ class Keeper:
         self._saved_step = saved_step
         self._scores = self._agreed_scores()
         self._pruning: threading.Thread | None = None
+        self._within = within  # says that a rank is about to save
         self.failed: str | None = None  # why the last save failed, if it did
 
     def after_step(self, row: MetricRow) -> signal.Signals | None:
@@ -111,13 +113,15 @@ class Keeper:
             return
         self.settle()  # a second save waits for the first
         scored = {} if score is None else {self._cfg.best_metric: score}
-        self._saver.begin(step, self._describe(step, scored))
+        with self._within("save"):
+            self._saver.begin(step, self._describe(step, scored))
         self._since, self._saved_step = time.monotonic(), step
         if score is not None:
             self._scores[step] = score
 
     def _settle(self) -> None:
-        self.failed = self._saver.settle()
+        with self._within("save"):
+            self.failed = self._saver.settle()
         if self.failed:
             self._scores.pop(self._saved_step, None)
             if self._world.rank == 0:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from rlexp.base.errors import OutOfMemory, is_out_of_memory
+from rlexp.launch.rank_progress import BETWEEN
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.metrics.tensor_count import TensorCount
 
@@ -138,7 +139,15 @@ class Phases:
         if tokens := sum(self._packs):
             self._pace = (time.time() - self._began) / tokens
         self._packs = ()
-        self._say("between steps")
+        self._say(BETWEEN)
+
+    @contextlib.contextmanager
+    def between(self, what: str) -> Iterator[None]:
+        """Stand around what is done between two steps and is not measured: `save`, `export`. Who dies in it is said to
+        have died there."""
+        self._say(what)
+        yield
+        self._say(BETWEEN)
 
     def explained(self, error: BaseException, rank: int) -> OutOfMemory | None:
         """Return the error to show for a failed allocation; None for any other error."""

@@ -94,7 +94,8 @@ def train_watched(
         print_line(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = run_folder.read(run_dir).get("exported_step") == position.step
         if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
-            export_run(run, run_dir, position.step)
+            with phases.between("export"):
+                export_run(run, run_dir, position.step)
         return leave(task, Outcome(), closing)
     curve = JsonlSink(run_dir / METRICS) if first else None
     with watch.elsewhere():  # a service on the network
@@ -111,7 +112,8 @@ def train_watched(
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:
-            export_run(run, run_dir, position.step)
+            with phases.between("export"):
+                export_run(run, run_dir, position.step)
         ending = Ending(outcome.exit_code, outcome.reason)
     except BaseException as error:
         ending = ending_of(error, run, run_dir)

@@ -183,6 +183,7 @@ def build_keeper(
         say=say,
         saved=saved,
         steps_per_epoch=task.steps_per_epoch,
+        within=run.phases.between,
         saved_step=position.step,
     )
 
