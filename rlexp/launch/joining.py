@@ -14,7 +14,7 @@ from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA
 from rlexp.config.schema import Collectives, Device, LaunchConfig
 from rlexp.launch import watch
-from rlexp.launch.slurm.meeting import meet
+from rlexp.launch.slurm.meeting import INTERFACES, meet
 
 if TYPE_CHECKING:  # at run time it would import torch, which the launcher does not need
     import torch.distributed as dist
@@ -89,9 +89,10 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
         gpu = spec.local_rank // launch.ranks_per_gpu % gpus_of_torch()  # a site may show a rank only its own GPU
         torch.cuda.set_device(gpu)
         spec = dataclasses.replace(spec, local_rank=gpu)  # as DeepSpeed reads it: it takes LOCAL_RANK for the GPU
-    elif spec.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
-        # On one machine the ranks connect over loopback, even if the host name does not resolve.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if spec.init_method.startswith("file://") and os.path.isdir("/sys/class/net/lo"):
+        # On one machine the ranks connect over loopback: nobody else can, and the host's name need not resolve.
+        for name in INTERFACES:
+            os.environ.setdefault(name, "lo")
     if spec.init_method == STEP:
         store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:

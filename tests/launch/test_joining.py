@@ -172,6 +172,9 @@ def test_deepspeed_reads_the_gpu_that_the_rank_has(
     """A site may show each rank its own GPU alone, and ranks may share one. DeepSpeed takes LOCAL_RANK for the GPU."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.setenv(name, "as srun left it")
+    for name in meeting.INTERFACES:
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
     taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
@@ -179,6 +182,9 @@ def test_deepspeed_reads_the_gpu_that_the_rank_has(
     join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), launch_on("cuda", 10.0, ranks_per_gpu=each))
     watch.end()
     assert taken == [own]
+    assert {os.environ[name] for name in meeting.INTERFACES} == {"lo"}, (
+        "no other machine can reach the ranks of this one"
+    )
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
 
 
