@@ -1,9 +1,10 @@
 """Read JSON that anybody may have written: what cannot be read is a ValueError, and values are of the kinds that are
-expected."""
+expected. Write it so that each of its characters prints."""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -16,6 +17,12 @@ def loads(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its lists and mappings are too deep in each other") from None
+
+
+def dumps(value: Any, **how: Any) -> str:
+    """Return JSON in which letters of every language stand as they are, and what does not print is escaped."""
+    text = json.dumps(value, ensure_ascii=False, **how)
+    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
 
 
 def of_kinds(facts: Any, kinds: Kinds) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import base64
 import hashlib
 import html
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -21,6 +20,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from rlexp.base import plain_json
 
 UPLOT_VERSION = "1.6.32"
 # The page's own scripts, in the order in which they are joined.
@@ -242,7 +243,7 @@ def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:
 
 def _json(head: dict[str, Any]) -> str:
     """Return JSON that cannot end its script element and holds only numbers that JSON allows."""
-    text = json.dumps(_plain(head), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    text = plain_json.dumps(_plain(head), allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 

@@ -10,10 +10,10 @@ It reads the rows as the run would, and leaves the same tokens in the cache. The
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from rlexp.base import plain_json
 from rlexp.base.command import Parser, exit_code, refuse_unwritable
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.files import write_text
@@ -61,7 +61,7 @@ def show(options: argparse.Namespace) -> int:
     found = preview(cfg, options.samples)
     draw.show(found)
     if options.json is not None:
-        write_text(options.json, json.dumps(plain(found), indent=1, ensure_ascii=False) + "\n")
+        write_text(options.json, plain_json.dumps(plain(found), indent=1) + "\n")
     if options.html is not None:
         write_text(options.html, page.render(found))
     return 1 if found.problems else 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -10,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlexp import __version__
+from rlexp.base import plain_json
 from rlexp.base.printable import printable
 from rlexp.config.model_names import called
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob
@@ -75,5 +75,5 @@ def indented(label: str, words: str, columns: int) -> Iterator[str]:
 
 
 def write(found: Sequence[Answered], place: Path) -> None:
-    lines = [json.dumps(asdict(each), ensure_ascii=False) for each in found]
+    lines = [plain_json.dumps(asdict(each)) for each in found]
     place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

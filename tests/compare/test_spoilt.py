@@ -8,8 +8,10 @@ import socket
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from rlexp.base.plain_json import Kinds, loads, of_kinds
+from rlexp.base.plain_json import Kinds, dumps, loads, of_kinds
 from rlexp.launch import run_folder
 from rlexp.status.__main__ import main
 from tests.helpers.curves import a_run, compare
@@ -86,6 +88,16 @@ def test_a_value_of_another_kind(value: object, runs: Path, capsys: pytest.Captu
         (place / name).unlink()
         for each, text in whole.items():
             (place / each).write_bytes(text)
+
+
+@given(
+    st.recursive(st.text() | st.integers() | st.none(), lambda each: st.dictionaries(st.text(), each) | st.lists(each))
+)
+def test_what_is_written_prints_and_is_read_back(value: object) -> None:
+    for text in (dumps(value), dumps(value, indent=1)):
+        assert all(each.isprintable() or each == "\n" for each in text)
+        assert loads(text) == value
+    assert dumps(["é日本", "\x9b\u202e\ud800\U000e0041"]) == '["é日本", "\\u009b\\u202e\\ud800\\udb40\\udc41"]'
 
 
 def test_values_are_of_their_kinds() -> None:

@@ -182,9 +182,7 @@ def test_deepspeed_reads_the_gpu_that_the_rank_has(
     join(RankSpec(0, 1, local_rank, f"file://{tmp_path}/store"), launch_on("cuda", 10.0, ranks_per_gpu=each))
     watch.end()
     assert taken == [own]
-    assert {os.environ[name] for name in meeting.INTERFACES} == {"lo"}, (
-        "no other machine can reach the ranks of this one"
-    )
+    assert {os.environ[name] for name in meeting.INTERFACES} == {"lo"}, "others cannot reach these ranks"
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["LOCAL_RANK"]) == ("0", "1", str(own))
 
 
