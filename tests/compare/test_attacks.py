@@ -33,20 +33,21 @@ def contents(folder: Path) -> dict[str, Any]:
             "sweep.json": SWEEP, "rollouts.jsonl": ROLLOUT}  # fmt: skip
 
 
-def cases(folder: Path, plant: str) -> Iterator[tuple[str, str]]:
-    """Yield a file of the run, and its content with a plant in one place."""
-    for name, content in contents(folder).items():
-        yield from ((name, json.dumps(each) + "\n") for each in attacks.planted(content, plant))
-        yield name, plant
-    lines = (folder / "config.yaml").read_text(encoding="utf-8").splitlines()
-    for place, line in enumerate(lines):
-        yield "config.yaml", "\n".join([*lines[:place], f"{line.partition(':')[0]}: {plant}", *lines[place + 1 :], ""])
+def cases(of: dict[str, Any], config: list[str], plant: str) -> Iterator[tuple[str, Any]]:
+    """Yield a file of the run, and its content with a plant in one place: a text, or what JSON is made of."""
+    for name, content in of.items():
+        yield from ((name, each) for each in attacks.planted(content, plant))
         yield name, f'{{"step": {plant}}}\n'
+    for place, line in enumerate(config):
+        yield (
+            "config.yaml",
+            "\n".join([*config[:place], f"{line.partition(':')[0]}: {plant}", *config[place + 1 :], ""]),
+        )
 
 
-@attacks.drawn("spoilt", range(1 << 20), 25, 600)
+@attacks.few_or_many(25, 600)
 def test_a_run_of_anything_is_looked_at(
-    spoilt: list[int], two: Path, unpainted: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    count: int, two: Path, unpainted: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     del unpainted
     parse_once()
@@ -54,10 +55,10 @@ def test_a_run_of_anything_is_looked_at(
     monkeypatch.chdir(two)
     folder = a_run(two / "spoilt", "parallel=ring2")
     whole = {each.name: each.read_bytes() for each in folder.iterdir()}
-    every = [list(cases(folder, plant)) for plant in attacks.PLANTS]
-    for number in spoilt:
-        of_plant = every[number % len(every)]
-        name, text = of_plant[number // len(every) % len(of_plant)]
+    of, config = contents(folder), (folder / "config.yaml").read_text(encoding="utf-8").splitlines()
+    every = (case for plant in attacks.PLANTS for case in cases(of, config, plant))
+    for name, content in attacks.drawn(every, count):
+        text = content if isinstance(content, str) else json.dumps(content) + "\n"
         (folder / name).write_text(text, encoding="utf-8", errors="surrogatepass")
         with attacks.shown((name, text)), attacks.bounded():
             codes = [main(["."]), main(["spoilt", "--json"]), compare(two, "--force", "--out", two / "out")]
@@ -65,5 +66,5 @@ def test_a_run_of_anything_is_looked_at(
             captured = capsys.readouterr()
             attacks.assert_harmless(captured.out + captured.err, *(two / "out").rglob("*"))
         (folder / name).unlink()
-        for each, content in whole.items():
-            (folder / each).write_bytes(content)
+        for each, before in whole.items():
+            (folder / each).write_bytes(before)

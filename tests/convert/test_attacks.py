@@ -56,18 +56,15 @@ def scripts(plant: str) -> list[str]:
     return found
 
 
-CASES = [text for made in (recipes, scripts) for each in zip(*map(made, attacks.PLANTS), strict=True) for text in each]
-
-
-@attacks.drawn("texts", CASES, 25, 1500)
+@attacks.few_or_many(25, 1500)
 def test_a_recipe_of_anything_is_converted_or_refused(
-    texts: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     parse_once()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(attacks.VARIABLE, attacks.SECRET)
     written = Path("conf/experiment/mine.yaml")
-    for text in texts:
+    for text in attacks.drawn((text for plant in attacks.PLANTS for text in (*recipes(plant), *scripts(plant))), count):
         written.unlink(missing_ok=True)
         Path("theirs").write_text(text, encoding="utf-8", errors="surrogatepass", newline="")
         monkeypatch.setattr(sys, "argv", ["convert", "theirs", "--trainer", "dpo", "--gpus", "8", "--name", "mine"])
