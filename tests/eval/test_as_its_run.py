@@ -72,7 +72,8 @@ def test_each_key_is_that_of_the_run(group: str, option: str) -> None:
     of_run = changed(composed_like(plain, [f"{group}={option}"])[group])
     if option == "lora":  # a folder decides the other keys
         of_run["path"] = None
-    again = as_in_files(composed_like({**plain, group: of_run}, [])[group])
+    code = [f"{group}.{leaf}={of_run[leaf]}" for leaf in ("trust_remote_code", "function") if of_run.get(leaf)]
+    again = as_in_files(composed_like({**plain, group: of_run}, code)[group])  # what runs code is typed again
     derived = DERIVED.removeprefix(f"{group}.")
     assert {**again, derived: None} == {**of_run, derived: None}
 
