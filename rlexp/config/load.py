@@ -13,6 +13,7 @@ from typing import Any, cast
 
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
@@ -43,6 +44,8 @@ DERIVED = "rollout.minibatches"  # the one derived size among them: another run 
 # keys that name rows or a model
 OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "sources", "max_samples")
 OF_OPTION = (*OF_SOURCE, "eval_size")  # another option of a group has its own
+STORED = "the stored configuration"
+OF_RLEXP = "Give a file that rlexp has written."
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
 
@@ -79,6 +82,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
         if each[:1] in ("~", "+") or each.startswith("hydra."):
             raise ConfigError(f"{each}: beside a run or checkpoint, give keys alone: key=value.")
     given = [each.partition("=")[0] for each in overrides]
+    refuse_other_groups(plain)
     texts = literals(without_code(plain, given))  # what is stored is resolved already
     stored = OmegaConf.create(texts)
     known = {group: {leaf: value for leaf, value in texts[group].items() if f"{group}.{leaf}" not in GONE}
@@ -213,6 +217,7 @@ def from_file(path: Path) -> Config:
 
 def from_plain(plain: Any) -> Config:
     """Return the typed object again, from the result of `to_plain`."""
+    refuse_other_groups(plain, whole=True)
     plain = OmegaConf.create(literals(plain))
     for key in GONE:
         group, _, leaf = key.partition(".")
@@ -220,7 +225,27 @@ def from_plain(plain: Any) -> Config:
     base = OmegaConf.structured(Config)
     for group, kinds in KINDS.items():
         base[group] = OmegaConf.structured(kinds[plain[group].name])
-    return cast(Config, OmegaConf.to_object(OmegaConf.merge(base, plain)))
+    try:
+        return cast(Config, OmegaConf.to_object(OmegaConf.merge(base, plain)))
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{STORED}: {' '.join(str(error).split())}. {OF_RLEXP}") from None
+
+
+def refuse_other_groups(plain: Any, *, whole: bool = False) -> None:
+    """Refuse a stored configuration whose groups are none: the names of their options are given to Hydra. An older one
+    may lack some, unless it must be `whole`."""
+    if not isinstance(plain, Mapping):
+        raise ConfigError(f"{STORED}: is no mapping. {OF_RLEXP}")
+    for group in dict.fromkeys((*KINDS, *OF_CURVE)):
+        keys = plain.get(group)
+        if keys is None and not whole:
+            continue
+        if not isinstance(keys, Mapping):
+            raise ConfigError(f"{STORED}: has no keys of {group}. {OF_RLEXP}")
+        name = keys.get("name")
+        known = name is None if group not in KINDS else isinstance(name, str) and name in KINDS[group]
+        if not known and (group in KINDS or not re.fullmatch(r"[a-z]\w*", str(name))):
+            raise ConfigError(f"{STORED}: {group}.name={name} is no option of {group}. {OF_RLEXP}")
 
 
 def to_file(cfg: Config, path: Path) -> None:

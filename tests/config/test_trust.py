@@ -28,6 +28,18 @@ def test_a_stored_run_does_not_trust_the_code_of_its_model() -> None:
     assert load.to_plain(given)["model"]["trust_remote_code"] is True
 
 
+@pytest.mark.parametrize(
+    "name", ["{path: x, trust_remote_code: true}", "hf,tiny", "hf@data", "../hf", "", None, 3, ["hf"]]
+)
+def test_the_name_of_a_stored_option_is_no_override(name: Any) -> None:
+    """It is given to Hydra, for which a mapping would set keys."""
+    plain = stored()
+    with pytest.raises(ConfigError, match=r"^the stored configuration: model\.name=.* is no option of model\."):
+        load.composed_like({**plain, "model": {**plain["model"], "name": name}}, ["launch.device=cpu"])
+    with pytest.raises(ConfigError, match=r"^the stored configuration: optim\.name="):
+        load.composed_like({**plain, "optim": {**plain["optim"], "name": "{lr: 1}"}}, ["launch.device=cpu"])
+
+
 MODEL = {"name": "model", "path": "somewhere", "trust_remote_code": True}
 PYTHON = {"name": "python", "function": "evil:judge"}
 
