@@ -13,6 +13,7 @@ import yaml
 from rlexp.base.plain_yaml import MOST_VALUES
 from rlexp.convert.experiment import text_of
 from rlexp.convert.frameworks import converted
+from rlexp.convert.read import LARGEST
 from rlexp.convert.rules import Conversion, ConvertError
 from tests.convert.texts import OPENRLHF, SWIFT, TRL
 
@@ -116,3 +117,24 @@ def test_a_recipe_does_not_trust_a_model_s_code(tmp_path: Path) -> None:
 def test_a_small_file_does_not_become_large(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(ConvertError, match=why):
         conversion(f"{TRL}{text}", tmp_path, trainer="dpo")
+
+
+DOUBLED = "A0=xy\n" + "".join(f"A{n}=$A{n - 1}$A{n - 1}\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        (f"{DOUBLED}{OPENRLHF} --run_name $A39", "its variables make more than"),
+        ("A=(x y)\n" + "A=(${A[@]} ${A[@]})\n" * 40 + OPENRLHF, "its variables make more than"),
+        (f"{OPENRLHF} --run_name {'$(' * 3000}", "too deep in each other"),
+        (f"{OPENRLHF} --run_name {'x' * LARGEST}", "is larger than 256 KiB"),
+        (f"{OPENRLHF} --seed {'9' * 4000}", "seed=9"),
+        (f"{TRL}seed: {'9' * 4000}", "a number has more than 4096 bits"),
+        (f"{TRL}run_name: !!timestamp x", "is none of the files that can be converted"),
+    ],
+    ids=["words", "arrays", "depth", "bytes", "digits", "digits in yaml", "a tag"],
+)
+def test_nor_does_a_small_script(text: str, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ConvertError, match=why):
+        conversion(text, tmp_path, trainer=None if "openrlhf" in text else "dpo")
