@@ -38,7 +38,7 @@ def stored() -> dict[str, Any]:
     return load.to_plain(load.compose_config([*CPU, "loss=grpo", "reward=rule", "reward.text=a"]))
 
 
-@attacks.few_or_many(40, 600)
+@attacks.few_or_many(20, 600)
 def test_a_configuration_of_anything_is_composed_or_refused(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,7 @@ def scripts(plant: str) -> list[str]:
     return found
 
 
-@attacks.few_or_many(25, 1500)
+@attacks.few_or_many(45, 1500)
 def test_a_recipe_of_anything_is_converted_or_refused(
     count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

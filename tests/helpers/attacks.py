@@ -1,7 +1,7 @@
 """What a stranger may write in the place of a text, and what must not come of it.
 
-Each test plants these at one door: a recipe, a row, a run's files, a configuration. A few cases run in `make test`,
-all in `make check`.
+Each test plants these at one door: a recipe, a row, a run's files, a configuration. A hundred cases run in `make test`,
+3,300 in `make check`.
 """
 
 from __future__ import annotations
