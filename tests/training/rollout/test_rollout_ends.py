@@ -17,6 +17,7 @@ import pytest
 from rlexp.base.errors import DrawError, NonFiniteError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.launch import watch
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder as checkpoint
@@ -139,7 +140,9 @@ def patient_rank(spec: RankSpec, cfg: Config, seconds: float) -> float:
     drawn = task.rollouts.source.draw
 
     def slowly(*args: Any) -> list[Sample]:
-        time.sleep(seconds * spec.rank)
+        for _ in range(int(seconds) * spec.rank):
+            time.sleep(1.0)
+            watch.note()  # as each layer does
         return drawn(*args)
 
     task.rollouts.source.draw = slowly  # type: ignore[method-assign]
