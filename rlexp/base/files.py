@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
+
+MOST = 1 << 28  # bytes of a run's file that is read whole
 
 
 @contextlib.contextmanager
@@ -16,6 +20,8 @@ def replacing(path: Path) -> Iterator[Path]:
     two processes of a machine do not share one; a process that is killed may leave it behind.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with contextlib.suppress(OSError):
+        temporary.unlink()  # a link of somebody else's would be followed
     try:
         yield temporary
         os.replace(temporary, path)
@@ -36,6 +42,18 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
         temporary.write_bytes(content)
         if durable:
             sync(temporary)
+
+
+def read_regular(path: Path, most: int = MOST) -> bytes:
+    """Return what is in a file that anybody may have made: a pipe would be waited for, and a device has no end."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "is no regular file", str(path))
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(errno.EFBIG, f"has more than {most >> 20} MiB", str(path))
+    return content
 
 
 def open_to_others(path: Path) -> None:

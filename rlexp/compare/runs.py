@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import yaml
 
-from rlexp.base import plain_yaml
+from rlexp.base import files, plain_yaml
 from rlexp.base.errors import UserError
 from rlexp.base.printable import printable
 from rlexp.launch import preflight_check, rank_progress, run_folder, sweep
@@ -213,7 +213,7 @@ def shown(name: str) -> str:
 
 def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
     try:
-        config = plain_yaml.load(path.read_text(encoding="utf-8"))
+        config = plain_yaml.load(files.read_regular(path).decode())
     except FileNotFoundError:
         notes.append(f"{path.parent}: has no {path.name}, so its settings are not known")
         return {}

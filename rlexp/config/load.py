@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from pathlib import Path
@@ -16,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base import plain_yaml
+from rlexp.base.command import say
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 from rlexp.config import resolvers, schema, sizes
@@ -32,7 +32,7 @@ from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
-from rlexp.config.trust import without_code
+from rlexp.config.trust import refuse_code, without_code
 
 _AT_HOME = re.compile(r"""^(hydra\.(?:run|sweep)\.dir=['"]?)~(?=/|['"]?$)""")
 _OPEN = re.compile(
@@ -46,6 +46,7 @@ OF_SOURCE = ("path", "eval_path", "subset", "split", "eval_split", "revision", "
 OF_OPTION = (*OF_SOURCE, "eval_size")  # another option of a group has its own
 STORED = "the stored configuration"
 OF_RLEXP = "Give a file that rlexp has written."
+OF_HERE = ("data.cache", "data.workers")  # of the machine that the run was on
 BY_DEFAULT = "the default"  # engine.chosen in conf/engine/auto.yaml
 
 
@@ -85,7 +86,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     refuse_other_groups(plain)
     texts = literals(without_code(plain, given))  # what is stored is resolved already
     stored = OmegaConf.create(texts)
-    known = {group: {leaf: value for leaf, value in texts[group].items() if f"{group}.{leaf}" not in GONE}
+    known = {group: {leaf: value for leaf, value in texts[group].items() if f"{group}.{leaf}" not in (*GONE, *OF_HERE)}
              for group in OF_CURVE if texts.get(group)}  # fmt: skip
     data = known.get("data", {})
     options = [f"{group}={keys['name']}" for group, keys in known.items() if keys.get("name") and group not in given]
@@ -104,7 +105,7 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
             if key not in given:
-                OmegaConf.update(cfg, key, OmegaConf.select(stored, key))
+                OmegaConf.update(cfg, key, _settled(stored, key))
         for group, keys in known.items():
             same = _in_files(cfg[group].get("name")) == keys.pop("name", None)
             # a reference model is the same in memory and precomputed
@@ -113,10 +114,17 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
                 if f"{group}.{leaf}" != DERIVED and (same or (leaf in cfg[group] and leaf not in own)):
                     OmegaConf.update(cfg, f"{group}.{leaf}", value, merge=False)
         for key in filter(_is_leaf, given):
-            OmegaConf.update(cfg, key, OmegaConf.select(asked, key), merge=False)
+            OmegaConf.update(cfg, key, _settled(asked, key), merge=False)
+    refuse_code(cfg, given)
     if "reference" in known and not compares(cast(LossConfig, OmegaConf.to_object(cfg.loss))):
         return composed_like({**plain, "reference": None}, overrides)
     return cfg
+
+
+def _settled(cfg: DictConfig, key: str) -> Any:
+    """Return a key's value, to be put into another configuration as it is."""
+    value = OmegaConf.select(cfg, key)
+    return literals(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
 
 
 def _in_files(name: Any) -> Any:
@@ -184,7 +192,7 @@ def with_device_resolved(cfg: Config) -> Config:
 @functools.cache
 def _tell_once(note: str) -> None:
     if not sizes.joined_rank():  # under torchrun every rank composes, and one tells
-        sys.stderr.write(f"rlexp: {note}\n")
+        say(note)
 
 
 def _refuse_unknown(cfg: DictConfig) -> None:
@@ -244,6 +252,8 @@ def refuse_other_groups(plain: Any, *, whole: bool = False) -> None:
             raise ConfigError(f"{STORED}: has no keys of {group}. {OF_RLEXP}")
         name = keys.get("name")
         known = name is None if group not in KINDS else isinstance(name, str) and name in KINDS[group]
+        if odd := [leaf for leaf in keys if not str(leaf).isidentifier()]:  # OmegaConf would read it as a path
+            raise ConfigError(f"{STORED}: {group}.{odd[0]} is no key. {OF_RLEXP}")
         if not known and (group in KINDS or not re.fullmatch(r"[a-z]\w*", str(name))):
             raise ConfigError(f"{STORED}: {group}.name={name} is no option of {group}. {OF_RLEXP}")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from rlexp.base.errors import ConfigError
 
 TRUST = "trust_remote_code"
@@ -20,10 +22,20 @@ def without_code(plain: Mapping[str, Any], given: Collection[str]) -> dict[str, 
     return trusted
 
 
+def refuse_code(cfg: DictConfig, given: Collection[str]) -> None:
+    """Refuse a configuration that trusts code though the command line does not say so: a second look, at what came of a
+    stored one."""
+    for group in ("model", "reward"):
+        found = OmegaConf.to_container(cfg[group], resolve=False)
+        keys = {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+        if dict(_distrusted(keys, group, given)) != keys:
+            raise ConfigError(f"{group}.{TRUST}: the stored run alone says so. If you trust its code, give it again.")
+
+
 def _distrusted(keys: Mapping[str, Any], name: str, given: Collection[str]) -> Iterator[tuple[str, Any]]:
     for leaf, value in keys.items():
         key = f"{name}.{leaf}"
-        if leaf == "function" and not _said(key, given):
+        if leaf == "function" and value not in (None, "???") and not _said(key, given):
             raise ConfigError(
                 f"{key}={value}: names Python code, and so far only the stored run says that it may run. If you trust "
                 f"it, give it again: {key}={value}."

@@ -84,11 +84,21 @@ def _explained(line: Line) -> list[str]:
     return wrapped(f"  {line.name}: {value}   {line.why}", indent="      ")
 
 
+class _Dumper(yaml.SafeDumper):
+    """A dumper that escapes line breaks: other styles write them as they are."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, None if text.isprintable() else '"'),
+)
+
+
 def scalar(value: Any) -> str:
     """Return a value as yaml writes it in one line."""
     plain = _plain(value)
     for readable in (True, False):  # where a character does not print, all that are not ASCII are escaped
-        text = yaml.safe_dump(plain, default_flow_style=True, width=10**6, allow_unicode=readable)
+        text = yaml.dump(plain, None, _Dumper, default_flow_style=True, width=10**6, allow_unicode=readable)
         if printable(text.rstrip("\n")) == text.rstrip("\n"):
             break
     return text.removesuffix("\n").removesuffix("\n...")

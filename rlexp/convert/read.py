@@ -246,7 +246,10 @@ class _Arguments:
 
     def _add(self, name: str, value: str) -> None:
         before = self.given[name]
-        self.given[name] = value if before is True else [*(before if isinstance(before, list) else [before]), value]
+        if isinstance(before, list):
+            before.append(value)
+        else:
+            self.given[name] = value if before is True else [before, value]
 
 
 def _like(word: str, value: str) -> str:

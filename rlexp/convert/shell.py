@@ -26,6 +26,7 @@ MOST_PUT_IN = 1 << 24  # characters in place of variables, in a whole script: A=
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], float]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: math.fmod,
 }  # fmt: skip
+REDIRECTION = re.compile(r"\d*(?:&>>?|>>?&?|<(?!<))|\d*<<-?|<<<")
 OPERATORS = ("&&", "||", "|&", ";;", "|", "&", ";", "\n", "(", ")")
 
 
@@ -177,10 +178,10 @@ class _Reader:
         word = _Word()
         while self.at < len(self.text):
             char = self.text[self.at]
-            redirection = re.compile(r"\d*(?:&>>?|>>?&?|<(?!<))|\d*<<-?|<<<").match(self.text, self.at)
+            redirection = None if _goes_on(word, char) else REDIRECTION.match(self.text, self.at)
             if char == "(" and word.text.endswith("=") and ASSIGNMENT.fullmatch(word.text):
                 word.array = self._array()
-            elif char in " \t\r" or char == "\n" or self._operator() or (redirection and not _goes_on(word, char)):
+            elif char in " \t\r" or char == "\n" or self._operator() or redirection:
                 if word.begun:
                     yield word
                 word = _Word()
@@ -193,7 +194,7 @@ class _Reader:
                 self.at = _end(self.text, "\n", self.at)
             elif self.text.startswith("\\\n", self.at) or self.text.startswith("\\\r\n", self.at):
                 self.at = self.text.index("\n", self.at) + 1
-            elif redirection and not _goes_on(word, char):
+            elif redirection:
                 self.at = redirection.end()
                 yield from self._redirected(redirection[0])
             elif operator := self._operator():

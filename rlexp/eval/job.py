@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from omegaconf import DictConfig
 from rlexp.base.errors import CheckpointError, ConfigError, UserError
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
-from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra
+from rlexp.config.literals import literals
+from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra, refuse_other_groups
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config
 from rlexp.eval.needed import fit_layout, hold_out_alone, leave_reference
@@ -90,6 +91,7 @@ def job_of_folder(folder: Path, overrides: Sequence[str], *, reference: bool = F
         )
     checkpoints = named(folder)
     config = config_in(checkpoints)
+    refuse_other_groups(config)
     for group in ("model", "reference"):  # a hub model's branch may have moved since the run was started
         commit = run_folder.commits(checkpoints[0]).get(f"{group}.path")
         if commit is not None and not given & {group, f"{group}.path", f"{group}.revision"}:
@@ -100,7 +102,8 @@ def job_of_folder(folder: Path, overrides: Sequence[str], *, reference: bool = F
     try:
         like = composed_like(config, overrides)
         if "eval.buckets" not in given and not draws(like.loss.name):
-            like.eval.buckets = config.get("eval", {}).get("buckets", [])
+            stored = config.get("eval")
+            like.eval.buckets = literals(stored.get("buckets", []) if isinstance(stored, Mapping) else [])
         return EvalJob(for_evaluation(like, reference=reference), folder)
     except UserError as error:
         values = {f"{group}.{leaf}": value for group in OF_CURVE for leaf, value in config.get(group, {}).items()}
@@ -114,10 +117,17 @@ def config_in(checkpoints: Sequence[Path]) -> dict[str, Any]:
     """Return the configuration of the newest checkpoint in which it can be read: a later one may be damaged."""
     for path in checkpoints[:-1]:
         try:
-            return dict(read_position(path)["config"])
+            return _config_in(path)
         except CheckpointError:
             continue
-    return dict(read_position(checkpoints[-1])["config"])
+    return _config_in(checkpoints[-1])
+
+
+def _config_in(checkpoint: Path) -> dict[str, Any]:
+    config = dict(read_position(checkpoint).get("config", {}))
+    if not isinstance(config.get("rollout"), Mapping) or not isinstance(config.get("model"), Mapping):
+        raise CheckpointError(f"{checkpoint}: has no configuration that rlexp has written.")
+    return config
 
 
 def for_evaluation(composed: DictConfig, *, reference: bool = False) -> Config:

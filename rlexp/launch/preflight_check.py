@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rlexp import __version__
+from rlexp.base import files, plain_json
 from rlexp.base.byte_counts import GIB, size
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
@@ -264,7 +265,7 @@ def fingerprint(cfg: Config, *, fitting: bool) -> str:
 def read(run_dir: Path | None, key: str | None = None) -> Decision | None:
     """Return the decision that a run's folder holds: with a key, only one by which that very configuration fits."""
     try:
-        known = json.loads((run_dir / FILE).read_text(encoding="utf-8")) if run_dir is not None else {}
+        known = plain_json.loads(files.read_regular(run_dir / FILE)) if run_dir is not None else {}
         decision = Decision(**known)
     except (OSError, ValueError, TypeError):
         return None

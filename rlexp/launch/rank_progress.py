@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rlexp.base import plain_json
+from rlexp.base import files, plain_json
 from rlexp.launch import watch
 
 WIDTH = 1024  # bytes of a line, with its newline
@@ -55,7 +55,7 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines that ranks have written, in the order of the ranks."""
     lines = []
     try:
-        text = (run_dir / FILE).read_bytes()
+        text = files.read_regular(run_dir / FILE)
     except OSError:
         return []
     for each in text.replace(b"\0", b"").splitlines():  # zeros: ranks that have not written yet

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp import __version__
-from rlexp.base import plain_json
+from rlexp.base import files, plain_json
 from rlexp.base.errors import CheckpointError, ConfigError, FolderError
 from rlexp.base.files import write_text
 from rlexp.config import load
@@ -60,6 +60,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     very run and it is finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
     _refuse_itself(cfg, run_dir)
+    _refuse_links(run_dir)
     again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     claim(run_dir, patience=LOST if again else 0.0)
     _wait_for_ranks(run_dir, LOST if again else PATIENCE)
@@ -122,6 +123,16 @@ def requeue(job: str | None, why: str, step: int) -> dict[str, Any]:
 def _refuse_itself(cfg: Config, run_dir: Path) -> None:
     if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
         raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
+
+
+def _refuse_links(run_dir: Path) -> None:
+    """Refuse a run whose folders are links: old checkpoints and unfinished files would be removed elsewhere."""
+    for path in (run_dir / FOLDER, run_dir / "model", run_dir / "logs"):
+        if path.is_symlink():
+            raise FolderError(
+                f"hydra.run.dir={run_dir}: its {path.name} is a link to {os.readlink(path)}, and rlexp would remove "
+                f"files there. Put the whole run there: hydra.run.dir=FOLDER."
+            )
 
 
 def leave(run_dir: Path) -> None:
@@ -223,7 +234,7 @@ def _is_finished(cfg: Config, run_dir: Path, before: dict[str, Any], now: dict[s
 def read(run_dir: Path) -> dict[str, Any]:
     """Return run.json's facts, without those of another kind than is written; empty where there is no run yet."""
     try:
-        facts = plain_json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+        facts = plain_json.loads(files.read_regular(run_dir / "run.json"))
     except (OSError, ValueError):
         return {}
     facts = plain_json.of_kinds(facts, FACTS)

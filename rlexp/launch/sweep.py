@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rlexp.base import plain_json
+from rlexp.base import files, plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 
@@ -148,7 +148,7 @@ def read(folder: Path) -> list[Job]:
 
 def plain(folder: Path) -> dict[str, Any]:
     try:
-        ledger = plain_json.loads((folder / FILE).read_text(encoding="utf-8"))
+        ledger = plain_json.loads(files.read_regular(folder / FILE))
     except FileNotFoundError:
         return {}
     except ValueError as error:

@@ -24,11 +24,18 @@ from typing import Any
 
 from rlexp.base import plain_json
 from rlexp.base.errors import CheckpointError
-from rlexp.base.files import sync
+from rlexp.base.files import read_regular, sync
 
 FORMAT = 1
 AUTO, NEVER = "auto", "never"  # the values of resume.mode that are not a path
 FOLDER, MANIFEST, POSITION, METRICS, MODEL = "checkpoints", "manifest.json", "position.json", "metrics.jsonl", "model"
+MANIFEST_KINDS: plain_json.Kinds = {"files": dict, "parameters": dict, "layout": dict}
+POSITION_KINDS: plain_json.Kinds = {
+    **dict.fromkeys(("step", "seed", "total_tokens", "optimizer_steps"), int),
+    **dict.fromkeys(("config", "schedule", "layout"), dict),
+    "identity": (dict, plain_json.NOTHING),
+    "wandb_id": (str, plain_json.NOTHING),
+}  # of what is written there
 _NAME = re.compile(r"step-(\d{8,})")
 _UNFINISHED, _DISCARDED, _DAMAGED = ".unfinished-", ".discarded-", ".damaged-"
 
@@ -107,7 +114,7 @@ def sweep(run_dir: Path) -> None:
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
     try:
-        manifest = plain_json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
+        manifest = plain_json.loads(read_regular(checkpoint / MANIFEST))
         digest = manifest.pop("sha256")
     except FileNotFoundError:
         raise CheckpointError(f"{checkpoint}: has no {MANIFEST}, so it is no whole checkpoint.") from None
@@ -115,9 +122,12 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} cannot be read.") from None
     if digest != _digest(manifest):
         raise CheckpointError(f"{checkpoint}: its {MANIFEST} was changed after it was written.")
-    if manifest["format"] != FORMAT:
-        raise CheckpointError(f"{checkpoint}: is of format {manifest['format']}, and this version reads {FORMAT}.")
-    checked: dict[str, Any] = manifest
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError(f"{checkpoint}: is of format {manifest.get('format')}, and this version reads {FORMAT}.")
+    checked = plain_json.of_kinds(manifest, MANIFEST_KINDS)
+    entries = checked.get("files", {}).values()
+    if checked.keys() != manifest.keys() or not all(isinstance(each, dict) and "bytes" in each for each in entries):
+        raise CheckpointError(f"{checkpoint}: its {MANIFEST} is none that rlexp has written.")
     return checked
 
 
@@ -142,10 +152,13 @@ def check_contents(checkpoint: Path, names: Iterable[str], manifest: dict[str, A
 
 def read_position(checkpoint: Path) -> dict[str, Any]:
     try:
-        position: dict[str, Any] = plain_json.loads((checkpoint / POSITION).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        position = plain_json.loads(read_regular(checkpoint / POSITION))
+    except (OSError, ValueError):
         raise CheckpointError(f"{checkpoint}: its {POSITION} cannot be read.") from None
-    return position
+    checked = plain_json.of_kinds(position, POSITION_KINDS)
+    if not isinstance(position, dict) or checked.keys() != position.keys():
+        raise CheckpointError(f"{checkpoint}: its {POSITION} is none that rlexp has written.")
+    return checked
 
 
 def named(path: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from rlexp.run_files.curve_distance import Column, Steps
 
 METRICS = "metrics.jsonl"
 NUMBERS = {int, float, bool}
+MOST = 1 << 32  # bytes of a file
 MOST_STEPS = 1 << 62  # what an array of steps can hold
 MetricRow = dict[str, float | int]  # one optimizer step's values; `step` comes first
 
@@ -33,7 +34,7 @@ def read_rows(path: Path) -> list[MetricRow]:
 def whole_lines(path: Path) -> list[bytes]:
     if not path.exists():
         return []
-    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    return [line for line in files.read_regular(path, MOST).splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def rewrite(path: Path, source: Path | None, upto: int) -> None:
@@ -50,8 +51,11 @@ def write_lines(path: Path, lines: Sequence[bytes]) -> None:
 def read_columns(path: Path, notes: list[str]) -> tuple[Steps, dict[str, Column]]:
     """Read metrics.jsonl as steps and columns. A broken row is left out, and `notes` gets a line that says so."""
     try:
-        lines = path.read_bytes().splitlines(keepends=True)
+        lines = files.read_regular(path, MOST).splitlines(keepends=True)
     except FileNotFoundError:
+        return columns_of([])
+    except OSError as error:
+        notes.append(f"{path}: cannot be read ({error.strerror})")
         return columns_of([])
     if lines and not lines[-1].endswith(b"\n"):
         notes.append(f"{path}: its last line is torn, and left out")
@@ -74,7 +78,7 @@ def _is_step(value: object) -> bool:
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> tuple[Steps, dict[str, Column]]:
     """Turn rows into steps, in order, and one column per metric. Where a step comes twice, the last row counts."""
-    latest = {row["step"]: row for row in rows}
+    latest = {row["step"]: row for row in rows if _is_step(row["step"])}
     steps = np.array(sorted(latest), dtype=np.int64)
     alike: dict[tuple[str, ...], list[int]] = {}  # the places of rows with the same names: most rows have the same
     for place, step in enumerate(steps.tolist()):

@@ -18,7 +18,9 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from rlexp.base import files
 from rlexp.run_files.curve_distance import Steps
+from rlexp.run_files.metrics_jsonl import MOST
 
 ROLLOUTS = "rollouts.jsonl"
 PARTS = ("step", "n_samples", "prompts", "digests")
@@ -103,7 +105,7 @@ class Record:
 def lines(path: Path) -> Iterator[dict[str, Any]]:
     """Read the whole lines. While a run writes, the last line may be half a line."""
     try:
-        text = path.read_bytes()
+        text = files.read_regular(path, MOST)
     except OSError:
         return
     for line in text.splitlines(keepends=True):

@@ -43,26 +43,24 @@ def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
                 f"hydra.launcher.environment.{name}: would stand in files of the sweep, which others may read. Leave "
                 f"it out, and set it before the command: export {name}=…. The jobs get the variables that it has."
             )
-    texts = {key: value for key, value in params.items() if key != "setup"}  # which is made of such lines
-    _one_line("hydra.launcher", OmegaConf.to_container(OmegaConf.create(texts)))
 
 
 def check_folder(key: str, folder: str) -> None:
     """Refuse a folder that Slurm would not take as it is: sbatch and srun expand a % in the paths of logs."""
     if "%" in folder:
         raise ConfigError(f"{key}={folder}: Slurm expands a % in the paths of logs. Give a folder without.")
-    _one_line(key, folder)
+    one_line(key, folder)
 
 
-def _one_line(key: str, value: Any) -> None:
+def one_line(key: str, value: Any) -> None:
     """Refuse what would end a line of the batch script: the rest of it would be a command."""
     if isinstance(value, Mapping):
         for name, each in value.items():
-            _one_line(key, str(name))
-            _one_line(f"{key}.{name}", each)
+            one_line(key, str(name))
+            one_line(f"{key}.{name}", each)
     elif isinstance(value, list | tuple):
         for each in value:
-            _one_line(key, each)
+            one_line(key, each)
     elif re.search(r"[\x00-\x1f\x7f]", str(value)):
         raise ConfigError(
             f"{key}={printable(str(value))}: has a line break, or another control character. Leave it out."

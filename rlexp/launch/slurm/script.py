@@ -11,6 +11,7 @@ from typing import Any
 import submitit
 
 from rlexp.launch.slurm import preamble
+from rlexp.launch.slurm.key_checks import one_line
 from rlexp.launch.slurm.meeting import INTERFACES, RUN_DIR
 
 # Keys of the launcher's configuration that are rlexp's own, not sbatch's.
@@ -36,6 +37,8 @@ class BatchScript(submitit.SlurmExecutor):
 
 def batch(params: Mapping[str, Any], sweep: Path, folders: Sequence[str], comment: str) -> BatchScript:
     """Build the batch of the jobs in these folders of the sweep. `params` is their resolved launcher configuration."""
+    # `setup` is made of such lines
+    one_line("hydra.launcher", {key: value for key, value in params.items() if key != "setup"})
     folder = Path(params["submitit_folder"])
     made = BatchScript(folder, python=python_of(params))
     given = {key: value for key, value in params.items() if key not in _OWN and value is not None}

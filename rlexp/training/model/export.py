@@ -247,7 +247,7 @@ def described(place: Path, cfg: ModelConfig) -> tuple[PreTrainedModel, Any]:
     config = AutoConfig.from_pretrained(place, trust_remote_code=trusted)
     factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModelForCausalLM
     with torch.device("meta"):
-        model = factory.from_config(config, trust_remote_code=trusted)
+        model = factory.from_config(config, trust_remote_code=trusted, attn_implementation="eager")
     if (place / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(place)
     return model, AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import logging
+import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +15,6 @@ from typing import Any
 
 import torch
 import transformers
-from safetensors import SafetensorError
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from torch import nn
@@ -31,7 +33,8 @@ from transformers import (
 from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
 from transformers.utils.logging import disable_progress_bar
 
-from rlexp.base.errors import ModelError
+from rlexp.base.errors import ModelError, UserError
+from rlexp.base.printable import printable_lines
 from rlexp.config.chat_templates import NAMED, end_of, template_text
 from rlexp.config.checks.adapter import refuse_quantized
 from rlexp.config.checks.model import refuse_missing
@@ -361,6 +364,7 @@ def _from_hub(
 ) -> Any:
     name = str(Path(path).expanduser()) if path.startswith("~") else path
     disable_progress_bar()
+    _log_printably()
     try:
         with watch.elsewhere():  # it may be fetched from the hub, or read from a slow disk
             return factory.from_pretrained(name, trust_remote_code=trust_remote_code, **kwargs)
@@ -369,7 +373,9 @@ def _from_hub(
             f"{key}={path}: its weights are a pickle that holds more than tensors, and reading it could run code. Give "
             f"a model whose weights are safetensors."
         ) from error
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError) as error:
+    except (UserError, ImportError, MemoryError):
+        raise
+    except Exception as error:  # of a model that anybody may have made
         if not trust_remote_code and TRUST in str(error):
             group = key.rpartition(".")[0].replace("reference", "model")  # which has one key for both
             raise ModelError(
@@ -381,6 +387,21 @@ def _from_hub(
             f"{key}={path}: no {what} can be loaded ({type(error).__name__}: {reason}). Give a hub name, or a folder "
             f"to which transformers' save_pretrained wrote the model and its tokenizer."
         ) from error
+
+
+@functools.cache
+def _log_printably() -> None:
+    """Let what transformers logs of a stranger's model move no cursor; its own colours stay."""
+
+    def printing(record: logging.LogRecord) -> bool:
+        parts = re.split(r"(\x1b\[[0-9;]*m)", record.getMessage())
+        parts[::2] = map(printable_lines, parts[::2])
+        record.msg, record.args = "".join(parts), ()
+        return True
+
+    transformers.logging.get_logger("transformers")  # has its handler from then on
+    for handler in logging.getLogger("transformers").handlers:
+        handler.addFilter(printing)
 
 
 def _without_dropout(config: PreTrainedConfig) -> None:

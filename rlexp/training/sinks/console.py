@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from rlexp.base.printable import printable_lines
 from rlexp.launch.rank_progress import seconds_in_step, within_step
 from rlexp.run_files.curve_distance import SCORE
 from rlexp.training.sinks import legible
@@ -26,7 +27,7 @@ SHOWN, SAID = 5.0, 30.0  # seconds of a step after which it is shown in a termin
 def say(text: str) -> None:
     """Write to standard error. A closed pipe must not end a training run."""
     with contextlib.suppress(OSError):
-        sys.stderr.write(text)
+        sys.stderr.write(printable_lines(text))
         sys.stderr.flush()
 
 
