@@ -48,12 +48,12 @@ def read_regular(path: Path, most: int = MOST) -> bytes:
     """Return what is in a file that anybody may have made: a pipe would be waited for, and a device has no end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
+        found = os.fstat(handle)
+        if not stat.S_ISREG(found.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        content = file.read(most + 1)
-    if len(content) > most:
-        raise OSError(errno.EFBIG, f"has more than {most >> 20} MiB", str(path))
-    return content
+        if found.st_size > most:
+            raise OSError(errno.EFBIG, f"has more than {most >> 20} MiB", str(path))
+        return file.read()
 
 
 def open_to_others(path: Path) -> None:
