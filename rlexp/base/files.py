@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 MOST = 1 << 28  # bytes of a run's file that is read whole
 
@@ -44,14 +45,20 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
             sync(temporary)
 
 
-def read_regular(path: Path, most: int = MOST) -> bytes:
-    """Return what is in a file that anybody may have made: a pipe would be waited for, and a device has no end."""
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """Open a file that anybody may have made: a pipe would be waited for, and a device has no end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(handle, "rb") as file:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(errno.EINVAL, "is no regular file", str(path))
-        if found.st_size > most:
+        yield file
+
+
+def read_regular(path: Path, most: int = MOST) -> bytes:
+    """Return what is in such a file, if it has at most so many bytes."""
+    with opened(path) as file:
+        if os.fstat(file.fileno()).st_size > most:
             raise OSError(errno.EFBIG, f"has more than {most >> 20} MiB", str(path))
         return file.read()
 

@@ -55,7 +55,8 @@ def from_wandb(title: str, wandb_runs: Sequence[WandbRun]) -> Group:
         config["seed"] = each.config.get("seed")
         identity = config.pop("identity", {})
         steps, columns = columns_of(each.rows)
-        own = config.get("logger", {}).get("axes") or {}
+        own = config.get("logger", {}).get("axes")
+        own = own if isinstance(own, dict) else {}
         axes += list(own)
         sizes = {key: each.config[key] for key in SIZES if key in each.config}
         label = ", ".join(str(value) for value in own.values()) or each.name

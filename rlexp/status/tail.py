@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rlexp.base import plain_json
+from rlexp.base import files, plain_json
 from rlexp.run_files.curve_distance import SAMPLED, SCORE
 
 ROWS = 50  # the rows from which pace and speed are computed
@@ -40,7 +40,7 @@ def read(path: Path) -> Curve:
 def last_rows(path: Path, size: int) -> tuple[list[dict[str, Any]], bool]:
     """Return the whole rows in a file's last bytes, and whether these are all of its rows."""
     try:
-        with path.open("rb") as file:
+        with files.opened(path) as file:
             start = max(0, os.fstat(file.fileno()).st_size - size)
             file.seek(start)
             lines = file.read(size).split(b"\n")

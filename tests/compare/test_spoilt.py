@@ -52,6 +52,22 @@ def test_a_file_of_anything(name: str, text: str, runs: Path, capsys: pytest.Cap
     looked_at(runs, capsys)
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_without_an_end(name: str, runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A pipe would be waited for; a device gives zeros for ever, and a hole in a file as many as it likes."""
+    file = runs / "spoilt" / name
+    file.unlink(missing_ok=True)
+    os.mkfifo(file)
+    looked_at(runs, capsys)
+    file.unlink()
+    file.symlink_to("/dev/zero")
+    looked_at(runs, capsys)
+    file.unlink()
+    with file.open("wb") as hole:
+        hole.truncate(1 << 40)
+    looked_at(runs, capsys)
+
+
 def test_a_rank_that_says_little_is_in_no_long_step(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run goes on, in this process; its rank began its step long ago."""
     place = runs / "spoilt"

@@ -11,6 +11,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from omegaconf.errors import ValidationError
 
 from rlexp.config import load
 from rlexp.config.elsewhere import quoted
@@ -60,9 +61,28 @@ def test_a_run_s_texts_are_those_of_its_evaluation(text: str) -> None:
     assert load.to_plain(again)["reward"]["text"] == text
 
 
+@pytest.mark.parametrize("key", ["seed", "train.batch_size", "train.precision"])
+def test_no_number_of_a_stored_run_reads_the_environment(key: str) -> None:
+    plain = load.to_plain(load.compose_config(["launch.device=cpu"]))
+    group, _, leaf = key.rpartition(".")
+    (plain[group] if group else plain)[leaf] = "${oc.env:HF_TOKEN}"
+    with pytest.raises(ValidationError) as error:
+        load.composed_like(plain, ["launch.device=cpu"])
+    assert "hf_secret" not in str(error.value)
+
+
+def test_a_typed_text_stays_itself_beside_a_stored_run() -> None:
+    plain = load.to_plain(load.compose_config(["launch.device=cpu"]))
+    again = load.composed_like(plain, ["launch.device=cpu", f"reward.text={quoted('${oc.env:HF_TOKEN}')}"])
+    assert OmegaConf.select(again, "reward.text") == "${oc.env:HF_TOKEN}"
+
+
 @pytest.mark.parametrize("text", TEXTS)
 def test_a_text_stays_itself_on_a_command_line_and_in_an_experiment(text: str, tmp_path: Path) -> None:
     words = [f"logger.run_name={quoted(text)}", "launch.device=cpu"]
     assert load.compose_config(words).logger.run_name == text
     written: Any = OmegaConf.create(yaml.safe_load(f"run_name: {scalar(text)}"))
     assert written.run_name == text
+    nested = ["a", 1, {"b": text}]
+    read = OmegaConf.create({"x": yaml.safe_load(scalar(nested))})
+    assert OmegaConf.to_container(read, resolve=True) == {"x": nested}

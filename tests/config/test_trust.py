@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import load
-from rlexp.config.trust import without_code
+from rlexp.config.trust import refuse_code, without_code
 from tests.helpers.paths import ROOT
 
 LLAMA = ROOT / "tests" / "files" / "models" / "llama_8b"
@@ -38,6 +39,23 @@ def test_the_name_of_a_stored_option_is_no_override(name: Any) -> None:
         load.composed_like({**plain, "model": {**plain["model"], "name": name}}, ["launch.device=cpu"])
     with pytest.raises(ConfigError, match=r"^the stored configuration: optim\.name="):
         load.composed_like({**plain, "optim": {**plain["optim"], "name": "{lr: 1}"}}, ["launch.device=cpu"])
+
+
+@pytest.mark.parametrize("leaf", ["trust_remote_code[", "trust_remote_code]", "[trust_remote_code", "a.b", "", 3])
+def test_the_name_of_a_stored_key_is_no_path(leaf: Any) -> None:
+    """OmegaConf leaves out a bracket that nothing closes, and would set the key without it."""
+    plain = stored()
+    with pytest.raises(ConfigError, match=r"^the stored configuration: model\..* is no key\."):
+        load.composed_like({**plain, "model": {**plain["model"], leaf: True}}, ["launch.device=cpu"])
+
+
+def test_what_came_of_a_stored_run_is_looked_at_again() -> None:
+    trusting = OmegaConf.create({"model": {"trust_remote_code": True}, "reward": {"function": "???"}})
+    refuse_code(trusting, {"model.trust_remote_code"})
+    with pytest.raises(ConfigError, match=r"^model\.trust_remote_code: the stored run alone says so\."):
+        refuse_code(trusting, set())
+    with pytest.raises(ConfigError, match=r"^reward\.function=evil:judge: names Python code"):
+        refuse_code(OmegaConf.create({"model": {}, "reward": {"function": "evil:judge"}}), set())
 
 
 MODEL = {"name": "model", "path": "somewhere", "trust_remote_code": True}

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,8 +17,11 @@ from rlexp.base.command import exit_code
 from rlexp.base.errors import ConfigError, FolderError
 from rlexp.base.printable import printable, printable_lines
 from rlexp.config.explain import explained
+from rlexp.config.load import compose_config
 from rlexp.launch import run_folder
 from rlexp.launch.stops import Outcome
+from rlexp.training.model import loading
+from rlexp.training.sinks import console
 from rlexp.training.train import rank
 from tests.helpers.paths import ROOT
 
@@ -68,6 +72,26 @@ def test_a_folder_of_somebody_else_s_is_one_message(name: str, tmp_path: Path) -
     with pytest.raises(FolderError, match=r"^hydra\.run\.dir=.*: nothing can be written there \(Is a directory\)\."):
         begin()
     run_folder.leave(tmp_path)
+
+
+def test_what_a_model_makes_transformers_say_prints(capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own colours stay. Lines of a run, as of one that goes on, are printed by `say`."""
+    loading._log_printably()
+    transformers.logging.get_logger("transformers.modeling_utils").warning("a%s\x1b[31mred\x1b[0m", ESCAPES)
+    console.say(f"engine was {ESCAPES}\n")
+    said = capfd.readouterr().err
+    assert "\x1b[31mred\x1b[0m" in said
+    assert all(each.isprintable() or each == "\n" for each in re.sub(r"\x1b\[31mred\x1b\[0m", "", said))
+    assert said.count("\\x1b]0;PWN") == 2
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "model", "logs"])
+def test_a_run_whose_folder_is_a_link_is_refused(name: str, tmp_path: Path) -> None:
+    """Old checkpoints would be removed where it leads."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / name).symlink_to(tmp_path)
+    with pytest.raises(FolderError, match=rf"^hydra\.run\.dir=.*: its {name} is a link to "):
+        run_folder.enter(compose_config(["launch.device=cpu"]), tmp_path / "run")
 
 
 def test_names_in_commands_that_are_printed_are_quoted_for_a_shell() -> None:
