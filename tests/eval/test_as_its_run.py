@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from bench.resume import Where, run
 from rlexp.base.errors import ConfigError
-from rlexp.config.load import DERIVED, OF_CURVE, compose_config, composed_like, to_plain
+from rlexp.config.load import DERIVED, OF_CURVE, OF_HERE, compose_config, composed_like, to_plain
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
 from rlexp.eval.evaluation import evaluate
@@ -74,8 +74,8 @@ def test_each_key_is_that_of_the_run(group: str, option: str) -> None:
         of_run["path"] = None
     code = [f"{group}.{leaf}={of_run[leaf]}" for leaf in ("trust_remote_code", "function") if of_run.get(leaf)]
     again = as_in_files(composed_like({**plain, group: of_run}, code)[group])  # what runs code is typed again
-    derived = DERIVED.removeprefix(f"{group}.")
-    assert {**again, derived: None} == {**of_run, derived: None}
+    own = dict.fromkeys(key.removeprefix(f"{group}.") for key in (DERIVED, *OF_HERE))
+    assert {**again, **own} == {**of_run, **own}
 
 
 def test_no_group_is_left_out() -> None:
