@@ -241,12 +241,12 @@ def from_plain(plain: Any) -> Config:
 
 def refuse_other_groups(plain: Any, *, whole: bool = False) -> None:
     """Refuse a stored configuration whose groups are none: the names of their options are given to Hydra. An older one
-    may lack some, unless it must be `whole`."""
+    may lack some, of which a `whole` one has those with kinds."""
     if not isinstance(plain, Mapping):
         raise ConfigError(f"{STORED}: is no mapping. {OF_RLEXP}")
     for group in dict.fromkeys((*KINDS, *OF_CURVE)):
         keys = plain.get(group)
-        if keys is None and not whole:
+        if keys is None and not (whole and group in KINDS):
             continue
         if not isinstance(keys, Mapping):
             raise ConfigError(f"{STORED}: has no keys of {group}. {OF_RLEXP}")

@@ -49,6 +49,14 @@ def test_the_name_of_a_stored_key_is_no_path(leaf: Any) -> None:
         load.composed_like({**plain, "model": {**plain["model"], leaf: True}}, ["launch.device=cpu"])
 
 
+@pytest.mark.parametrize("group", ["adapter", "reference", "rollout", "optim"])
+def test_an_older_run_may_lack_groups(group: str) -> None:
+    plain = stored()
+    del plain[group]
+    again = load.from_hydra(load.composed_like(plain, ["launch.device=cpu"]))
+    assert load.to_plain(again)[group].keys() == stored()[group].keys()
+
+
 def test_what_came_of_a_stored_run_is_looked_at_again() -> None:
     trusting = OmegaConf.create({"model": {"trust_remote_code": True}, "reward": {"function": "???"}})
     refuse_code(trusting, {"model.trust_remote_code"})
