@@ -231,3 +231,25 @@ def test_a_disk_that_fills_up_costs_a_checkpoint_and_no_step(finished: Path, tmp
         assert [folder.step_of(path) for path in folder.latest_first(run)] == [6, 4, 2]
         for path in folder.latest_first(run):
             check(path)
+
+
+ODD: tuple[dict[str, Any], ...] = (
+    {"files": []}, {"files": {"a": {}}}, {"files": {"a": 3}}, {"parameters": 3}, {"format": 7},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", ODD)
+def test_a_manifest_of_other_kinds_is_one_message(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """Its own SHA-256 is made by whoever makes the folder."""
+    manifest = {"format": folder.FORMAT, "files": {}, "parameters": {}, **wrong}
+    text = json.dumps(manifest | {"sha256": folder._digest(manifest)})
+    (tmp_path / folder.MANIFEST).write_text(text, encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"its manifest\.json is none that rlexp has written|is of format 7"):
+        folder.check_sizes(tmp_path)
+
+
+@pytest.mark.parametrize("wrong", [[], {"config": []}, {"identity": 3}, {"step": "x"}, {"layout": [1]}])
+def test_a_position_of_other_kinds_is_one_message(wrong: Any, tmp_path: Path) -> None:
+    (tmp_path / folder.POSITION).write_text(json.dumps(wrong), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"its position\.json is none that rlexp has written"):
+        folder.read_position(tmp_path)
