@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -71,8 +70,6 @@ def alone(function: Callable[..., Any], *args: Any) -> Any:
 
 def parted(_spec: RankSpec, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     torch.distributed.destroy_process_group()
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
-        os.environ.pop(name, None)
     return function(*args)
 
 
