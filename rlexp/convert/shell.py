@@ -21,6 +21,7 @@ DECLARES = ("export", "readonly", "declare", "typeset", "local")
 KEYWORDS = ("then", "else", "do", "if", "elif", "while", "!", "time", "{")
 DEEPEST = 3
 TRAINER = re.compile(r"openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b")
+OF_A_WORD = 64  # characters that a word counts for beside its own
 MOST_PUT_IN = 1 << 24  # characters in place of variables, in a whole script: A=$A$A doubles them
 # Those of bash, which rounds a quotient towards 0.
 OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], float]] = {
@@ -82,7 +83,7 @@ class _Room:
         self.left = MOST_PUT_IN
 
     def take(self, texts: Sequence[str]) -> Sequence[str]:
-        self.left -= sum(map(len, texts)) + len(texts)
+        self.left -= sum(map(len, texts)) + OF_A_WORD * len(texts)
         if self.left < 0:
             raise TooMuch(f"its variables make more than {MOST_PUT_IN:,} characters")
         return texts
