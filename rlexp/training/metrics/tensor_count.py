@@ -34,6 +34,7 @@ class TensorCount:
         self._live = LiveTensors(lasting=True)
         self._held = self._live.held(device.type)
         self._steps = 0
+        self._missed = False  # a step was not counted
         self._largest = -1  # tokens of a micro-batch, over the steps that were counted
         self._chosen: set[int] = set()  # micro-batches of this step, by place
         self._once: set[str] = set()  # phases that have been counted
@@ -47,6 +48,7 @@ class TensorCount:
 
     def begin(self) -> None:
         """Begin a step."""
+        self._missed |= self._steps > 0 and not self._chosen
         self._steps += 1
         self._chosen = set()
         if self._steps == 1:
@@ -58,12 +60,14 @@ class TensorCount:
     def choose(self, sizes: Sequence[int]) -> None:
         """Choose from the step's micro-batches, whose tokens are given.
 
-        What was made since the last counted part is found first: ZeRO-3 gathers its small weights anew in every step,
-        and would hold them uncounted.
+        What was made in an uncounted step is found first: ZeRO-3 gathers its small weights anew in every step, and
+        would hold them uncounted.
         """
         largest = max(sizes, default=-1)
         if largest > self._largest:
-            self._live.find()
+            if self._missed:
+                self._live.find()
+            self._missed = False
             self._largest = largest
             self._chosen = {0, sizes.index(largest), len(sizes) - 1}
 
