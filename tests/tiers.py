@@ -19,7 +19,9 @@ WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
 ONE_IN: Mapping[str, int] = {
     "bench/test_selftest::test_every_engine_and_layout_is_tried_on_all_ranks": 3,
     "compare/test_spoilt::test_a_file_of_anything": 9,
+    "compare/test_spoilt::test_a_file_without_an_end": 4,
     "compare/test_spoilt::test_a_value_of_another_kind": 9,
+    "config/test_trust::test_an_older_run_may_lack_groups": 4,
     "config/test_literals::test_a_run_s_texts_are_those_of_its_evaluation": 4,
     "config/test_literals::test_a_text_stays_itself_on_a_command_line_and_in_an_experiment": 4,
     "config/test_config::test_engines_and_checkpoints_are_checked_before_a_process_starts": 3,
