@@ -28,7 +28,16 @@ def line_of(row: MetricRow) -> bytes:
 
 def read_rows(path: Path) -> list[MetricRow]:
     """Read the whole rows. A process that was killed may have left half a line at the end."""
-    return [plain_json.loads(line) for line in whole_lines(path)]
+    return [row for line in whole_lines(path) if (row := row_in(line)) is not None]
+
+
+def row_in(line: bytes) -> dict[str, Any] | None:
+    """Return the row that a line holds; None if it holds something else."""
+    try:
+        row = plain_json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and _is_step(row.get("step")) else None
 
 
 def whole_lines(path: Path) -> list[bytes]:

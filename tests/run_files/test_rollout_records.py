@@ -18,6 +18,7 @@ from rlexp.compare import comparison as reports
 from rlexp.compare.runs import Reader
 from rlexp.config.schema import Best, LoggerConfig
 from rlexp.config.schema.models import Precision
+from rlexp.run_files import metrics_jsonl
 from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.rollouts_jsonl import bracket, digests
 from rlexp.training.sinks import legible
@@ -445,3 +446,13 @@ def test_a_layout_may_move_its_times_and_nothing_else() -> None:
     own = ("train/time/rollout", "train/samples_per_second", "train/ring_balance")
     assert not any(map(compared, own))
     assert all(map(compared, ("train/objective/scores", "train/response/length", "train/val/behaviour_ratio")))
+
+
+def test_lines_that_are_no_rows_are_left_out(tmp_path: Path) -> None:
+    """A stranger's checkpoint may hold any lines; a run that goes on from it takes its rows alone."""
+    file = tmp_path / "lines.jsonl"
+    odd = b'keep\n{}\n[1]\n{"step": "x"}\n' + b"[" * 5000
+    file.write_bytes(b'{"step": 1, "rollout": 1}\n' + odd + b'\n{"step": 2, "rollout": "x"}\n')
+    assert [row["step"] for row in metrics_jsonl.read_rows(file)] == [1, 2]
+    RolloutsSink(file, 2).close(Ending(0))
+    assert [json.loads(line)["step"] for line in file.read_bytes().splitlines()] == [1, 2]

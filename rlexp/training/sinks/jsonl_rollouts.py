@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from rlexp.run_files.metrics_jsonl import whole_lines
+from rlexp.run_files.metrics_jsonl import row_in, whole_lines
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.jsonl import LineFile
 
@@ -21,9 +21,11 @@ class RolloutsSink(Sink):
         self._path = path
         self._file: LineFile | None = None
         self._last = 0
-        kept = [line for line in whole_lines(path) if json.loads(line)["step"] <= upto]
+        rows = [(line, row) for line in whole_lines(path) if (row := row_in(line)) is not None and row["step"] <= upto]
+        kept = [line for line, _ in rows]
         if kept or path.exists():
-            self._last = json.loads(kept[-1])["rollout"] if kept else 0
+            last = rows[-1][1].get("rollout") if rows else 0
+            self._last = last if isinstance(last, int) else 0
             self._file = LineFile(path, kept, keep=False)
 
     def rollout(self, facts: RolloutFacts) -> None:
