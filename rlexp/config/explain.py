@@ -20,7 +20,7 @@ HEADER = "# @package _global_"
 _KINDS = {
     "is not a ListConfig": "a list, as [ONE, TWO] or []",
     "to Dict[": "a mapping, as {NAME: VALUE} or {}",
-    "is not Optional": "given: it cannot be null",
+    "is not Optional": "given: it cannot be null. Give a value, or leave the key out",
 }
 
 
@@ -67,6 +67,8 @@ def explain(error: BaseException) -> str | None:
             return f"{mark.name}, line {mark.line + 1}: is not valid yaml ({getattr(link, 'problem', '')})."
     if any('Could not detect "srun"' in str(link) for link in links):
         return "hydra/launcher=slurm: there is no srun here. Run it where Slurm is, or use hydra/launcher=local."
+    if any("Unexpected type for root" in str(link) for link in links):  # OmegaConf's own assertion
+        return "a key is given below another one whose value is no mapping. Give the whole mapping: KEY={NAME: VALUE}."
     if not isinstance(error, HydraException | OmegaConfBaseException):
         return None
     if isinstance(error, OverrideParseException):

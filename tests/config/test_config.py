@@ -536,6 +536,12 @@ def test_what_deepspeed_knows_is_passed_on_or_refused_with_a_reason() -> None:
     assert {key for key in deepspeed.PASSED_ZERO if key not in known} == set()
 
 
+def test_a_key_below_what_is_no_mapping_is_one_message() -> None:
+    with pytest.raises(AssertionError) as error:
+        compose_config(["launch.device=cpu", "++engine.overrides=${oc.select:nowhere,3}", "engine.overrides.a=0"])
+    assert str(explain(error.value)).startswith("a key is given below another one whose value is no mapping. Give")
+
+
 @pytest.mark.parametrize("key", ["hydra.run.dir", "hydra.sweep.dir"])
 def test_a_run_s_folder_may_be_in_the_home_folder(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """No shell expands a ~ there, and Hydra would make a folder of this name."""

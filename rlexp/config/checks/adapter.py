@@ -56,7 +56,7 @@ def check_adapter(cfg: Config, *, here: bool = True) -> None:
 def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
     export = cfg.checkpoint.export
     if isinstance(export, str) and export != MERGED:
-        raise ConfigError(f"checkpoint.export={export}: must be true, false or {MERGED}.")
+        raise ConfigError(f"checkpoint.export={export}: must be true, false or {MERGED}. Give one of these.")
     if export == MERGED and lora is None:
         raise ConfigError(
             f"checkpoint.export={MERGED}: merges an adapter into its model, and adapter=none. Use adapter=lora, or "
