@@ -49,9 +49,10 @@ def write_bytes(path: Path, content: bytes, *, durable: bool = False) -> None:
 def opened(path: Path) -> Iterator[BinaryIO]:
     """Open a file that anybody may have made: a pipe would be waited for, and a device has no end."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(handle).st_mode):
+        os.close(handle)
+        raise OSError(errno.EINVAL, "is no regular file", str(path))
     with os.fdopen(handle, "rb") as file:
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", str(path))
         yield file
 
 

@@ -225,11 +225,11 @@ def _decoded_size(column: Any) -> int:
     kind = column.type
     if isinstance(column, pa.ChunkedArray):
         return sum(map(_decoded_size, column.chunks))
-    if pa.types.is_dictionary(kind):
+    if pa.types.is_dictionary(kind) and (_is_text(kind.value_type) or pa.types.is_binary(kind.value_type)):
         return pc.sum(pc.binary_length(column.dictionary).take(column.indices)).as_py() or 0
     if pa.types.is_struct(kind):
         return sum(map(_decoded_size, column.flatten()))
-    if pa.types.is_nested(kind):
+    if pa.types.is_nested(kind) and hasattr(column, "flatten"):  # a union has none
         return _decoded_size(column.flatten())
     return int(column.nbytes)
 

@@ -247,6 +247,12 @@ def test_a_bad_element_of_a_json_list_is_left_out_like_a_bad_line(tmp_path: Path
         assert len(read(str(tmp_path / "rows.json"), "data.bad_rows=drop").train) == 2
 
 
+def test_a_dictionary_of_numbers_is_read() -> None:
+    """Its values have no length of their own; the datasets library may hold such a column."""
+    table = pa.table({"source": pa.array([3, 4] * 50).dictionary_encode()})
+    assert [row for row, _ in row_files.rows_of(table)] == [{"source": 3}, {"source": 4}] * 50
+
+
 LONG = "x" * (1 << 20)
 
 
