@@ -28,6 +28,7 @@ ONE_IN: Mapping[str, int] = {
     "config/test_config::test_every_option_of_every_group_composes": 2,
     "config/test_config::test_rules_across_fields": 3,
     "config/test_config::test_wrong_input_is_one_message": 6,
+    "config/test_precedence::test_a_typed_option_holds_or_is_refused": 5,
     "config/test_preference::test_a_modifier_passes_where_it_fits_and_nowhere_else": 6,
     "config/test_preference::test_a_reference_is_refused_where_the_loss_has_none": 6,
     "config/test_preference::test_what_does_not_fit_is_refused_in_one_message": 6,

@@ -18,7 +18,7 @@ from rlexp.base import plain_yaml
 from rlexp.base.command import say
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
-from rlexp.config import resolvers, schema, sizes
+from rlexp.config import precedence, resolvers, schema, sizes
 from rlexp.config.adapter_folder import SAYS, with_folder_described
 from rlexp.config.checks.across_fields import check
 from rlexp.config.checks.rope import notes_on_rope, with_rope_settled
@@ -140,13 +140,26 @@ def _is_leaf(override: str) -> bool:
 def open_ended(overrides: Sequence[str]) -> list[str]:
     """Put ++ before keys of open mappings (`engine.overrides.KEY=VALUE`), as Hydra wants it, and the home folder in
     place of a ~ at the beginning of a run's folder: no shell expands it there, and Hydra would make a folder named ~.
+    Each value of a typed option that an experiment would displace is put behind the last override.
 
     Options for which Hydra would raise a traceback are refused here.
     """
     for each in overrides:
         refuse_wrong_option(each)
     overrides = [_AT_HOME.sub(lambda found: f"{found[1]}{Path.home()}", each) for each in overrides]
+    last = max(
+        (place for place, each in enumerate(overrides, 1) if not each.startswith("-") and "=" in each), default=0
+    )
+    overrides[last:last] = displaced(overrides)  # Hydra takes overrides in one piece: flags may follow
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
+
+
+def displaced(overrides: Sequence[str]) -> list[str]:
+    """Return as overrides what a typed option states, and an appended file says otherwise: what is typed wins."""
+    stands = precedence.against(overrides)
+    for each in stands:
+        _tell_once(each.note)
+    return [each.override for each in stands]
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True, reads_rows: bool = True) -> Config:

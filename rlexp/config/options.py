@@ -33,9 +33,9 @@ def refuse_wrong_option(argument: str) -> None:
     group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
     if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
         return
-    if (parsed := _parsed(argument)) is None:
+    if (read := parsed(argument)) is None:
         return
-    override, value = parsed
+    override, value = read
     if isinstance(value, dict) and override.package is None:
         return  # `engine={name: zero2}` sets keys
     given, choose = argument.lstrip("+~"), f"Choose one of its options: {_choices(group)}."
@@ -51,7 +51,7 @@ def refuse_wrong_option(argument: str) -> None:
         _refuse_two_of_a_name(given, _alternatives(value))
 
 
-def _parsed(argument: str) -> tuple[Override, Any] | None:
+def parsed(argument: str) -> tuple[Override, Any] | None:
     """Return an override and its value; None for what cannot be read, which Hydra says itself."""
     try:
         override = OverridesParser.create().parse_override(argument)
@@ -82,9 +82,9 @@ def _refuse_no_plugin(argument: str) -> None:
     group = key.removesuffix("._target_").replace(".", "/")
     if group not in PLUGINS and key != "hydra":
         return
-    if (parsed := _parsed(argument)) is None:
+    if (read := parsed(argument)) is None:
         return
-    override, value = parsed
+    override, value = read
     if override.is_delete():
         raise ConfigError(f"{given}: keys cannot be deleted. Give it another value, or leave it out.")
     choose = f"Choose one that exists: {group}=OPTION."

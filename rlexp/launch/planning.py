@@ -103,7 +103,7 @@ class SweepLauncher(Launcher):
         for number, overrides in enumerate(job_overrides, first):
             config = self.compose(overrides, number)
             job = sweep.add(number, str(OmegaConf.select(config, SUBDIR)), filter_overrides(overrides))
-            jobs.append(Planned(job, list(overrides), config))
+            jobs.append(Planned(job, [*overrides, *load.displaced(overrides)], config))
         for planned in jobs:
             keys = self._check(sweep, planned)
             if keys is not None:

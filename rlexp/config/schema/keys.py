@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import typing
+from collections.abc import Sequence
 
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.launcher_keys import LocalJobs, SlurmJobs
@@ -57,11 +58,15 @@ def about_unknown(key: str) -> str:
     if keys.get(key):
         owners = keys[key]
         named = owners if len(owners) <= NAMED else (*owners[: NAMED - 1], f"{len(owners) - NAMED + 1} others")
-        listed = " and ".join(filter(None, (", ".join(named[:-1]), named[-1])))
-        return f"{key}: belongs to {listed}. Say {owners[0]} {key}=VALUE."
+        return f"{key}: belongs to {listed(named)}. Say {owners[0]} {key}=VALUE."
     group = key.partition(".")[0]
-    listed = f"all keys of {group}" if group in keys and group != key else "all keys"
-    return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED]) or f' {PAGE} lists {listed}.'}"
+    which = f"all keys of {group}" if group in keys and group != key else "all keys"
+    return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED]) or f' {PAGE} lists {which}.'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Write names as `one, two and three`."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def suggestion(word: str, candidates: list[str]) -> str:
