@@ -28,6 +28,9 @@ def main(cfg: DictConfig) -> None:
 
 
 def cli() -> int:
+    if "--version" in sys.argv[1:]:  # Hydra would give its own
+        sys.stdout.write(f"rlexp {__version__}\n")
+        return 0
     from rlexp.run.sweep_end import end_sweeps
 
     return end_sweeps(explained(run))

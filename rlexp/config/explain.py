@@ -106,8 +106,8 @@ def _sweep(text: str) -> str | None:
 
 def _headless(text: str) -> str | None:
     """Explain an experiment whose keys end up below `experiment`, since its first line does not say otherwise."""
-    found = re.search(r"In '(experiment|sweep)/([^']+)': ConfigKeyError", text)
-    if found is None or f"Key '{found.group(1)}' not in" not in text:
+    found = re.search(r"In '(experiment|sweep)/([^']+)': (?:ConfigKeyError|Could not override '\w+@\1\.)", text)
+    if found is None or not ("Could not override" in text or f"Key '{found.group(1)}' not in" in text):
         return None
     group, name = found.groups()
     files = experiments().get(name, []) if group == "experiment" else []
@@ -146,6 +146,8 @@ def _unknown_option(text: str) -> str | None:
     options = re.findall(r"^\t(\S+)$", text, flags=re.MULTILINE)
     listed = f" Options: {', '.join(options)}." if options else f" Choose one that exists: {group}=OPTION."
     own = " Your own are found in conf/experiment/ of the folder where you type." if group == "experiment" else ""
+    if group == "parallel" and (size := re.fullmatch(r"ring[_-]?(\d+)", option)) is not None:
+        return f"{group}={option}: no such option. For a ring of another size: parallel.ring_size={size[1]}."
     return f"{group}={option}: no such option.{suggestion(option, options)}{listed}{own}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -11,18 +12,28 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+import rlexp
 from rlexp.base.errors import ConfigError
 from rlexp.config.paths import conf_dir, experiments
+from rlexp.config.schema.keys import PAGE, THEIRS, all_keys, suggestion
 from rlexp.config.schema.value_kinds import is_list
 
 EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones
 PLUGINS = ("hydra/launcher", "hydra/sweeper")  # groups of Hydra's own
+COMMANDS = {path.parent.name for path in Path(rlexp.__file__).parent.glob("*/__main__.py")}  # python -m rlexp.NAME
+FLAGS = (  # of Hydra, and ours
+    *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
+    *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
+)
 APPENDED = ("experiment",)  # the one folder of conf/ that is in no defaults list
 
 
 def refuse_wrong_option(argument: str) -> None:
     """Refuse `model=null`, `++model=hf` and the like, which Hydra answers with a traceback or without the key."""
+    _refuse_flag(argument)
+    if argument in COMMANDS:
+        raise ConfigError(f"{argument}: is a command of its own. Type python -m rlexp.{argument} …")
     if argument.lstrip("+~")[:1] in ("", "="):
         raise ConfigError(f"{argument or EMPTY}: has no key. Say KEY=VALUE.")
     if digits := re.search(rf"\d{{{MOST_DIGITS + 1},}}", argument):
@@ -49,6 +60,18 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
     if group in APPENDED:
         _refuse_two_of_a_name(given, _alternatives(value))
+
+
+def _refuse_flag(argument: str) -> None:
+    """Refuse a flag that Hydra does not have, which it answers with all those that it has."""
+    flag, _, value = argument.partition("=")
+    if not flag.startswith("--") or any(each.startswith(flag) for each in FLAGS):
+        return
+    word = flag.strip("-").replace("-", "_")
+    keys = list(all_keys())
+    key = THEIRS.get(word, word if word in keys else suggestion(word, keys).removeprefix(" Did you mean ").strip("?"))
+    known = f", as {key}={value or 'VALUE'}" if key else f". {PAGE} lists all keys"
+    raise ConfigError(f"{flag}: no such flag. Values are given as KEY=VALUE, without dashes{known}.")
 
 
 def parsed(argument: str) -> tuple[Override, Any] | None:
@@ -88,6 +111,8 @@ def _refuse_no_plugin(argument: str) -> None:
     if override.is_delete():
         raise ConfigError(f"{given}: keys cannot be deleted. Give it another value, or leave it out.")
     choose = f"Choose one that exists: {group}=OPTION."
+    if key == PLUGINS[0] and (ours := {"submitit_slurm": "slurm", "submitit_local": "slurm_local"}.get(str(value))):
+        raise ConfigError(f"{given}: is submitit's own, which starts no ranks. Say hydra/launcher={ours}.")
     if "/" in key:
         if not all(_is_name(option) for option in _alternatives(value)):
             raise ConfigError(f"{given}: is no option of the group {group}. {choose}")

@@ -374,7 +374,9 @@ def test_wrong_input_is_one_message(rlexp: Shell, tmp_path: Path, case: str) -> 
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("train:\n  epochs: 1\n", "its first line must be"), ("# hello\n# @package _global_\n", "its first line must be"),
+    [("train:\n  epochs: 1\n", "its first line must be"),
+     ("defaults:\n  - override /data: jsonl\n", "its first line must be"),
+     ("# hello\n# @package _global_\n", "its first line must be"),
      ("", "is empty. Its first line must be"), ("\n", "is empty. Its first line must be")],
 )  # fmt: skip
 def test_an_experiment_without_its_first_line_is_named(

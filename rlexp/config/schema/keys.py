@@ -17,6 +17,46 @@ NAMED = 4  # of the options that have a key
 GONE = {  # keys of older versions, with what stands for them now
     "model.suggested_lr": "is gone: optim.lr follows from the loss and from what is trained. Say optim.lr=RATE.",
 }
+THEIRS = {  # names of other trainers that spelling leads nowhere, or astray; the newest of TRL's first
+    "learning_rate": "optim.lr",
+    "lr_scheduler_type": "optim.decay",
+    "lr_scheduler": "optim.decay",
+    "per_device_train_batch_size": "train.micro_batch_size",
+    "gradient_accumulation_steps": "train.batch_size",
+    "loss_type": "loss",
+    "rl": "loss",
+    "kl_coef": "loss.beta",
+    "pref_beta": "loss.beta",
+    "base_model": "model.path",
+    "dataset": "data.path",
+    "datasets": "data.path",
+    "dataset_name": "data.path",
+    "train_file": "data.path",
+    "cutoff_len": "data.max_length",
+    "sequence_len": "data.max_length",
+    "max_completion_length": "rollout.max_new_tokens",
+    "num_generations": "rollout.n_samples",
+    "eval_steps": "train.eval_every",
+    "save_steps": "checkpoint.save_every",
+    "save_total_limit": "checkpoint.keep_last",
+    "bf16": "train.precision",
+    "torch_dtype": "train.precision",
+    "use_peft": "adapter",
+    "lora_r": "adapter.rank",
+    "lora_rank": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_target_modules": "adapter.targets",
+    "report_to": "logger",
+    "use_wandb": "logger",
+    "zero_stage": "engine",
+    "deepspeed": "engine",
+    "attn_implementation": "parallel.kernel",
+    "sequence_parallel_size": "parallel.ring_size",
+    "context_parallel_size": "parallel.ring_size",
+    "output_dir": "hydra.run.dir",
+    "resume_from_checkpoint": "hydra.run.dir",
+}
 
 
 def all_keys() -> dict[str, tuple[str, ...]]:
@@ -55,6 +95,8 @@ def about_unknown(key: str) -> str:
         return f"{key}: {GONE[key]}"
     if key in APPENDED:
         return f"{key}: is appended to the configuration: say +{key}=NAME."
+    if (ours := THEIRS.get(key.rpartition(".")[2])) is not None and not keys.get(key):
+        return f"{key}: no such key. rlexp calls it {ours}."
     if keys.get(key):
         owners = keys[key]
         named = owners if len(owners) <= NAMED else (*owners[: NAMED - 1], f"{len(owners) - NAMED + 1} others")
@@ -71,7 +113,7 @@ def listed(names: Sequence[str]) -> str:
 
 def suggestion(word: str, candidates: list[str]) -> str:
     """Find the nearest key by spelling: by the whole key, or by its last part if the group is wrong or missing."""
-    others = [candidate for candidate in candidates if not word.startswith(candidate)]
+    others = [candidate for candidate in candidates if not word.startswith(f"{candidate}.") and word != candidate]
     own, likes = word.rpartition("."), difflib.get_close_matches(word, others, n=3, cutoff=0.6)
     # A group that both share says nothing of the key in it: train.foo is not near train.epochs.
     close = [

@@ -1,0 +1,70 @@
+"""Words that are none of rlexp's, and what is meant by them: other trainers' names, flags, commands, near options."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlexp.base.errors import ConfigError
+from rlexp.config import load
+from rlexp.config.explain import explain
+from rlexp.config.schema.keys import THEIRS, all_keys, suggestion
+from rlexp.convert.frameworks import FRAMEWORKS
+from tests.conftest import Shell
+
+SAID = {
+    "parallel=ring3": "parallel=ring3: no such option. For a ring of another size: parallel.ring_size=3.",
+    "loss=dpoo": "loss=dpoo: no such option. Did you mean dpo?",
+    "learning_rate=1e-5": "learning_rate: no such key. rlexp calls it optim.lr.",
+    "train.learning_rate=1e-5": "train.learning_rate: no such key. rlexp calls it optim.lr.",
+    "per_device_train_batch_size=1": "rlexp calls it train.micro_batch_size.",
+    "--dataset": "--dataset: no such flag. Values are given as KEY=VALUE, without dashes, as data.path=VALUE.",
+    "--learning-rate=1e-5": "without dashes, as optim.lr=1e-5.",
+    "--batch-size": "without dashes, as train.batch_size=VALUE.",
+    "--no-such-thing": "--no-such-thing: no such flag. Values are given as KEY=VALUE, without dashes. docs/keys.md",
+    "status": "status: is a command of its own. Type python -m rlexp.status …",
+    "runs": "runs: cannot be read as key=value",
+    "hydra/launcher=submitit_slurm": "is submitit's own, which starts no ranks. Say hydra/launcher=slurm.",
+    "hydra/launcher=submitit_local": "Say hydra/launcher=slurm_local.",
+}
+
+
+@pytest.mark.parametrize("word", SAID)
+def test_what_was_meant_is_said(word: str) -> None:
+    with pytest.raises(Exception) as error:  # noqa: PT011  Hydra's or ours
+        load.compose_config([word])
+    assert SAID[word] in str(explain(error.value))
+
+
+def test_no_name_of_others_hides_a_key_of_ours() -> None:
+    tops = {"engine", "adapter", "logger", "loss"}  # groups, chosen by an option
+    assert {ours for ours in THEIRS.values() if ours not in all_keys()} == {"hydra.run.dir"}
+    assert {ours for ours in THEIRS.values() if "." not in ours} == tops
+    assert all("." not in theirs and theirs not in all_keys() for theirs in THEIRS)
+
+
+@pytest.mark.parametrize("name", THEIRS)
+def test_spelling_alone_would_not_find_it(name: str) -> None:
+    assert suggestion(name, list(all_keys())) != f" Did you mean {THEIRS[name]}?"
+
+
+def test_names_of_others_lead_where_their_files_lead() -> None:
+    """`rlexp.convert` has a rule for each of these names; where it writes keys, ours is among them."""
+    rules = [rule for framework in FRAMEWORKS.values() for rule in framework.rules]
+    looked_at = 0
+    for theirs, ours in THEIRS.items():
+        keys = {rule.key for rule in rules if theirs in rule.names and rule.key}
+        looked_at += bool(keys)
+        assert not keys or any(ours in key for key in keys), (theirs, ours, keys)
+    assert looked_at > 20
+
+
+def test_the_version_is_rlexp_s(rlexp: Shell) -> None:
+    answer = rlexp("--version")
+    assert (answer.returncode, answer.stdout) == (0, "rlexp 0.1.0\n")
+
+
+def test_a_flag_of_hydra_s_is_left_to_hydra() -> None:
+    for flag in ("--multi", "--cfg", "--info", "--help"):
+        with pytest.raises(Exception) as error:  # noqa: PT011  Hydra's
+            load.composed([flag])
+        assert not isinstance(error.value, ConfigError)
