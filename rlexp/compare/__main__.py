@@ -10,6 +10,7 @@ python -m rlexp.compare runs/SWEEP --watch             repeat while runs continu
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -87,7 +88,8 @@ def draw(group: Group, options: argparse.Namespace, watch_seconds: float | None)
 
 def show(payload: Payload, paths: Sequence[Path]) -> None:
     names = ", ".join(path.name for path in paths[1:])
-    sys.stdout.write(f"\n{printable_lines(table(payload))}\n{paths[0]}  (and {names})\n")
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    sys.stdout.write(f"\n{printable_lines(table(payload, width))}\n{paths[0]}  (and {names})\n")
     sys.stdout.flush()
 
 

@@ -21,6 +21,7 @@ from rlexp.compare.divergence import Conclusion, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
+from rlexp.run_files import evaluations
 from rlexp.run_files.by_length import OF_LENGTH, by_length
 from rlexp.run_files.curve_distance import SCORE, Column, Steps, compared, on_steps
 
@@ -44,7 +45,15 @@ class Report:
             if run.status in ("skipped", "failed") and run.reason
         ]
         own = [note for run in self.group.runs for note in run.notes]
-        return [*self.group.notes, *self.families.notes, *skipped, *own]
+        return [*self.group.notes, *self.families.notes, *skipped, *self._on_shared_cores(), *own]
+
+    def _on_shared_cores(self) -> list[str]:
+        sharing = [run for run in self.group.runs if run.shared_cores]
+        cores = {run.cores for run in sharing if run.cores is not None}
+        if not sharing or len(self.group.runs) == 1:
+            return []
+        labels, counts = ", ".join(run.label for run in sharing), "–".join(map(str, sorted(cores)))
+        return [f"{labels}: more ranks than cores ({counts}). They took turns, so efficiency says nothing of GPUs."]
 
 
 def make(group: Group, families: Families) -> Report:
@@ -108,6 +117,7 @@ def card(run: LoggedRun, report: Report) -> page.RunCard:
         steps=int(run.steps[-1]) if len(run.steps) else 0,
         last_loss=last(run, "train/loss"),
         last_score=last(run, SCORE),
+        held_out=evaluations.in_words({name: last(run, name) for name in evaluations.SHOWN}),
         worst_difference=agreement.worst if agreement and agreement.metric else None,
         compared_upto=agreement.excused.step - 1 if agreement and agreement.excused else None,
         tokens_per_second=speed(run),

@@ -99,6 +99,7 @@ class RunCard:
     steps: int = 0
     last_loss: float | None = None
     last_score: float | None = None  # for a run that draws its own samples
+    held_out: str = ""  # the last evaluation, in words
     worst_difference: float | None = None  # of the loss, relative
     compared_upto: int | None = None  # the last step before its samples differ from the baseline's; None: all are
     tokens_per_second: float | None = None

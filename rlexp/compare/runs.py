@@ -50,6 +50,7 @@ class LoggedRun:
     sizes: dict[str, Any] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)  # for each rank, its peaks by phase
     predicted: int | None = None  # bytes of its peak, where it was rehearsed
+    cores: int | None = None  # of the machine, or of rank 0's node
     total_steps: int | None = None  # the number of steps planned
     warmup_steps: int | None = None  # to which a share of them came
     baseline: Path | None = None  # the folder of the run that its sweep compares it with
@@ -63,6 +64,12 @@ class LoggedRun:
         """Return the settings of a group; none where the run's file has something else in its place."""
         settings = self.config.get(group)
         return settings if isinstance(settings, dict) else {}
+
+    @property
+    def shared_cores(self) -> bool:
+        """Whether ranks on a CPU took turns on its cores."""
+        ranks = self.sizes.get("world_size", 0) if isinstance(self.sizes, dict) else 0
+        return self.cores is not None and self.settings_of("launch").get("device") == "cpu" and ranks > self.cores
 
     @cached_property
     def record(self) -> Record | None:
@@ -201,6 +208,7 @@ def read_run(path: Path) -> LoggedRun:
         rank_progress.read(path),
         notes=notes,
         predicted=None if prediction is None else prediction.peak,
+        cores=known.get("cores"),
         total_steps=known.get("steps"),
         warmup_steps=known.get("warmup_steps"),
     )

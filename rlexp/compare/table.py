@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from rlexp.base.printable import printable
 from rlexp.compare.page import Payload, RunCard
@@ -11,7 +12,8 @@ from rlexp.compare.page import Payload, RunCard
 WIDTH = 110
 
 
-def table(payload: Payload) -> str:
+def table(payload: Payload, width: int | None = None) -> str:
+    """Return the table and the verdict. Columns that do not fit a terminal's width stand below the others."""
     sampled = any(run.last_score is not None for run in payload.runs)
     scores: list[tuple[str, Callable[[RunCard], str]]] = (
         [("last score", lambda run: number(run.last_score, "{:.4f}"))] if sampled else []
@@ -21,6 +23,9 @@ def table(payload: Payload) -> str:
         if any(run.predicted_bytes is not None for run in payload.runs)
         else []
     )
+    held_out: list[tuple[str, Callable[[RunCard], str]]] = (
+        [("held-out rows", lambda run: run.held_out or "–")] if any(run.held_out for run in payload.runs) else []
+    )
     columns: list[tuple[str, Callable[[RunCard], str]]] = [
         ("run", lambda run: run.label),
         ("ring × dp", layout),
@@ -28,6 +33,7 @@ def table(payload: Payload) -> str:
         ("steps", lambda run: str(run.steps) if run.steps else "–"),
         ("last loss", lambda run: number(run.last_loss, "{:.6f}")),
         *scores,
+        *held_out,
         ("difference", difference),
         ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}")),
         ("step", lambda run: number(run.step_seconds, "{:.3g} s")),
@@ -36,21 +42,31 @@ def table(payload: Payload) -> str:
         *memory_columns(payload),
     ]
     rows = [[name for name, _ in columns], *([printable(cell(run)) for _, cell in columns] for run in payload.runs)]
-    widths = [max(len(row[place]) for row in rows) for place in range(len(columns))]
-    lines = ["  ".join(aligned(row, widths)).rstrip() for row in rows]
-    lines.insert(1, "  ".join("─" * width for width in widths))
+    lines = [line for block in blocks(rows, width) for line in ["", *block]][1:]
+    least = min(WIDTH, width or WIDTH)
     notes = [f"! compared by force: {line}" for line in payload.forced] + [brief(note) for note in payload.notes]
-    wrapped = [line for text in notes for line in textwrap.wrap(text, WIDTH, subsequent_indent="  ")]
-    verdict = textwrap.wrap(payload.verdict.headline, WIDTH)
+    wrapped = [line for text in notes for line in textwrap.wrap(text, least, subsequent_indent="  ")]
+    verdict = textwrap.wrap(payload.verdict.headline, least)
     return "\n".join([*lines, "", *wrapped, *([""] if wrapped else []), *verdict]) + "\n"
 
 
-def aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
+def blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[list[str]]:
+    """Yield the lines of tables that fit a width. Each begins with the first column, which names the runs."""
+    widths = [max(len(row[place]) for row in rows) for place in range(len(rows[0]))]
+    places = list(range(1, len(widths)))
+    while places:
+        taken, room = [0], (width or sys.maxsize) - widths[0]
+        while places and (len(taken) == 1 or widths[places[0]] + 2 <= room):
+            room -= widths[places[0]] + 2
+            taken.append(places.pop(0))
+        sizes = [widths[place] for place in taken]
+        lines = ["  ".join(aligned(row, widths, taken)).rstrip() for row in rows]
+        yield [lines[0], "  ".join("─" * size for size in sizes), *lines[1:]]
+
+
+def aligned(row: Sequence[str], widths: Sequence[int], places: Sequence[int]) -> list[str]:
     """Align text to the left and numbers to the right."""
-    return [
-        cell.ljust(width) if place < 3 else cell.rjust(width)
-        for place, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
+    return [row[each].ljust(widths[each]) if each < 3 else row[each].rjust(widths[each]) for each in places]
 
 
 def brief(text: str) -> str:

@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
-from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import OmegaConf
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import host_memory
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
-from rlexp.config.literals import literal
 from rlexp.config.load import from_hydra, open_ended, register
+from rlexp.config.options import quoted
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import Config
 from rlexp.config.schema.rollouts import RolloutMode
@@ -49,11 +48,6 @@ def composed_for(overrides: Sequence[str], searched: Path) -> Config:
     with assumed_gpus(8), initialize_config_dir(str(conf_dir()), version_base="1.3"):
         found = f"hydra.searchpath=[{','.join(path)}]"
         return from_hydra(compose("config", overrides=open_ended([found, *overrides])), here=False)
-
-
-def quoted(text: str) -> str:
-    """Return a text in quotes, as Hydra reads it in an override: it may have spaces, commas, `=` and `${`."""
-    return QuotedString(literal(text), Quote.single).with_quotes()
 
 
 def _names(overrides: Sequence[str]) -> bool:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Override, QuotedString
+from hydra.core.override_parser.types import ChoiceSweep, Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import rlexp
 from rlexp.base.errors import ConfigError
+from rlexp.config.literals import literal
 from rlexp.config.paths import conf_dir, experiments
 from rlexp.config.schema.keys import PAGE, THEIRS, all_keys, suggestion
 from rlexp.config.schema.value_kinds import is_list
@@ -144,3 +146,21 @@ def _choices(group: str) -> str:
     names = sorted(experiments() if group in APPENDED else (p.stem for p in (conf_dir() / group).glob("*.yaml")))
     plus = "+" if group in APPENDED else ""
     return ", ".join(f"{plus}{group}={name}" for name in names)
+
+
+def in_grammar(value: Any) -> str:
+    """Write a value as Hydra reads it in an override. Interpolations in it stay alive."""
+    if isinstance(value, str):
+        return QuotedString(value, Quote.single).with_quotes()
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{key}:{in_grammar(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, list):
+        return f"[{','.join(map(in_grammar, value))}]"
+    if value is None or isinstance(value, bool):
+        return str(value).lower().replace("none", "null")
+    return str(value)
+
+
+def quoted(text: str) -> str:
+    """Return a text in quotes, as Hydra reads it in an override: it may have spaces, commas, `=` and `${`."""
+    return in_grammar(literal(text))

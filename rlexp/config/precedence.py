@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import QuotedString
 
 from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
-from rlexp.config.options import parsed
+from rlexp.config.options import in_grammar, parsed
 from rlexp.config.paths import conf_dir, config_root, own_conf_dir
 from rlexp.config.schema.keys import APPENDED, all_keys, listed
 
@@ -51,7 +51,7 @@ class Stands:
     @property
     def override(self) -> str:
         """The option's value as an override of its own."""
-        return f"{self.key}={_in_grammar(self.stated)}"
+        return f"{self.key}={in_grammar(self.stated)}"
 
 
 def against(overrides: Sequence[str]) -> list[Stands]:
@@ -137,16 +137,3 @@ def _refuse_foreign(group: str, option: str, there: Mapping[str, tuple[Path, Any
             f"{group}={option}: {there[foreign[0]][0]} sets {listed(foreign)}, which {group}={option} does not have. "
             f"Copy the file, leave out there what belongs to another {group}, and give the copy's name."
         )
-
-
-def _in_grammar(value: Any) -> str:
-    """Write a value as Hydra reads it in an override."""
-    if isinstance(value, str):
-        return QuotedString(value, Quote.single).with_quotes()
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_in_grammar(each)}" for key, each in value.items()) + "}"
-    if isinstance(value, list):
-        return f"[{','.join(map(_in_grammar, value))}]"
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    return str(value)

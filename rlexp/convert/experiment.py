@@ -15,8 +15,9 @@ import yaml
 from rlexp.base import plain_yaml
 from rlexp.base.printable import printable
 from rlexp.base.secrets import HIDDEN, masked
-from rlexp.config.elsewhere import composed_for, quoted
+from rlexp.config.elsewhere import composed_for
 from rlexp.config.literals import literal
+from rlexp.config.options import quoted
 from rlexp.config.schema import Config
 from rlexp.convert.rules import UNKNOWN_VARIABLE, Conversion, ConvertError, Fate, Line, Value
 

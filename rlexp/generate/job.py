@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
-from rlexp.config.elsewhere import quoted
+from rlexp.config.options import quoted
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config, LoraConfig
 from rlexp.config.schema.losses import RewardModelConfig

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import UserError
-from rlexp.launch import rank_reports, watch
+from rlexp.launch import rank_progress, rank_reports, watch
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_reports import Report
 from rlexp.launch.stops import (
@@ -39,6 +39,7 @@ from rlexp.launch.stops import (
     held_back,
     ignore_stops,
     name_of,
+    say_at_once,
 )
 
 GRACE = 2.0  # seconds for the other ranks to report their errors, once one has failed
@@ -91,6 +92,7 @@ def run_ranks(
     """
     context = _context(device, preload)
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise() as stop:
+        stop.run_dir = log_dir.parent if log_dir else None
         ranks: list[_Rank] = []
         leash, held = context.Pipe(duplex=False)
         reason = PEER_FAILED
@@ -220,6 +222,7 @@ class _Stop:
     def __init__(self) -> None:
         self.asked: signal.Signals | None = None
         self.grace = 0.0
+        self.run_dir: Path | None = None
         self.passed_on = False
         self._deadline = 0.0
 
@@ -227,6 +230,8 @@ class _Stop:
         again, self.asked = self.asked is not None, self.asked or signal.Signals(signum)
         if not self.grace or (again and signum == signal.SIGINT):
             raise Interrupted(self.asked)
+        if not again:
+            say_at_once(rank_progress.once_asked(self.run_dir, name_of(signum), self.grace))
 
     def pass_on(self, ranks: Sequence[_Rank]) -> None:
         if self.asked is None:

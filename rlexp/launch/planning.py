@@ -16,7 +16,6 @@ from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -26,6 +25,7 @@ from rlexp.base.errors import ConfigError, FolderError, UserError
 from rlexp.config import load
 from rlexp.config.explain import chain, explain
 from rlexp.config.identity import curve_keys, depends_on_length
+from rlexp.config.options import in_grammar
 from rlexp.launch import preflight_check, run_folder
 from rlexp.launch.preflight_check import Decision, DoesNotFitError
 from rlexp.launch.sweep import Job, Sweep
@@ -145,15 +145,15 @@ class SweepLauncher(Launcher):
         """Return the overrides that the sweep adds: group, name, baseline and axes, unless the user gave them."""
         job, said = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
         told = {
-            "logger.group": _quoted(sweep.folder.name),
-            "logger.run_name": _quoted(f"{sweep.folder.name}-{job.label}"),
+            "logger.group": in_grammar(sweep.folder.name),
+            "logger.run_name": in_grammar(f"{sweep.folder.name}-{job.label}"),
         }
         if job.baseline not in (None, job.number):
             baseline = next(each for each in sweep.jobs if each.number == job.baseline)
-            told["logger.baseline"] = _quoted(str(sweep.folder / baseline.folder))
-        axes = ",".join(f"{key.lstrip('+')}:{_quoted(value)}" for key, value in job.axes.items())
+            told["logger.baseline"] = in_grammar(str(sweep.folder / baseline.folder))
+        axes = ",".join(f"{key.lstrip('+')}:{in_grammar(value)}" for key, value in job.axes.items())
         free = [key for key in told if key not in said and OmegaConf.select(self.config, key) is None]
-        pinned = f"hydra.sweep.subdir={_quoted(job.folder)}"  # it may depend on the overrides, which have grown
+        pinned = f"hydra.sweep.subdir={in_grammar(job.folder)}"  # it may depend on the overrides, which have grown
         return [*(f"{key}={told[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
 
     def record_end(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
@@ -202,8 +202,3 @@ _opened: list[Sweep] = []  # the sweeps of this process
 
 def opened() -> Iterator[Sweep]:
     yield from _opened
-
-
-def _quoted(text: str) -> str:
-    """Quote any text for Hydra's grammar."""
-    return QuotedString(text, Quote.single).with_quotes()

@@ -101,3 +101,13 @@ def within_step(line: Mapping[str, Any], now: float) -> str:
         f"pack {line['pack']} of {line['packs']}, {line['phase']}, {tokens}"
         f"{f', {left:.0f} s left of the step' if known else ''}"
     )
+
+
+def once_asked(run_dir: Path | None, signal_name: str, grace: float) -> str:
+    """Say what a request to stop leads to: `SIGINT: finishing step 8, then saving …`."""
+    line = next(iter(read(run_dir)), None) if run_dir is not None else None
+    if line is None or not line["step"]:
+        return f"{signal_name}: ending, as no step has begun."
+    step = line["step"] + (line["phase"] == BETWEEN)
+    again = " Ctrl-C again ends it now." if signal_name == "SIGINT" else ""
+    return f"{signal_name}: finishing step {step}, then saving, in at most {grace:g} s.{again}"

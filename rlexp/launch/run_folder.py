@@ -7,12 +7,14 @@ import fcntl
 import importlib.metadata
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from shlex import join
 from typing import Any
 
 from rlexp import __version__
@@ -22,7 +24,9 @@ from rlexp.base.files import write_text
 from rlexp.config import load
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.identity import check_force, identity, refuse_changes
+from rlexp.config.options import quoted
 from rlexp.config.schema import Config
+from rlexp.config.sizes import joined_world
 from rlexp.launch import rank_progress
 from rlexp.launch.slurm.meeting import job_id, start_of_job
 from rlexp.run_files.checkpoint_folder import (
@@ -41,8 +45,8 @@ PACKAGES = ("torch", "transformers", "deepspeed", "hydra-core", "omegaconf", "wa
 TEXT, NUMBER = (str, plain_json.NOTHING), (int, plain_json.NOTHING)  # or null
 FACTS: plain_json.Kinds = {
     **dict.fromkeys(("status", "host", "wandb_id"), str),
-    **dict.fromkeys(("reason", "job_id", "started", "ended", "git_commit"), TEXT),
-    **dict.fromkeys(("steps", "warmup_steps", "exported_step", "pid"), NUMBER),
+    **dict.fromkeys(("reason", "job_id", "started", "ended", "git_commit", "continued_by"), TEXT),
+    **dict.fromkeys(("steps", "warmup_steps", "exported_step", "pid", "cores"), NUMBER),
     **dict.fromkeys(("sizes", "identity", "data", "versions"), dict),
     "requeues": list,
 }  # the kinds of the values of run.json
@@ -88,8 +92,10 @@ def enter(cfg: Config, run_dir: Path) -> bool:
         "reason": None,
         "sizes": derived_sizes(cfg),
         "command": sys.argv[1:],
+        "continued_by": _same_command(run_dir),
         "host": socket.gethostname(),
         "pid": os.getpid(),
+        "cores": len(os.sched_getaffinity(0)),
         "job_id": job_id(),
         "start": start_of_job(),
         "started": before.get("started", now()),
@@ -103,6 +109,27 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     kept = {key: value for key, value in before.items() if key in KEPT}
     _write(run_dir, kept | begun | _requeues(run_dir, before))
     return True
+
+
+def _same_command(run_dir: Path) -> str | None:
+    """Return the command that this process was given, with the run's folder; None for a job of a sweep, which goes on
+    with its sweep, and for one rank of several that were started with it."""
+    is_ours = Path(sys.argv[0]).parts[-2:] == ("rlexp", "__main__.py") and joined_world() is None
+    swept = any(re.match(r"(-m|--multirun)$|\+*(sweep|hydra\.mode)=", word) for word in sys.argv[1:])
+    return command_in(run_dir, "hydra.run.dir") if is_ours and not swept else None
+
+
+def command_in(folder: Path, key: str) -> str:
+    """Return this process's command as a shell reads it, with a key that names a folder."""
+    words = [word for word in sys.argv[1:] if not word.startswith(f"{key}=")]
+    plain = re.fullmatch(r"[\w./-]+( [\w./-]+)*", str(folder)) is not None
+    return join(["python", "-m", "rlexp", *words, f"{key}={folder if plain else quoted(str(folder))}"])
+
+
+def continued_by(run_dir: Path) -> str:
+    """Say how to go on with a run that stopped."""
+    command = read(run_dir).get("continued_by")
+    return f"to continue: {command}\n" if command else ""
 
 
 def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:

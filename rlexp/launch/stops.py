@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
@@ -65,6 +65,12 @@ def name_of(signum: int) -> str:
         return f"signal {signum}"
 
 
+def say_at_once(text: str) -> None:
+    """Write below a progress bar, in one call and without a lock, since a signal's handler may call it."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{chr(10) * os.isatty(2)}rlexp: {text}\n".encode())
+
+
 class _Stops:
     """This process's requests to stop. There is one instance, since signals are per process."""
 
@@ -73,6 +79,7 @@ class _Stops:
         self.ended: Terminated | None = None
         self.grace: float | None = None  # seconds; set while a request lets the step finish
         self.watchdog: threading.Timer | None = None
+        self.answer: Callable[[signal.Signals], None] | None = None  # says what a request leads to
 
     def end(self, signum: int, frame: FrameType | None) -> None:
         """Raise what ends this process, where it is at work, unless it would be lost there."""
@@ -88,6 +95,8 @@ class _Stops:
         if self.grace is None:
             self.end(signum, frame)
         elif first:
+            if self.answer is not None:
+                self.answer(signum)
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             # No handler runs while the rank waits in a collective that nobody else joins.
             self.watchdog = threading.Timer(self.grace + LAST, os._exit, (128 + signum,))
@@ -125,6 +134,11 @@ def hear_stops(*, under_launcher: bool) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _ALL)
     signal.signal(signal.SIGALRM, lambda _signum, frame: _stops.end(_stops.asked or signal.SIGALRM, frame))
     sys.unraisablehook = _lost
+
+
+def answer_by(answer: Callable[[signal.Signals], None]) -> None:
+    """Let this rank say what the first request leads to. Under rlexp's own launcher, the launcher says it."""
+    _stops.answer = answer
 
 
 def _lost(lost: sys.UnraisableHookArgs) -> None:

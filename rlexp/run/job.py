@@ -22,8 +22,18 @@ from rlexp.launch import preflight_check, rank_reports, run_folder, watch
 from rlexp.launch.failure import report_of
 from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
+from rlexp.launch.rank_progress import once_asked
 from rlexp.launch.slurm import meeting
-from rlexp.launch.stops import Outcome, Terminated, cause_of, end_with_parent, hear_stops, ignore_stops
+from rlexp.launch.stops import (
+    Outcome,
+    Terminated,
+    answer_by,
+    cause_of,
+    end_with_parent,
+    hear_stops,
+    ignore_stops,
+    say_at_once,
+)
 
 if TYPE_CHECKING:
     from rlexp.training.rollout.bridge import Bridge
@@ -76,7 +86,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
         )[0]
     except Interrupted as stop:
         run_folder.close(run_dir, "stopped", str(stop))
-        sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n")
+        sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n{run_folder.continued_by(run_dir)}")
         sys.exit(stop.exit_code)
     except RankFailed as error:
         run_folder.close(run_dir, "failed", str(error))
@@ -160,6 +170,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         unfinished = run_dir is None or run_folder.enter(cfg, run_dir)
         claimed = run_dir if unfinished else None
         if claimed is not None:
+            answer_by(lambda asked: say_at_once(once_asked(claimed, asked.name, cfg.launch.grace_seconds)))
             preflight_check.keep(claimed, decision)
         bridge = join_for(spec, cfg)
         mine = (run_dir, unfinished, cfg)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from shlex import quote
 
 from rlexp.launch.planning import opened
+from rlexp.launch.run_folder import command_in
 from rlexp.launch.sweep import Job, Sweep
 
 
@@ -25,8 +25,8 @@ def _end(sweep: Sweep, exit_code: int) -> int:
     compared = compare([str(sweep.folder)])
     if unfinished:
         states = ", ".join(f"{job.label} is {job.status}" for job in unfinished)
-        again = f"hydra.sweep.dir={quote(str(sweep.folder))}"
-        sys.stderr.write(f"rlexp: {states}. To continue, give the same command with {again}\n")
+        again = command_in(sweep.folder, "hydra.sweep.dir")
+        sys.stderr.write(f"rlexp: {states}. To continue: {again}\n")
     if exit_code:
         return exit_code
     failed = any(job.status == "failed" or (job.status == "stopped" and not _as_asked(job)) for job in sweep.jobs)

@@ -19,6 +19,7 @@ from rlexp.base.printable import printable
 from rlexp.compare.table import number
 from rlexp.compare.table import peak as shown_peak
 from rlexp.launch import rank_progress
+from rlexp.run_files import evaluations
 from rlexp.status.state import ILL, LOST, WELL
 from rlexp.status.view import JobRow, Look
 from rlexp.training.sinks.legible import cut
@@ -52,6 +53,7 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
         *([BARS] if bars else []),
         Column("last loss", lambda row: number(row.curve.loss, "{:.6f}"), 3),
         Column("last score", lambda row: number(row.curve.score, "{:.4f}"), 4),
+        Column("held-out rows", lambda row: evaluations.in_words(row.curve.held_out) or "–", 5),
         Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7),
         Column("peak tensors", lambda row: memory(row.tensors), 8),
         Column("peak memory", lambda row: memory(row.peak), 8),
@@ -64,6 +66,8 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
     ]
     if all(row.curve.score is None for row in look.rows):
         chosen_columns = [column for column in chosen_columns if column.name != "last score"]
+    if not any(row.curve.held_out for row in look.rows):
+        chosen_columns = [column for column in chosen_columns if column.name != "held-out rows"]
     if all(row.tensors is None for row in look.rows):
         chosen_columns = [column for column in chosen_columns if column.name != "peak tensors"]
     if any(row.requeues for row in look.rows):
@@ -214,7 +218,12 @@ def last_seen(ranks: Sequence[dict[str, Any]]) -> str:
     for rank in ranks:
         died = f", where it died: {rank['died']}" if "died" in rank else ""
         doing.setdefault(f"{rank_progress.seen(rank)}{died}", []).append(rank["rank"])
-    parts = [f"rank{'s' * (len(alike) > 1)} {ranges(alike)} {what}" for what, alike in doing.items()]
+    parts = [
+        f"ranks {ranges(alike)} {what.replace('in its', 'in their', 1)}"
+        if len(alike) > 1
+        else f"rank {alike[0]} {what}"
+        for what, alike in doing.items()
+    ]
     return f"last seen: {'; '.join(parts)}" if parts else ""
 
 
@@ -258,6 +267,7 @@ def _plain(row: JobRow) -> dict[str, Any]:
         "steps": row.steps,
         "last_loss": row.curve.loss,
         "last_score": row.curve.score,
+        "held_out": dict(row.curve.held_out),
         "tokens_per_second": row.curve.tokens_per_second,
         "step_seconds": row.curve.step_seconds,
         "seconds_left": row.seconds_left,

@@ -10,8 +10,8 @@ import pytest
 import yaml
 
 from rlexp.config import load
-from rlexp.config.elsewhere import quoted
 from rlexp.config.explain import explained
+from rlexp.config.options import quoted
 from rlexp.config.schema import Config
 from rlexp.config.schema.keys import all_keys
 from tests.helpers import attacks

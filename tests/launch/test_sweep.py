@@ -18,7 +18,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlexp.launch.planning import _quoted
+from rlexp.config.options import in_grammar
 from rlexp.launch.sweep import axes_of, short
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
@@ -122,7 +122,7 @@ def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> No
     assert [job["status"] for job in jobs] == ["failed", "finished"]
     assert "was killed by SIGKILL" in jobs[0]["reason"]
     assert re.search(r"It was last seen (in|after) step \d", jobs[0]["reason"])
-    assert "To continue, give the same command with hydra.sweep.dir=" in said
+    assert f"To continue: python -m rlexp -m {QUICK[0]} " in said
     answer = rlexp(*sweep, timeout=250)
     assert answer.returncode == 0, answer.stderr
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished"]
@@ -224,7 +224,7 @@ def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
     said, told = process.communicate(timeout=240)
     assert process.returncode == 130
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["stopped", "waiting"]
-    assert "To continue, give the same command with hydra.sweep.dir=" in told
+    assert " hydra.sweep.dir=" in told.partition("To continue: python -m rlexp ")[2]
     assert "stopped" in said
 
 
@@ -247,4 +247,4 @@ def test_what_varies_and_how_it_is_called() -> None:
 
 @given(st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1))
 def test_any_text_passes_through_hydras_grammar(text: str) -> None:
-    assert OverridesParser.create().parse_override(f"key={_quoted(text)}").value() == text
+    assert OverridesParser.create().parse_override(f"key={in_grammar(text)}").value() == text

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 import re
+import shlex
+import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,11 +22,12 @@ from rlexp.base.errors import ConfigError, FolderError
 from rlexp.base.printable import printable, printable_lines
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
-from rlexp.launch import run_folder
-from rlexp.launch.stops import Outcome
+from rlexp.launch import rank_progress, run_folder
+from rlexp.launch.stops import Outcome, _Stops
 from rlexp.training.model import loading
 from rlexp.training.sinks import console
-from rlexp.training.train import rank
+from rlexp.training.train import header
+from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -74,9 +79,14 @@ def test_a_folder_of_somebody_else_s_is_one_message(name: str, tmp_path: Path) -
     run_folder.leave(tmp_path)
 
 
-def test_what_a_model_makes_transformers_say_prints(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_model_makes_transformers_say_prints(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its own colours stay. Lines of a run, as of one that goes on, are printed by `say`."""
     loading._log_printably()
+    for handler in logging.getLogger("transformers").handlers:
+        if type(handler) is logging.StreamHandler:  # it has the standard error of the time when it was made
+            monkeypatch.setattr(handler, "stream", sys.stderr)
     transformers.logging.get_logger("transformers.modeling_utils").warning("a%s\x1b[31mred\x1b[0m", ESCAPES)
     console.say(f"engine was {ESCAPES}\n")
     said = capfd.readouterr().err
@@ -104,8 +114,45 @@ def test_names_in_commands_that_are_printed_are_quoted_for_a_shell() -> None:
         cfg=SimpleNamespace(checkpoint=SimpleNamespace(export=False), logger=SimpleNamespace(name=None)),
         engine=SimpleNamespace(policy=SimpleNamespace(scores=None)),
     )
-    said = rank.footer(run, Path("a b/$(touch x)"), Outcome())  # type: ignore[arg-type]
-    assert said.splitlines()[1] == "its answers: python -m rlexp.generate 'a b/$(touch x)'"
+    task = SimpleNamespace(run=run, examples=SimpleNamespace(held_out=[]))
+    said = header.footer(task, Path("a b/$(touch x)"), Outcome(), {})  # type: ignore[arg-type]
+    assert said.splitlines()[1] == "its answers: python -m rlexp.generate 'a b/$(touch x)' --prompt TEXT"
+
+
+def typed(line: str) -> tuple[str, list[str]]:
+    """Return the module and the arguments of a printed command, as a shell would read them."""
+    python, dash, module, *words = shlex.split(line)
+    assert (python, dash) == ("python", "-m")
+    return module, words
+
+
+def test_printed_commands_run_as_they_are_printed(tmp_path: Path) -> None:
+    """In a folder with a space: a run is stopped, goes on by what it prints, and answers by what it prints then."""
+    folder = tmp_path / "a folder's"
+    folder.mkdir()
+    words = ["launch.device=cpu", "logger=none", "train.stop_after=1", "train.max_steps=2", "train.eval_every=1"]
+    stopped = warm.run("rlexp", [*words, "data.eval_size=8"], folder)
+    assert re.search(r"^step 1/1  held-out rows: loss 0\.\d{4}  acc [01]\.\d\d$", stopped.stderr, re.MULTILINE)
+    module, again = typed(stopped.stderr.partition("\nto continue: ")[2])
+    finished = warm.run(module, again, folder)
+    assert finished.returncode == 0, finished.stderr
+    assert "continues from" in finished.stderr
+    done, held_out, answers = finished.stderr.splitlines()[-3:]
+    assert done.startswith("done: ")
+    assert held_out.startswith("held-out rows, after step 2: loss 0.")
+    answered = warm.run(*typed(answers.removeprefix("its answers: ")), folder)
+    assert answered.returncode == 0, answered.stderr
+    assert answered.stdout.count("trained  ") == 4
+
+
+def test_what_a_request_to_stop_leads_to_is_said(tmp_path: Path) -> None:
+    assert rank_progress.once_asked(tmp_path, "SIGINT", 120) == "SIGINT: ending, as no step has begun."
+    ends = "then saving, in at most 120 s."
+    for step, phase, finishing in ((8, "forward", 8), (8, rank_progress.BETWEEN, 9)):
+        rank_progress.Whereabouts(tmp_path, 0).tell(step=step, phase=phase, peaks={})
+        said = rank_progress.once_asked(tmp_path, "SIGTERM", 120)
+        assert said == f"SIGTERM: finishing step {finishing}, {ends}"
+    assert rank_progress.once_asked(tmp_path, "SIGINT", 120).endswith(f"{ends} Ctrl-C again ends it now.")
 
 
 def test_locks_are_no_programs(tmp_path: Path) -> None:
@@ -113,3 +160,17 @@ def test_locks_are_no_programs(tmp_path: Path) -> None:
     run_folder.hold(tmp_path)
     run_folder.leave(tmp_path)
     assert [(tmp_path / name).stat().st_mode & 0o111 for name in (run_folder.LOCK, run_folder.RANKS)] == [0, 0]
+
+
+def test_a_rank_of_another_launcher_says_so_itself() -> None:
+    """Once, at the first request, and only while a step may finish."""
+    stops, said = _Stops(), list[str]()
+    stops.grace, stops.answer = 120.0, lambda signum: said.append(signum.name)
+    try:
+        stops.ask(signal.SIGTERM)
+        stops.ask(signal.SIGUSR1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        if stops.watchdog is not None:
+            stops.watchdog.cancel()
+    assert said == ["SIGTERM"]

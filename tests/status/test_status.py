@@ -112,7 +112,7 @@ def test_a_sweep_that_has_ended(rlexp: Shell, status: Shell, tmp_path: Path) -> 
     below = answer.stdout.partition("\n\n")[2]
     assert below.startswith("batch_size=3, lr=0.001; batch_size=3, lr=1e+30 are skipped: train.batch_size=3: 2 repl")
     assert "batch_size=4, lr=1e+30 is failed: step 2: the loss is not finite." in below
-    assert "last seen: ranks 0–1 in step 2, pack 2 of 2, in its " in below
+    assert "last seen: ranks 0–1 in step 2, pack 2 of 2, in their " in below
     assert "\x1b" not in answer.stdout
 
 

@@ -8,7 +8,7 @@ import shlex
 import sys
 
 from rlexp.base.command import exit_code
-from rlexp.config.elsewhere import quoted
+from rlexp.config.options import quoted
 from rlexp.launch.slurm.key_checks import check_folder
 from rlexp.launch.stops import END_TIME
 

@@ -7,12 +7,14 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
 from rlexp.base.printable import printable_lines
 from rlexp.launch.rank_progress import seconds_in_step, within_step
+from rlexp.run_files import evaluations
 from rlexp.run_files.curve_distance import SCORE
 from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
@@ -38,15 +40,19 @@ class ConsoleSink(Sink):
         self.first_step = first_step
         self.said = 0.0  # when a line said how far a step is
         self.score: float | None = None  # of the last rollout: only the row of its first step has it
-        self.bar = (
-            tqdm(total=total_steps, initial=first_step - 1, unit="step", dynamic_ncols=True, smoothing=0.1)
-            if sys.stderr.isatty()
-            else None
-        )
+        self.is_terminal = sys.stderr.isatty()
+
+    @cached_property
+    def bar(self) -> tqdm[Any] | None:
+        """The progress bar, drawn on its first use: below the run's header."""
+        if not self.is_terminal:
+            return None
+        first = self.first_step - 1
+        return tqdm(total=self.total_steps, initial=first, unit="step", dynamic_ncols=True, smoothing=0.1)
 
     def log(self, row: MetricRow) -> None:
         if row["step"] == 0:
-            self._before_training(row)
+            self._evaluated("before training", row)
             return
         shown = {"loss": f"{row['train/loss']:.4f}"}
         self.score = row.get(SCORE, self.score)
@@ -59,8 +65,12 @@ class ConsoleSink(Sink):
             with contextlib.suppress(OSError):
                 self.bar.set_postfix(shown, refresh=False)
                 self.bar.update(1)
-            return
-        step = int(row["step"])
+        else:
+            self._step(int(row["step"]), shown)
+        self._evaluated(f"step {row['step']}/{self.total_steps}", row)
+
+    def _step(self, step: int, shown: Mapping[str, str]) -> None:
+        """Print a line for some of the steps."""
         if step == self.first_step or step == self.total_steps or step % max(1, self.total_steps // LINES) == 0:
             seconds = time.monotonic() - self.started
             left = seconds / (step - self.first_step + 1) * (self.total_steps - step)
@@ -75,12 +85,14 @@ class ConsoleSink(Sink):
                 self.said = now
                 say(f"step {facts['step']}/{self.total_steps}  {within_step(facts, now)}\n")
             return
-        with contextlib.suppress(OSError):
-            self.bar.set_description_str(within_step(facts, now) if seconds >= SHOWN else None)
+        text = within_step(facts, now) if seconds >= SHOWN else ""
+        if text != self.bar.desc:
+            with contextlib.suppress(OSError):
+                self.bar.set_description_str(text)
 
-    def _before_training(self, row: MetricRow) -> None:
-        values = "  ".join(f"{name} {row[name]:.4f}" for name in ("eval/loss", "eval/objective/scores") if name in row)
-        self._write(f"before training  {values}")
+    def _evaluated(self, when: str, row: MetricRow) -> None:
+        if values := evaluations.in_words(row):
+            self._write(f"{when}  held-out rows: {values}")
 
     def _write(self, text: str) -> None:
         if self.bar is None:
@@ -95,5 +107,5 @@ class ConsoleSink(Sink):
         self._write("\n".join(legible.lines(facts, shutil.get_terminal_size().columns)))
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
-        if self.bar is not None:
+        if "bar" in self.__dict__ and self.bar is not None:
             self.bar.close()

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from rlexp.config.schema import Config
+from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt
@@ -187,7 +188,7 @@ class Task(ABC):
 
     def describe(self) -> str:
         """Say what is trained on, for the header."""
-        return f"{len(self.examples.train):,} {self.kind}s"
+        return plural(len(self.examples.train), self.kind)
 
     def sharing(self) -> str | None:
         """Say what the first train batch need not compute, because its sequences share it; None where that is not known

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -286,7 +288,13 @@ def test_a_signal_finishes_the_step_and_saves(tmp_path: Path, name: str) -> None
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 128 + signal.Signals[name]
     assert "Traceback" not in stderr
-    assert f"stopped: stopped by {name}; " in stderr
+    assert f"\nstopped by {name}; {tmp_path}/run continues from step-" in stderr
+    answered = re.search(
+        rf"^rlexp: {name}: finishing step \d+, then saving, in at most 120 s\.(.*)$", stderr, re.MULTILINE
+    )
+    assert answered is not None
+    assert answered[1] == (" Ctrl-C again ends it now." if name == "SIGINT" else "")
+    assert f"\nto continue: python -m rlexp {shlex.join(ENDLESS[:1])} " in stderr
     assert gone(everyone, within=240)
     last = checkpoint.latest_first(tmp_path / "run")[0]
     manifest = checkpoint.check_sizes(last)

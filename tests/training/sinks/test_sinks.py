@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -124,6 +125,25 @@ def test_a_long_step_is_watched_while_it_goes_on(
         "step 2/9  pack 3 of 8, backward, 30,000 of 80,000 tokens, 49 s left of the step",
         "step 2/9  pack 3 of 8, backward, 30,000 of 80,000 tokens, 18 s left of the step",
     ]
+
+
+def test_the_bar_is_drawn_below_the_header_and_evaluations_above_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    sink = ConsoleSink(2)
+    monkeypatch.setattr(sink, "is_terminal", True)
+    assert capfd.readouterr().err == ""  # the run's header comes now
+    sink.log({"step": 0, "eval/loss": 0.6931, "eval/rewards/accuracies": 0.5})
+    sink.log({"step": 1, "train/loss": 0.5, "train/tokens_per_second": 10.0})
+    sink.log({"step": 2, "train/loss": 0.4, "train/tokens_per_second": 10.0, "eval/loss": 0.41})
+    sink.close(Ending())
+    said = capfd.readouterr().err
+    assert [line for line in re.split(r"[\r\n]+", said) if "held-out" in line] == [
+        "before training  held-out rows: loss 0.6931  acc 0.50",
+        "step 2/2  held-out rows: loss 0.4100",
+    ]
+    assert "2/2" in said
+    assert "loss=0.4000" in said
 
 
 def test_every_sink_is_closed_though_one_fails() -> None:

@@ -1,0 +1,28 @@
+"""What a run's evaluations say in one line, on the terminal and in tables: of their values, those that people know."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+# metric of an evaluation → its short name and its format
+SHOWN = {
+    "eval/loss": ("loss", "{:.4f}"),
+    "eval/rewards/accuracies": ("acc", "{:.2f}"),
+    "eval/objective/scores": ("score", "{:.3f}"),
+}
+
+
+def values_of(row: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values of a row's evaluation that are shown; none if it has no evaluation."""
+    return {name: float(row[name]) for name in SHOWN if type(row.get(name)) in (int, float)}
+
+
+def in_words(row: Mapping[str, Any]) -> str:
+    """Return `loss 0.6012  acc 0.66`; empty if the row has no evaluation."""
+    return "  ".join(f"{SHOWN[name][0]} {SHOWN[name][1].format(value)}" for name, value in values_of(row).items())
+
+
+def last(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return the last row with an evaluation; an empty one where there was none."""
+    return next((row for row in reversed([*rows]) if values_of(row)), {})
