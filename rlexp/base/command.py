@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.pages import addressed
 from rlexp.base.printable import printable_lines
 
 
@@ -33,8 +34,8 @@ def exit_code(command: Callable[[], int]) -> int:
 
 
 def say(message: str) -> None:
-    """Print a message that may quote what others wrote."""
-    sys.stderr.write(f"rlexp: {printable_lines(message)}\n")
+    """Print a message that may quote what others wrote. Pages in it get an address that works here."""
+    sys.stderr.write(f"rlexp: {printable_lines(addressed(message))}\n")
 
 
 def reader_left() -> int:

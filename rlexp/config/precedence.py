@@ -11,6 +11,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -133,7 +134,9 @@ def _refuse_foreign(group: str, option: str, there: Mapping[str, tuple[Path, Any
     owners = all_keys()
     foreign = [key for key in there if kinds and owners.get(key) and f"{group}={kinds[0]}" not in owners[key]]
     if foreign:
+        file = there[foreign[0]][0]
         raise ConfigError(
-            f"{group}={option}: {there[foreign[0]][0]} sets {listed(foreign)}, which {group}={option} does not have. "
-            f"Copy the file, leave out there what belongs to another {group}, and give the copy's name."
+            f"{group}={option}: {file} sets {listed(foreign)}, which {group}={option} does not have. Copy the file "
+            f"(python -m rlexp.recipe {quote(file.stem)} --copy conf/experiment/MINE.yaml), and leave out there what "
+            f"belongs to another {group}."
         )

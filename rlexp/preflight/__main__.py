@@ -3,9 +3,11 @@
 python -m rlexp.preflight model=hf model.path=FOLDER parallel=ring8 hardware=h100 launch.nproc=8
 python -m rlexp.preflight --json answer.json data.max_length=131072 memory.checkpointing=true hardware=h200
 
+python -m rlexp.preflight --longest --verbose …         also the longest sequences, and what the sums are made of
+
 The real training step runs on fake tensors without memory, for one rank, from the model's config.json alone: no
-weights, no GPU, no network. The overrides are those of `python -m rlexp`; hardware=… names the GPUs. The exit code is 0
-if the run fits, and 1 if it does not.
+weights, no GPU, and no network but for the config.json of a model on the hub, once. The overrides are those of
+`python -m rlexp`; hardware=… names the GPUs. The exit code is 0 if the run fits, and 1 if it does not.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.config.explain import explained
+from rlexp.config.model_names import called
+from rlexp.config.schema import HFModelConfig
 
 
 def main() -> int:
@@ -24,6 +29,8 @@ def main() -> int:
         prog="python -m rlexp.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
+    parser.add_argument("--longest", action="store_true", help="also search the longest sequences that fit")
+    parser.add_argument("--verbose", action="store_true", help="also show what the sums are made of")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the answer to this file")
     return explained(lambda: preflight(parser.parse_intermixed_args()))
 
@@ -32,14 +39,20 @@ def preflight(options: argparse.Namespace) -> int:
     from rlexp.config.elsewhere import compose_elsewhere
     from rlexp.preflight.quiet import quietly
 
-    compose_elsewhere(options.overrides)  # what is wrong with it is said before torch is imported
+    began = time.monotonic()
+    cfg = compose_elsewhere(options.overrides)  # what is wrong with it is said before torch is imported
     refuse_unwritable(options.json)
+    there = not isinstance(cfg.model, HFModelConfig) or Path(cfg.model.path).expanduser().exists()
+    source = "" if there else ", which is on the hub or in its cache"
+    sys.stderr.write(f"rlexp preflight: imports torch, and reads config.json of {called(cfg.model)}{source}\n")
     quietly()
     from rlexp.preflight import report
-    from rlexp.preflight.answer import answer
+    from rlexp.preflight.answer import Asked, answer
+    from rlexp.preflight.progress import Progress
 
-    found = answer(options.overrides)
-    sys.stdout.write(report.text(found))
+    asked = Asked(longest=options.longest, sharding=options.verbose or options.json is not None)
+    found = answer(options.overrides, asked, Progress(began))
+    sys.stdout.write(report.text(found, verbose=options.verbose))
     if options.json is not None:
         options.json.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
     return 0 if found.fits else 1

@@ -20,7 +20,8 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
 from rlexp.launch.preflight_check import print_line
 from rlexp.preflight.changes import Change, cost, pass_before, singles
-from rlexp.preflight.children import Calls, at_once
+from rlexp.preflight.children import Calls, Watch, at_once
+from rlexp.preflight.epoch import rows_at_hand
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
 from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
@@ -34,6 +35,14 @@ from rlexp.training.model.loading import load_config
 
 
 @dataclass(frozen=True)
+class Asked:
+    """What is asked for beside the prediction and what would change it."""
+
+    longest: bool = False  # the longest sequences that fit; else they are searched only if the run does not fit
+    sharding: bool = False  # whether each part of the model keeps its share of the sequence alone
+
+
+@dataclass(frozen=True)
 class Answer:
     cfg: Config
     parameters: int
@@ -43,6 +52,7 @@ class Answer:
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
     engine_chosen: str | None = None  # why engine=auto takes this engine
+    rows: int | None = None  # to train on, where they are at hand
 
     @property
     def limit(self) -> int:
@@ -62,39 +72,36 @@ class Answer:
         return None if self.fits else min(fitting, key=price, default=None)
 
 
-def answer(overrides: Sequence[str]) -> Answer:
-    """Rehearse a configuration, then the same on other rings and with single changes."""
+def answer(overrides: Sequence[str], asked: Asked, watch: Watch | None = None) -> Answer:
+    """Rehearse a configuration, then the same with single changes, and on other rings if that is asked for."""
     cfg = compose_elsewhere(overrides)
     model = load_config(cfg.model, cfg.data.max_length)
     print_line(note_on_loaded(cfg, model.to_dict()) or "")
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     found: Answer
-    (found,) = at_once([answering(cfg, model, overrides)], len(os.sched_getaffinity(0)))
-    return found
+    (found,) = at_once([answering(cfg, model, overrides, asked)], len(os.sched_getaffinity(0)), watch)
+    return dataclasses.replace(found, rows=rows_at_hand(cfg))
 
 
-def answering(composed: Config, model: Any, overrides: Sequence[str]) -> Calls:
+def answering(composed: Config, model: Any, overrides: Sequence[str], asked: Asked) -> Calls:
     """Return the answer. A task of `children.at_once`."""
-    engine, rings = yield [first_that_fits(composed, model), other_rings(composed, overrides)]
+    (engine,) = yield [first_that_fits(composed, model)]
     cfg = yield from laid_out(engine.cfg, model)
-    found = engine.found
-    if found is None and cfg.hardware.host_memory_gib:  # what would help depends on whether the machine suffices
-        found = yield from predict(cfg, model)
-    known = found.prediction if found else None
-    changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known and known.short))
-    fits = known is not None and known.fits(room(cfg))
-    rank = known.rank if known and fits else None  # a change must fit only where the run does not
-    (asked, lengths, sharing), logs, *changed = yield [
-        lengths_that_fit(cfg, model, rings, found),
-        logs_to_compare(cfg, model, found),
+    found = engine.found or (yield from predict(cfg, model))
+    known = found.prediction
+    fits = known.fits(room(cfg))
+    changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known.short))
+    rank = known.rank if fits else None  # a change must fit only where the run does not
+    (lengths, sharing), logs, *changed = yield [
+        lengths_that_fit(cfg, model, overrides, found, wanted=asked.longest or not fits),
+        logs_to_compare(cfg, model, found, wanted=asked.sharding),
         *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
     sharding = shared_out(cfg, model, *logs) if logs else None
-    prediction = asked.prediction.with_share()
-    return Answer(cfg, count_parameters(model), prediction, lengths, sharing, tried, sharding, engine.chosen)
+    return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, sharding, engine.chosen)
 
 
 def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
@@ -107,10 +114,13 @@ def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
     return dict(zip(sizes, composed, strict=True))
 
 
-def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], known: Found | None) -> Calls:
-    """Predict the run, and find the longest sequence on its ring and then on others, and the longest pairs that share
-    their prompt. A task of `children.at_once`."""
-    asked, longest = yield from predict_and_fit(cfg, model, found=known)
+def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], asked: Found, *, wanted: bool) -> Calls:
+    """Find the longest sequence on the run's ring and then on others, and the longest pairs that share their prompt;
+    nothing where that is not wanted. A task of `children.at_once`."""
+    if not wanted:
+        return {}, {}
+    rings: dict[int, Config | str] = yield from other_rings(cfg, overrides)
+    _, longest = yield from predict_and_fit(cfg, model, found=asked)
     there = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in there]
     others = [_as_long(each, cfg, longest) for each in laid]
@@ -120,7 +130,7 @@ def lengths_that_fit(cfg: Config, model: Any, rings: dict[int, Config | str], kn
     alone = {cfg.parallel.ring_size: longest}
     alone |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
     sharing = yield from _sharing([cfg, *others], model, alone, asked)
-    return asked, dict(sorted((lengths | alone).items())), sharing
+    return dict(sorted((lengths | alone).items())), sharing
 
 
 def _sharing(cfgs: Sequence[Config], model: Any, alone: Mapping[int, Longest], asked: Found) -> Calls:
@@ -138,15 +148,15 @@ def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
     return with_length(other, max(STEP * size, length))
 
 
-def logs_to_compare(cfg: Config, model: Any, known: Found | None) -> Calls:
+def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls:
     """Return logs of a few layers on the run's ring, which may be known, and with the same sequences on a ring of one.
 
-    None if that is the ring.
+    None if that is the ring, or if they are not wanted.
     """
-    if cfg.parallel.ring_size == 1:
+    if cfg.parallel.ring_size == 1 or not wanted:
         return None
     layers = next(cycle_of(model).few(model.num_hidden_layers, FEWEST), model.num_hidden_layers)
-    if known is not None and known.log.layers == layers:
+    if known.log.layers == layers:
         return [known.log, *(yield from rehearsals([plan_of(alone(cfg), model, 0, layers)]))]
     return (yield from rehearsals(plan_of(each, model, 0, layers) for each in (cfg, alone(cfg))))
 

@@ -23,11 +23,15 @@ Call = tuple[Callable[..., Any], tuple[Any, ...]]
 Calls = Generator[Sequence["Call | Calls"], Any, Any]
 
 
-def at_once(tasks: Sequence[Calls], processes: int) -> list[Any]:
+Watch = Callable[[Sequence[Call], int], None]  # is given the calls that run, and the number of those that are done
+ASKED_EVERY = 1.0  # seconds between two calls of it
+
+
+def at_once(tasks: Sequence[Calls], processes: int, watch: Watch | None = None) -> list[Any]:
     """Run tasks that need calls in processes of their own, so many calls at a time; return each task's result."""
     gc.collect()
     gc.freeze()  # DeepSpeed calls the collector again and again: it need not look at what was imported
-    pool = _Pool(processes)
+    pool = _Pool(processes, watch)
     try:
         return pool.run(tasks)
     finally:
@@ -52,10 +56,11 @@ class _Task:
 
 
 class _Pool:
-    def __init__(self, processes: int) -> None:
-        self.processes = processes
+    def __init__(self, processes: int, watch: Watch | None) -> None:
+        self.processes, self.watch, self.done = processes, watch, 0
         self.waiting: list[tuple[_Batch, int, Call]] = []
-        self.running: dict[int, tuple[_Batch, int, int]] = {}  # by pipe: who needs it, at which place, and the process
+        # by pipe: who needs it, at which place, and the process with its call
+        self.running: dict[int, tuple[_Batch, int, int, Call]] = {}
         self.results: list[Any] = []
 
     def run(self, tasks: Sequence[Calls]) -> list[Any]:
@@ -67,13 +72,16 @@ class _Pool:
                 while self.waiting and len(self.running) < self.processes:
                     batch, place, call = self.waiting.pop(0)
                     pipe, process = _forked(*call)
-                    self.running[pipe] = (batch, place, process)
+                    self.running[pipe] = (batch, place, process, call)
                     selector.register(pipe, selectors.EVENT_READ)
-                for key, _ in selector.select():
+                if self.watch is not None:
+                    self.watch([call for *_, call in self.running.values()], self.done)
+                for key, _ in selector.select(None if self.watch is None else ASKED_EVERY):
                     selector.unregister(key.fd)
-                    batch, place, process = self.running[key.fd]
+                    batch, place, process, _ = self.running[key.fd]
                     result = _result(key.fd, process)
                     del self.running[key.fd]
+                    self.done += 1
                     self._answer(batch, place, *result)
         return self.results
 
@@ -121,7 +129,7 @@ class _Pool:
             self._go_on(task)
 
     def end(self) -> None:
-        for pipe, (_, _, process) in self.running.items():
+        for pipe, (_, _, process, _) in self.running.items():
             with contextlib.suppress(OSError):  # the search may have been ended while an answer was read
                 os.close(pipe)
             with contextlib.suppress(ProcessLookupError, ChildProcessError):

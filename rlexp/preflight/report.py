@@ -6,14 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlexp.base.byte_counts import GIB, size
+from rlexp.base.durations import duration
 from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.gpu_descriptions import described
 from rlexp.config.hardware import NAMES
 from rlexp.config.schema import Checkpointing, Config
+from rlexp.config.schema.cadence import plural
 from rlexp.config.vllm_memory import KEY, uses_vllm
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, SLEEP, Change, needed, offloads, seconds, trains_otherwise
 from rlexp.preflight.communicators import beside
+from rlexp.preflight.epoch import steps_of_epoch
 from rlexp.preflight.host import KINDS, Host, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import Peak, Prediction
@@ -32,11 +35,18 @@ PHASES = ("build", "rollout", "score", "collect", "forward", "reference", "backw
 HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.", "vLLM")
 
 
-def text(answer: Answer) -> str:
+def text(answer: Answer, *, verbose: bool = False) -> str:
+    """Return the verdict, then what could be changed, then the memory; with `verbose` what the sums are made of."""
     vllm = answer.prediction.vllm
-    parts = (_memory(answer.prediction), *([] if vllm is None else [_vllm(vllm)]), _beside_tensors(answer),
-             [*_verdict(answer), *_fitting(answer)], _work(answer), _sharding(answer))  # fmt: skip
-    return "\n".join([*_head(answer), "", *(line for part in parts for line in (*part, ""))])
+    lists = [[*_verdict(answer), *_time(answer)], [*_changes_of(answer)], [*_fitting(answer)],
+             [*_memory(answer.prediction)], [] if vllm is None else [*_vllm(vllm)], [*_tight(answer)]]  # fmt: skip
+    if verbose:
+        host = answer.prediction.host
+        lists += [[] if host is None else [*_host(host)], [*_beside_tensors(answer)], [*_work(answer)]]
+        lists += [[*_sharding(answer)]]
+    more = ["--verbose"] * (not verbose) + ["--longest"] * (not answer.rings)
+    lists += [[f"{' and '.join(more)} show{'s' * (len(more) == 1)} more."]] if more else []
+    return "\n".join([*_head(answer), "", *(line for part in lists if part for line in (*part, ""))])
 
 
 def _head(answer: Answer) -> Iterator[str]:
@@ -44,8 +54,9 @@ def _head(answer: Answer) -> Iterator[str]:
     parallel, train = cfg.parallel, cfg.train
     offload = "" if cfg.engine.offload.value == "none" else f", offload {cfg.engine.offload.value}"
     checkpointing = CHECKPOINTING[cfg.memory.recomputed]
+    parameters = f"{answer.parameters / 1e9:.3g}B" if answer.parameters >= 5e7 else f"{answer.parameters:,}"
     yield (
-        f"rlexp preflight  {cfg.loss.name} on {answer.parameters / 1e9:.3g}B parameters ({train.precision.value}), "
+        f"rlexp preflight  {cfg.loss.name} on {parameters} parameters ({train.precision.value}), "
         f"engine {cfg.engine.name.value}{offload}{checkpointing}"
     )
     yield (
@@ -79,7 +90,8 @@ def _rollout(cfg: Config) -> Iterator[str]:
 
 def table(prediction: Prediction) -> str:
     """Return the memory by phase and kind."""
-    return "".join(f"{line}\n" for line in _memory(prediction))
+    host = [] if prediction.host is None else ["", *_host(prediction.host)]
+    return "".join(f"{line}\n" for line in (*_memory(prediction), *host))
 
 
 def changed(changes: Sequence[Change], asked: Prediction) -> str:
@@ -96,9 +108,6 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     for phase in PHASES:
         if phase in prediction.peaks:
             yield f"  {phase:10}" + _row(prediction.peaks[phase], kinds, unit)
-    if prediction.host is not None:
-        yield ""
-        yield from _host(prediction.host)
 
 
 def _vllm(vllm: Share) -> Iterator[str]:
@@ -121,11 +130,18 @@ def _beside_tensors(answer: Answer) -> Iterator[str]:
     for name, count in found.assumed.items():
         yield f"  {name:52}{count / GIB:9.2f}"
     yield f"  {'total':52}{found.bytes / GIB:9.2f}, and hardware.reserve_gib keeps {found.reserve / GIB:g} free"
+
+
+def _tight(answer: Answer) -> Iterator[str]:
+    """Warn of a reserve that is smaller than what a GPU probably holds beside tensors."""
+    found = beside(answer.cfg, answer.prediction.groups)
     if found.exceeds and answer.prediction.peak.bytes + found.bytes > answer.limit + found.reserve:
         gib = found.bytes / GIB
         yield (
-            f"  this may not fit: with hardware.reserve_gib={gib:.1f} preflight keeps as much free. Less is taken by "
-            f"parallel.transport=neighbour, a smaller ring, or a smaller NCCL_BUFFSIZE in the environment."
+            f"This may not fit: beside tensors, a GPU probably holds {gib:.1f} GiB (CUDA, cuBLAS and NCCL), and "
+            f"hardware.reserve_gib keeps {found.reserve / GIB:g} free. With hardware.reserve_gib={gib:.1f} preflight "
+            f"keeps as much free. Less is taken by parallel.transport=neighbour, a smaller ring, or a smaller "
+            f"NCCL_BUFFSIZE in the environment."
         )
 
 
@@ -161,11 +177,11 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.remedy is not None and answer.remedy.prediction is not None:
         words, there = answer.remedy.words, f"{answer.remedy.prediction.peak.bytes / GIB:.1f} GiB"
         if trains_otherwise(words):
-            yield f"no single change of the same training fits. {words} would fit ({there}), but {OTHERWISE}."
+            yield f"no single change of the same training makes it fit. {words} would ({there}), but {OTHERWISE}."
         else:
             yield f"cheapest change that fits: {words} ({there})."
     elif peak.bytes > limit and not uses_vllm(answer.cfg):
-        yield f"no single change fits. {_otherwise(answer)}"
+        yield f"no single change of the list below makes it fit. {_otherwise(answer)}"
 
 
 def _otherwise(answer: Answer) -> str:
@@ -179,28 +195,54 @@ def _otherwise(answer: Answer) -> str:
     if not asked.build_alone:
         would += [f"hardware={name}" for name in sorted(free, key=lambda name: free[name]) if free[name] >= needs]
     more = "more of these GPUs with a larger parallel.ring_size, or a smaller model"
-    return f"These would: {', '.join(would)}. Else try {more}." if would else f"Try {more}."
+    return f"These do: {', '.join(would)}. Else try {more}." if would else f"Try {more}."
+
+
+def _time(answer: Answer) -> Iterator[str]:
+    """Say how long a step takes, and an epoch of the rows that are at hand."""
+    took = seconds(answer.prediction)
+    if took is None:
+        return
+    cfg, rows = answer.cfg, answer.rows
+    yield f"a step takes about {duration(took, fine=True)}, if every sequence has {cfg.data.max_length:,} tokens."
+    if rows is None:
+        return
+    steps = steps_of_epoch(cfg, rows)
+    if not steps:
+        yield f"the data has {plural(rows, 'row')} to train on, less than one batch."
+        return
+    yield (
+        f"an epoch of {plural(rows, 'row')} has {plural(steps, 'step')}: at most {duration(took * steps, fine=True)}."
+    )
+
+
+def _changes_of(answer: Answer) -> Iterator[str]:
+    steps = None if answer.rows is None else steps_of_epoch(answer.cfg, answer.rows)
+    yield from _changes(answer.changes, answer.prediction, steps)
 
 
 def _fitting(answer: Answer) -> Iterator[str]:
-    if answer.rings:
-        yield ""
-        yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
-        if answer.sharing:
-            yield " " * 29 + "and a pair that shares its prompt"
-        for ring, found in answer.rings.items():
-            asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
-            yield f"  ring of {ring:<4}{_length(found)}{_of_pair(answer.sharing.get(ring))}{asked}"
-    if answer.changes:
-        yield ""
-        yield from _changes(answer.changes, answer.prediction)
+    if not answer.rings:
+        return
+    yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
+    if answer.sharing:
+        yield " " * 29 + "and a pair that shares its prompt"
+    for ring, found in answer.rings.items():
+        asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
+        yield f"  ring of {ring:<4}{_length(found)}{_of_pair(answer.sharing.get(ring))}{asked}"
 
 
-def _changes(changes: Sequence[Change], asked: Prediction) -> Iterator[str]:
+def _changes(changes: Sequence[Change], asked: Prediction, steps: int | None = None) -> Iterator[str]:
+    """Show each change with its memory, the time of a step, and that of an epoch of so many steps."""
+    if not changes:
+        return
     auto = asked.vllm is not None and asked.vllm.auto
-    yield "one change at a time" + " " * 21 + "peak   time of a step" + "   (with the least that vLLM needs)" * auto
-    for change in changes:
-        yield f"  {change.words:30}" + _changed(change, seconds(asked)) + _beside(change)
+    epoch = f"{'an epoch':>14}" * bool(steps)
+    least = "   (with the least that vLLM needs)" * auto
+    width = max(len(change.words) for change in changes)
+    yield f"{'one change at a time':{width + 2}}{'peak':>12}{'a step':>14}{epoch}{least}"
+    for change in (Change("(as it is)", asked), *changes):
+        yield f"  {change.words:{width}}" + _changed(change, steps) + _beside(change)
 
 
 def _length(found: Longest | str) -> str:
@@ -217,13 +259,14 @@ def _of_pair(found: Longest | None) -> str:
     return f"{found.tokens - ANSWERS:>16,} + 2 × {ANSWERS:,}{'' if found.exact else '  or more'}"
 
 
-def _changed(change: Change, base: float | None) -> str:
+def _changed(change: Change, steps: int | None) -> str:
     if change.prediction is None:
-        return f"not possible: {change.refused}"
+        return f"  not possible: {change.refused}"
     took = seconds(change.prediction)
-    if took is None or base is None:
-        return f"{needed(change.prediction)}, for its build alone"
-    return f"{needed(change.prediction):>13} {took / base:13.2f}×"
+    if took is None:
+        return f"  {needed(change.prediction)}, for its build alone"
+    epoch = f"{duration(took * steps, fine=True):>14}" if steps else ""
+    return f"{needed(change.prediction):>12}{duration(took, fine=True):>14}{epoch}"
 
 
 def _beside(change: Change) -> str:
@@ -243,7 +286,7 @@ def _beside(change: Change) -> str:
 
 def _work(answer: Answer) -> Iterator[str]:
     counts = answer.prediction.counts()
-    total = seconds(answer.prediction)
+    total = seconds(answer.prediction) or 0.0
     sent = sum(counts.sent.values())
     each = ", ".join(f"{name} {count / 1e9:.3g}" for name, count in sorted(counts.sent.items()) if count > 1e6)
     yield "a step of a rank, with the rollout that it generates" if answer.cfg.loss.draws else "a step of a rank"
@@ -252,8 +295,8 @@ def _work(answer: Answer) -> Iterator[str]:
     yield f"  sent            {sent / 1e9:,.3g} GB{f' ({each})' if each else ''}"
     yield f"  launches        {counts.launches:,}, {counts.launching:.2g} s of the host while the device computes"
     yield (
-        f"  estimated time  {total:.3g} s, of which {counts.waited:.2g} s wait for bytes that computing does not hide "
-        f"(a roofline, not a measurement)"
+        f"  estimated time  {duration(total, fine=True)}, of which {counts.waited:.2g} s wait for bytes that computing "
+        f"does not hide (a roofline, not a measurement)"
     )
     if answer.cfg.loss.draws:
         drawn, scored = (answer.prediction.counts(phase) for phase in ("rollout", "score"))

@@ -15,6 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from rlexp.base.durations import duration
 from rlexp.base.printable import printable
 from rlexp.compare.table import number
 from rlexp.compare.table import peak as shown_peak
@@ -57,10 +58,10 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
         Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7),
         Column("peak tensors", lambda row: memory(row.tensors), 8),
         Column("peak memory", lambda row: memory(row.peak), 8),
-        Column("time left", lambda row: duration(row.seconds_left), 2),
+        Column("time left", lambda row: time_of(row.seconds_left), 2),
     ]
     slurm = [
-        Column("Slurm's limit", lambda row: duration(limit(row)), 6),
+        Column("Slurm's limit", lambda row: time_of(limit(row)), 6),
         Column("job", lambda row: row.job_id or "–", 9),
         Column("nodes", lambda row: (row.slurm.nodes if row.slurm else "") or "–", 11, right=False),
     ]
@@ -90,19 +91,12 @@ def limit(row: JobRow) -> float | None:
     return row.slurm.seconds_left if row.slurm is not None and row.state == "running" else None
 
 
+def time_of(seconds: float | None) -> str:
+    return "–" if seconds is None else duration(seconds)
+
+
 def memory(peak: tuple[int, str, int] | None) -> str:
     return "–" if peak is None else shown_peak(*peak)
-
-
-def duration(seconds: float | None) -> str:
-    """`48 s`, `3 min 05 s`, `2 h 07 min`, `5 d 03 h`."""
-    if seconds is None:
-        return "–"
-    whole = max(0, round(seconds))
-    for size, unit, part, below in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
-        if whole >= size:
-            return f"{whole // size} {unit} {whole % size // part:02d} {below}"
-    return f"{whole} s"
 
 
 def page(look: Look, width: int, *, lines: int | None = None, bars: bool = False) -> RenderableType:

@@ -12,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from rlexp.base.pages import addressed
 from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig
@@ -204,7 +205,7 @@ def _notes(cfg: Config, result: Verification) -> str:
                 if cfg.loss.draws
                 else "later values may differ by the same factor"
             )
-            + " (docs/verify.md)"
+            + addressed(" (docs/verify.md)")
         )
     return "".join(f"{_wrapped(line)}\n" for line in lines)
 

@@ -253,8 +253,11 @@ BAD = {
     "forced typo": (["++loss.bta=0.2"], "Did you mean loss.beta?"),
     "added top-level typo": (["+exprmnt=bug_report"], "Did you mean experiment?"),
     "key of two groups": (["batch_size=3"], "batch_size: no such key. Did you mean train.batch_size?"),
-    "like no key of its group": (["+train.foo=1"], "train.foo: no such key. docs/keys.md lists all keys of train."),
-    "like no key": (["nosuch.key=1"], "nosuch.key: no such key. docs/keys.md lists all keys."),
+    "like no key of its group": (
+        ["+train.foo=1"],
+        f"train.foo: no such key. {ROOT}/docs/keys.md lists all keys of train.",
+    ),
+    "like no key": (["nosuch.key=1"], f"nosuch.key: no such key. {ROOT}/docs/keys.md lists all keys."),
     "number for the launcher": (["hydra.launcher=1"], "hydra.launcher=1: is a group of keys. Set one of them:"),
     "launcher as a key": (["hydra.launcher=slurm"], "To choose an option: hydra/launcher=slurm."),
     "no launcher": (["hydra/launcher=null"], "hydra/launcher=null: is no option of the group hydra/launcher."),

@@ -66,6 +66,7 @@ LOOKS = {  # commands that load none
     "rlexp.compare": ("run",),
     "rlexp.convert": ("recipe.yaml", "--trainer", "dpo", "--gpus", "1"),
     "rlexp.dashboard": ("--dry-run",),
+    "rlexp.recipe": (),
     "rlexp.status": ("run",),
 }
 

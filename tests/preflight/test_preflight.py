@@ -37,9 +37,20 @@ def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
     file = tmp_path / "answer.json"
     words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=torch", "train.batch_size=3",
              "train.micro_batch_size=1")  # fmt: skip
-    told = preflight(*words, "--json", str(file), fresh=False)
+    told = preflight(*words, "--json", str(file), "--longest", "--verbose", fresh=False)
     assert "\nfits: " in told.stdout
+    assert "\nan epoch of 240 rows has 80 steps: at most " in told.stdout
     assert "and a pair that shares its prompt" in told.stdout
+    heads = (
+        "fits: ",
+        "one change at a time",
+        "longest sequence",
+        "peak memory of rank",
+        "a step of a rank",
+        "sharding:",
+    )
+    places = [told.stdout.index(f"\n{head}") for head in heads]
+    assert places == sorted(places)
     assert "train.batch_size=3: 2 replicas × train.micro_batch_size=1 need a multiple of 2." in told.stdout
     answer = json.loads(file.read_text(encoding="utf-8"))
     assert answer["fits"]
@@ -55,8 +66,9 @@ def test_where_no_single_change_fits_it_says_what_would() -> None:
              "hardware=rtx_4090", "hardware.memory_gib=1.52", "launch.nproc=1")  # fmt: skip
     told = preflight(*words, code=1, fresh=False)
     found = re.search(
-        r"^no single change fits\. These would: data\.max_length=(\d+), hardware=rtx_4090, hardware=a100_40gb, "
-        r"hardware=l40s, .*\. Else try more of these GPUs with a larger parallel\.ring_size, or a smaller model\.$",
+        r"^no single change of the list below makes it fit\. These do: data\.max_length=(\d+), "
+        r"hardware=rtx_4090, hardware=a100_40gb, hardware=l40s, .*\. "
+        r"Else try more of these GPUs with a larger parallel\.ring_size, or a smaller model\.$",
         told.stdout,
         re.MULTILINE,
     )
@@ -116,4 +128,6 @@ def test_wrong_input_gets_one_message(words: tuple[str, ...], said: str) -> None
 def test_a_config_that_is_none_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"not": "a model"}', encoding="utf-8")
     told = preflight("model=hf", f"model.path={tmp_path}", "hardware=h100", "launch.nproc=8", code=1)
-    assert told.stderr.startswith(f"rlexp: model.path={tmp_path}: no causal model can be loaded")
+    begins, wrong = told.stderr.splitlines()
+    assert begins == f"rlexp preflight: imports torch, and reads config.json of {tmp_path.name}"
+    assert wrong.startswith(f"rlexp: model.path={tmp_path}: no causal model can be loaded")

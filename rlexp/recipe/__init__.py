@@ -1,0 +1,1 @@
+"""Recipes: list them, show one, copy one to start from. No torch."""

@@ -1,0 +1,111 @@
+"""List the recipes (experiments), show one, or copy one to change it.
+
+python -m rlexp.recipe                                         list them, your own too
+python -m rlexp.recipe lora_8b                                 show a file
+python -m rlexp.recipe lora_8b --copy conf/experiment/mine.yaml     copy it; then: python -m rlexp +experiment=mine
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from shlex import quote
+
+from rlexp.base import files
+from rlexp.base.command import Parser, exit_code
+from rlexp.base.errors import ConfigError
+from rlexp.base.printable import printable_lines
+from rlexp.config.paths import conf_dir, experiments
+from rlexp.config.schema.keys import suggestion
+
+WIDTH = 80
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = Parser(
+        prog="python -m rlexp.recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe; without one, all are listed")
+    parser.add_argument("--copy", type=Path, metavar="FILE", help="write the recipe to a new file that ends in .yaml")
+    return exit_code(lambda: recipe(parser.parse_args(argv)))
+
+
+def recipe(options: argparse.Namespace) -> int:
+    if options.name is None:
+        if options.copy is not None:
+            raise ConfigError(f"--copy={options.copy}: copies one recipe. Name it: NAME --copy FILE.")
+        sys.stdout.write(listed())
+        return 0
+    source = file_of(options.name)
+    text = source.read_text(encoding="utf-8")
+    if options.copy is None:
+        sys.stdout.write(printable_lines(text))
+        return 0
+    copy(text, options.copy)
+    sys.stdout.write(f"wrote {options.copy}\n{told(options.copy)}\n")
+    return 0
+
+
+def listed() -> str:
+    """Return each recipe with its first sentence."""
+    files_of = experiments()
+    width = max(map(len, files_of)) + 2
+    lines = []
+    for name in files_of:
+        indent = " " * width
+        first = textwrap.wrap(printable_lines(summary(files_of[name][-1])), WIDTH - width) or [""]
+        lines += [f"{name:{width}}{first[0]}", *(f"{indent}{line}" for line in first[1:])]
+    return (
+        "\n".join([*lines, "", "python -m rlexp +experiment=NAME trains one; python -m rlexp.recipe NAME shows it."])
+        + "\n"
+    )
+
+
+def summary(file: Path) -> str:
+    """Return the first comment of a recipe, up to its first line with a name (`# Command:`)."""
+    lines = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        text = line.removeprefix("#").strip()
+        if line.startswith("# @package"):
+            continue
+        if not line.startswith("#") or text.partition(" ")[0].endswith(":"):
+            break
+        lines.append(text)
+    return " ".join(lines).partition(". ")[0].rstrip(".:")
+
+
+def file_of(name: str) -> Path:
+    known = experiments()
+    if name not in known:
+        raise ConfigError(f"{name}: no such recipe.{suggestion(name, list(known))} Recipes: {', '.join(known)}.")
+    return known[name][-1]
+
+
+def copy(text: str, file: Path) -> None:
+    """Write a copy, and no file that is there already."""
+    if file.suffix != ".yaml":
+        raise ConfigError(f"--copy={file}: a recipe's file ends in .yaml. Say --copy={file.with_suffix('.yaml')}.")
+    if file.exists():
+        raise ConfigError(f"--copy={file}: is there already. Give a new file.")
+    if file.stem in experiments():
+        raise ConfigError(f"--copy={file}: there is a recipe of this name. Give the copy another one.")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        files.write_text(file, text)
+    except OSError as error:
+        raise ConfigError(f"--copy={file}: cannot be written ({error.strerror}). Give another file.") from None
+
+
+def told(file: Path) -> str:
+    """Say how to train by a copy."""
+    here = Path("conf") / "experiment"
+    if file.resolve().parent in (here.resolve(), (conf_dir() / "experiment").resolve()):
+        return f"train by it: python -m rlexp +experiment={quote(file.stem)}"
+    return f"rlexp finds experiments in {here} of the folder where you type: put it there to train by it"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
