@@ -131,10 +131,11 @@ def _rows(path: str) -> str:
 
 
 def changes(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield each key that differs, with both values as text."""
+    """Yield each key that differs, with both values as text: first the names of options, with which keys differ."""
     folder = any(keys.get("adapter.path") is not None for keys in (was, now))
     free = {*FREE, *(OF_FOLDER if folder else ())}
-    for key in sorted({*was, *now} - free):  # an older version may have written one down that is free now
+    known = {*was, *now} - free  # an older version may have written one down that is free now
+    for key in sorted(known, key=lambda key: (not key.endswith(".name"), key)):
         one, other = (keys.get(key, LATER.get(key)) for keys in (was, now))
         if isinstance(one, dict) and isinstance(other, dict) and "contents" in one and "contents" in other:
             if one["contents"] != other["contents"]:

@@ -227,7 +227,7 @@ def _adapter(conv: Conversion) -> None:
     if conv.flag("merge_lora"):
         conv.put("checkpoint.export", "merged", "merge_lora")
     if kind == "qlora":
-        conv.remark(Fate.ABSENT, "adapter", kind, adapters.QUANTIZED)
+        conv.remark(Fate.INSTEAD, "adapter", kind, f"lora is taken: {adapters.QUANTIZED}")
 
 
 def _like_transformers(conv: Conversion) -> None:

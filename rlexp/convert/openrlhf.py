@@ -202,7 +202,7 @@ def _preference(conv: Conversion) -> None:
         conv.choose("loss", "dpo", "ipo")
         conv.put("loss.label_smoothing", smoothing, "label_smoothing")
     weight = conv.number("nll_loss_coef", 0.0, least=0)
-    preference.put_likelihood(conv, weight, "nll_loss_coef", preference.OF_ANSWERS)
+    preference.put_likelihood(conv, weight, preference.OF_ANSWERS, "nll_loss_coef")
 
 
 def _supervised(conv: Conversion) -> None:

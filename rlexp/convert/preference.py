@@ -104,14 +104,16 @@ def choose(
     if not asked.weights:
         _supervised(conv, names, asked.likelihood, *origins)
         return
-    likelihood_by = names.loss if asked.likelihood else names.likelihood
-    asked.likelihood += _number(conv, names.likelihood, 0.0)
+    likelihood_by = [names.loss, names.weights] if asked.likelihood else []
+    if (more := _number(conv, names.likelihood, 0.0)) or not asked.likelihood:
+        likelihood_by.append(names.likelihood)
+    asked.likelihood += more
     second = _number(conv, bco, 0.0)
     if second:
         asked.weights = {loss: weight / (1 + second) for loss, weight in asked.weights.items()}
         asked.add("bco_pair", second / (1 + second))
         origins = (*origins, bco)
-    put_likelihood(conv, asked.likelihood, likelihood_by, told)
+    put_likelihood(conv, asked.likelihood, told, *likelihood_by)
     smoothing = _number(conv, names.smoothing, 0.0)
     if smoothing and not smoothed & asked.weights.keys():
         conv.tell(Fate.OTHER, names.smoothing, IGNORED)
@@ -148,9 +150,10 @@ def kind_of(loss: str) -> type[PreferenceConfig]:
     return KINDS["loss"][loss]
 
 
-def put_likelihood(conv: Conversion, weight: float, origin: str, told: str) -> None:
+def put_likelihood(conv: Conversion, weight: float, told: str, *origins: str) -> None:
     """Set the weight of the chosen answers' likelihood, and say how theirs is averaged."""
-    conv.put("loss.sft_weight", weight, *filter(None, [origin]), why="" if origin else "theirs has it by itself")
+    by = [*filter(None, origins)]
+    conv.put("loss.sft_weight", weight, *by, why="" if by else "theirs has it by itself")
     if weight:
         conv.notes.append(told)
 
@@ -254,7 +257,7 @@ def without_reference(
         conv.put("loss.gamma", conv.number("simpo_gamma", gamma), "simpo_gamma")
     conv.tell(Fate.NEEDLESS, "ref_model", f"loss={loss} has no reference")
     _lengths(conv, "ld_alpha", loss)
-    put_likelihood(conv, added + _number(conv, weight_name, weight), weight_name, told)
+    put_likelihood(conv, added + _number(conv, weight_name, weight), told, weight_name)
     smoothing = _number(conv, "label_smoothing", 0.0)
     if loss == "cpo":
         conv.put("loss.label_smoothing", smoothing, "label_smoothing")

@@ -29,6 +29,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import KINDS, Collectives
 from rlexp.config.schema.cadence import Cadence, eval_cadence, save_cadence
+from tests.helpers.paths import ROOT
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")

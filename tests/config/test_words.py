@@ -7,6 +7,7 @@ import pytest
 from rlexp.base.errors import ConfigError
 from rlexp.config import load
 from rlexp.config.explain import explain
+from rlexp.config.identity import changes, curve_keys
 from rlexp.config.schema.keys import THEIRS, all_keys, suggestion
 from rlexp.convert.frameworks import FRAMEWORKS
 from tests.conftest import Shell
@@ -68,3 +69,8 @@ def test_a_flag_of_hydra_s_is_left_to_hydra() -> None:
         with pytest.raises(Exception) as error:  # noqa: PT011  Hydra's
             load.composed([flag])
         assert not isinstance(error.value, ConfigError)
+
+
+def test_another_option_is_named_before_the_keys_that_differ_with_it() -> None:
+    was, now = (curve_keys(load.compose_config(["launch.device=cpu", f"loss={loss}"])) for loss in ("dpo", "ipo"))
+    assert next(key for key, *_ in changes(was, now)) == "loss.name"

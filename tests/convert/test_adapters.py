@@ -150,7 +150,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any], dict[Fate, set[str]]]] =
     "axolotl of quantized weights": (
         AXOLOTL_LORA.replace("adapter: lora", "adapter: qlora") + "load_in_4bit: true\nmerge_lora: true\n"
         "peft_use_dora: true\nloraplus_lr_ratio: 16\n", None, {"adapter": "lora", "checkpoint.export": "merged"},
-        {ABSENT: {"adapter", "load_in_4bit", "peft_use_dora", "loraplus_lr_ratio"}}),
+        {INSTEAD: {"adapter"}, ABSENT: {"load_in_4bit", "peft_use_dora", "loraplus_lr_ratio"}}),
     "axolotl from an adapter": (AXOLOTL + "adapter: lora\nlora_model_dir: sft\nlora_r: 8\n", None,
                                 {"adapter.path": "sft", "adapter.rank": None, "reference.path": None},
                                 {NEEDLESS: {"lora_r"}}),

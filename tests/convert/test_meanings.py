@@ -472,3 +472,11 @@ def test_a_wrong_sum_is_refused(text: str, said: str) -> None:
 def test_a_data_set_that_is_described_by_nothing_is_one_message(name: str) -> None:
     with pytest.raises(ConvertError, match=f"dataset={name}: "):
         conversion(FACTORY.replace("d1", name), None, 8)
+
+
+def test_all_that_make_a_weight_are_named() -> None:
+    """A supervised loss of a sum, and the weight of the chosen answers' likelihood, are one weight here."""
+    conv = conversion(TRL + "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\nrpo_alpha: 1.0\n", "dpo")
+    assert conv.values["loss.sft_weight"].value == pytest.approx(1.2)
+    assert conv.values["loss.sft_weight"].origin == "loss_type, loss_weights, rpo_alpha"
+    assert "rpo_alpha" not in named(conv, NEEDLESS)
