@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
+import textwrap
+
 
 def printable(text: str) -> str:
     """Escape newlines and other characters that do not print, as Python does."""
@@ -11,3 +15,20 @@ def printable(text: str) -> str:
 def printable_lines(text: str) -> str:
     """The same for a text of several lines: these stay, and so do tabs."""
     return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+
+
+def fitted(text: str) -> str:
+    """Return a text for standard output: on a terminal, lines that are too long for it end between words."""
+    if not sys.stdout.isatty():
+        return text
+    width = shutil.get_terminal_size().columns
+    return "\n".join(part for line in text.split("\n") for part in _broken(line, width))
+
+
+def _broken(line: str, width: int) -> list[str]:
+    """Break a line that is too long; what follows stands four columns further to the right."""
+    if len(line) <= width:
+        return [line]
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False,
+                         replace_whitespace=False, drop_whitespace=True)  # fmt: skip

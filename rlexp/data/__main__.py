@@ -64,6 +64,8 @@ def show(options: argparse.Namespace) -> int:
         write_text(options.json, plain_json.dumps(plain(found), indent=1) + "\n")
     if options.html is not None:
         write_text(options.html, page.render(found))
+    if written := [str(file) for file in (options.json, options.html) if file is not None]:
+        sys.stdout.write(f"\nwrote {' and '.join(written)}\n")
     return 1 if found.problems else 0
 
 

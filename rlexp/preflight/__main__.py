@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
+from rlexp.base.printable import fitted
 from rlexp.config.explain import explained
 from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig
@@ -52,7 +53,7 @@ def preflight(options: argparse.Namespace) -> int:
 
     asked = Asked(longest=options.longest, sharding=options.verbose or options.json is not None)
     found = answer(options.overrides, asked, Progress(began))
-    sys.stdout.write(report.text(found, verbose=options.verbose))
+    sys.stdout.write(fitted(report.text(found, verbose=options.verbose)))
     if options.json is not None:
         options.json.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
     return 0 if found.fits else 1

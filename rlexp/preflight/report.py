@@ -32,7 +32,7 @@ CHECKPOINTING = {
     Checkpointing.attention: ", activation checkpointing that keeps attention",
 }
 PHASES = ("build", "rollout", "score", "collect", "forward", "reference", "backward", "optimizer", "export")
-HEADS = ("weights", "gradients", "optim.", "reference", "saved act.", "cache", "temp.", "comm.", "vLLM")
+HEADS = ("weights", "grads", "optim.", "ref.", "saved", "cache", "temp.", "comm.", "vLLM")
 
 
 def text(answer: Answer, *, verbose: bool = False) -> str:
@@ -104,10 +104,10 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     yield f"peak memory of rank {prediction.rank} by phase, {name}"
     kinds = [kind for kind in STORAGE_KINDS if any(peak.by_kind[kind] for peak in prediction.peaks.values())]
     heads = [*(HEADS[STORAGE_KINDS.index(kind)] for kind in kinds), "total"]
-    yield f"  {'':10}" + "".join(f"{head:>12}" for head in heads)
+    yield f"  {'':9}" + "".join(f"{head:>8}" for head in heads)
     for phase in PHASES:
         if phase in prediction.peaks:
-            yield f"  {phase:10}" + _row(prediction.peaks[phase], kinds, unit)
+            yield f"  {phase:9}" + _row(prediction.peaks[phase], kinds, unit)
 
 
 def _vllm(vllm: Share) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _host(host: Host) -> Iterator[str]:
 
 def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
     held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
-    return "".join(f"{each / unit:12.2f}" if each else f"{'':>12}" for each in held)
+    return "".join(f"{each / unit:8.2f}" if each else f"{'':>8}" for each in held)
 
 
 def _verdict(answer: Answer) -> Iterator[str]:

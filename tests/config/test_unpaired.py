@@ -58,10 +58,10 @@ def test_what_does_not_fit_is_one_message(words: list[str], said: str) -> None:
     ("rows", "words", "said"),
     [
         ([PAIR] * 4, ["loss=kto"], "the run needs unpaired answers, with `prompt` and `completion` and `label`, and "
-         "the row has chosen, prompt, rejected, which make its rows pairs. Read each pair as two answers "
+         "the row has chosen, prompt, rejected, as pairs have. Read each pair as two answers "
          "(data.unpair=true), give other rows or another loss"),
         (ANSWERS, ["loss=dpo"], "the run needs pairs, with `chosen` and `rejected`, and the row has completion, label, "
-         "prompt, which make its rows unpaired. Give other rows or another loss"),
+         "prompt, as unpaired answers have. Give other rows or another loss"),
         (ANSWERS[::2], ["loss=kto"], "all 5 rows have `label` true, and loss=kto compares good answers with bad ones. "
          "Give some rows whose `label` is false; or, to learn answers as they are, loss=sft."),
         (ANSWERS[1::2], ["loss=bco"], "all 4 rows have `label` false"),
@@ -73,7 +73,7 @@ def test_what_does_not_fit_is_one_message(words: list[str], said: str) -> None:
          "others have one. Give every row `margin`, or none; or leave them out: loss.margin_weight=0."),
         ([{**ANSWERS[0], "label": False}], ["loss=sft"], "is false, and supervised training learns every answer. Leave "
          "such rows out (data.bad_rows=drop), or train with loss=kto."),
-        ([{"text": "abc"}], ["loss=kto"], "which make its rows supervised"),
+        ([{"text": "abc"}], ["loss=kto"], "as supervised rows have"),
         ([{"text": ""}], ["loss=sft"], "field `text` must be a text that is not empty."),
     ],
 )  # fmt: skip

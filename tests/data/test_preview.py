@@ -404,6 +404,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: Any, monkeypat
     assert "\x1b" not in out
     assert "\u202e" not in out
     assert "⟦" in out
+    assert out.endswith(f"\nwrote {plain_} and {html}\n")
     facts = json.loads(plain_.read_text(encoding="utf-8"))
     assert facts["trains"] is True
     assert facts["sources"][0]["kept"] == 14

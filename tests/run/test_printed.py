@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from rlexp.base.command import exit_code
 from rlexp.base.errors import ConfigError, FolderError
-from rlexp.base.printable import printable, printable_lines
+from rlexp.base.printable import fitted, printable, printable_lines
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 from rlexp.launch import rank_progress, run_folder
@@ -42,6 +42,19 @@ def test_a_text_prints_and_keeps_its_lines(text: str) -> None:
     assert lines.replace("\n", "").replace("\t", "").isprintable()
     assert lines.count("\n") == text.count("\n")
     assert not text.isprintable() or lines == text
+
+
+def test_long_lines_end_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "short\n  peak  1.00    2.00\n  " + "word " * 30 + "\n" + "x" * 100 + "\n"
+    assert fitted(text) == text  # no terminal
+    monkeypatch.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = fitted(text).split("\n")
+    assert lines[:2] == text.split("\n")[:2]
+    assert max(len(line) for line in lines if "x" not in line) <= 60
+    assert {word for line in lines[2:-2] for word in line.split()} == {"word"}
+    assert lines[3].startswith("      word")
+    assert lines[-2:] == ["x" * 100, ""]
 
 
 @pytest.mark.parametrize("command", [exit_code, explained])

@@ -81,7 +81,7 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
         raise DataError(f"{origin}: no shape of rows that is known. It has {_listed(fields)}. Name its columns: "
                         f"data.columns.prompt=…, data.columns.chosen=…, as docs/data.md says.")  # fmt: skip
     others = [shape.kind for shape in fitting][:1]
-    is_other = "".join(f", which make its rows {other.value}" for other in others)
+    is_other = "".join(f", as {ROWS_OF[other]} have" for other in others)
     halves = (wanted, others) == (Kind.unpaired, [Kind.pairs])
     raise DataError(
         f"{origin}: the run needs {ROWS_OF[wanted]}, with {needed}, and the row has {_listed(fields)}{is_other}. "
