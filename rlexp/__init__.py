@@ -8,10 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from rlexp.base.version import __version__
+
 if TYPE_CHECKING:
     from rlexp.run.from_python import Run
 
-__version__ = "0.1.0"
+__all__ = ["__version__", "train"]
 
 
 def train(overrides: Sequence[str] = ()) -> Run:

@@ -8,7 +8,7 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from rlexp import __version__
+from rlexp.base.version import __version__
 from rlexp.config import load
 from rlexp.config.explain import explained
 from rlexp.config.paths import conf_dir

@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from rlexp import __version__
 from rlexp.base import files
+from rlexp.base.version import __version__
 from rlexp.compare import page, samples
 from rlexp.compare.divergence import Conclusion, between, floor_of, outcome_of
 from rlexp.compare.families import Families, Family

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from rlexp import __version__
+from rlexp.base.version import __version__
 from rlexp.base.wilson import wilson
 from rlexp.config.load import to_plain
 from rlexp.config.model_names import called

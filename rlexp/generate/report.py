@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from rlexp import __version__
 from rlexp.base import plain_json
 from rlexp.base.printable import printable
+from rlexp.base.version import __version__
 from rlexp.config.model_names import called
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob
 

@@ -19,12 +19,12 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rlexp import __version__
 from rlexp.base import files, plain_json
 from rlexp.base.byte_counts import GIB, size
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
 from rlexp.base.host_memory import host_memory
+from rlexp.base.version import __version__
 from rlexp.config import sizes
 from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable

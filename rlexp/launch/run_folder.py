@@ -17,10 +17,10 @@ from pathlib import Path
 from shlex import join
 from typing import Any
 
-from rlexp import __version__
 from rlexp.base import files, plain_json
 from rlexp.base.errors import CheckpointError, ConfigError, FolderError
 from rlexp.base.files import write_text
+from rlexp.base.version import __version__
 from rlexp.config import load
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.identity import check_force, identity, refuse_changes

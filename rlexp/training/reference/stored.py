@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp import __version__
 from rlexp.base import cache
 from rlexp.base.file_hashes import contents_of
 from rlexp.base.files import replacing, sync
+from rlexp.base.version import __version__
 from rlexp.config.content_ids import files_of_model
 from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision

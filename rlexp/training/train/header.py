@@ -7,9 +7,9 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from rlexp import __version__
 from rlexp.base.host_memory import host_memory
 from rlexp.base.kernel_rates import faster
+from rlexp.base.version import __version__
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
 from rlexp.config.checks.micro_batches import batch_in_words
