@@ -13,7 +13,6 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-import rlexp
 from rlexp.base.errors import ConfigError
 from rlexp.config.literals import literal
 from rlexp.config.paths import conf_dir, experiments
@@ -23,7 +22,9 @@ from rlexp.config.schema.value_kinds import is_list
 EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones
 PLUGINS = ("hydra/launcher", "hydra/sweeper")  # groups of Hydra's own
-COMMANDS = {path.parent.name for path in Path(rlexp.__file__).parent.glob("*/__main__.py")}  # python -m rlexp.NAME
+COMMANDS = {
+    path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__main__.py")
+}  # python -m rlexp.NAME
 FLAGS = (  # of Hydra, and ours
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
