@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import signal
 import subprocess
 import sys
@@ -44,6 +42,8 @@ class Run:
 
     def model(self, **options: Any) -> Any:
         """Load the trained model, an adapter on its base or a reward model, with options of `from_pretrained`."""
+        from rlexp.training.model.exported import loader_of
+
         place = self.folder / "model"
         if not place.is_dir():
             raise ConfigError(
@@ -139,20 +139,3 @@ def run_command(command: Sequence[str]) -> str | None:
         return None
     started = next((place for place, line in enumerate(last) if line.startswith("rlexp: ")), 0)
     return "".join(last[started:]).strip().removeprefix("rlexp: ")
-
-
-def loader_of(place: Path) -> Any:
-    """Return the class whose `from_pretrained` reads a model that a run has written."""
-    if (place / "adapter_config.json").is_file():
-        try:
-            from peft import AutoPeftModelForCausalLM
-        except ImportError:
-            raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
-        return AutoPeftModelForCausalLM
-    import transformers
-
-    classes: list[str] = []
-    with contextlib.suppress(OSError, ValueError):
-        classes = json.loads((place / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    scores = any(name.endswith("ForSequenceClassification") for name in classes)
-    return transformers.AutoModelForSequenceClassification if scores else transformers.AutoModelForCausalLM

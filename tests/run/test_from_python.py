@@ -12,7 +12,8 @@ import torch
 
 import rlexp
 from rlexp.base.errors import ConfigError, UserError
-from rlexp.run.from_python import Run, loader_of
+from rlexp.run.from_python import Run
+from rlexp.training.model.exported import loader_of
 from tests.helpers import warm
 from tests.helpers.runs import descendants, gone, rows_of, run_json, wait_for_steps
 
