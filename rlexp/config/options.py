@@ -59,7 +59,7 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: an option is chosen without ++. {choose}")
     if override.is_add() and group not in APPENDED:
         raise ConfigError(f"{given}: the group is there already. Leave out the +, and choose {_choices(group)}.")
-    if not all(_is_name(option) for option in _alternatives(value)):
+    if not all(is_name(option) for option in _alternatives(value)):
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
     if group in APPENDED:
         _refuse_two_of_a_name(given, _alternatives(value))
@@ -117,12 +117,12 @@ def _refuse_no_plugin(argument: str) -> None:
     if key == PLUGINS[0] and (ours := {"submitit_slurm": "slurm", "submitit_local": "slurm_local"}.get(str(value))):
         raise ConfigError(f"{given}: is submitit's own, which starts no ranks. Say hydra/launcher={ours}.")
     if "/" in key:
-        if not all(_is_name(option) for option in _alternatives(value)):
+        if not all(is_name(option) for option in _alternatives(value)):
             raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
     elif key.endswith("_target_") or (isinstance(value, dict) and "_target_" in value):
         raise ConfigError(f"{given}: an option of {group} sets it. {choose}")
     elif not isinstance(value, dict):
-        option = f" To choose an option: {group}={value if _is_name(value) else 'OPTION'}." if group in PLUGINS else ""
+        option = f" To choose an option: {group}={value if is_name(value) else 'OPTION'}." if group in PLUGINS else ""
         raise ConfigError(f"{given}: is a group of keys. Set one of them: {key}.KEY=VALUE.{option}")
 
 
@@ -132,7 +132,7 @@ def _alternatives(value: Any) -> list[Any]:
     return [each for option in options for each in (option if isinstance(option, list) else [option])]
 
 
-def _is_name(option: Any) -> bool:
+def is_name(option: Any) -> bool:
     """Return whether this may be the name of an option: plain, or out of an environment variable that is set."""
     name = option.text if isinstance(option, QuotedString) else option
     if isinstance(name, str) and "${oc.env:" in name:

@@ -12,12 +12,12 @@ import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
-from shlex import quote
 
 from rlexp.base import files
 from rlexp.base.command import Parser, exit_code
 from rlexp.base.errors import ConfigError
 from rlexp.base.printable import printable_lines
+from rlexp.config.options import is_name
 from rlexp.config.paths import conf_dir, experiments
 from rlexp.config.schema.keys import suggestion
 
@@ -88,6 +88,8 @@ def copy(text: str, file: Path) -> None:
     """Write a copy, and no file that is there already."""
     if file.suffix != ".yaml":
         raise ConfigError(f"--copy={file}: a recipe's file ends in .yaml. Say --copy={file.with_suffix('.yaml')}.")
+    if not is_name(file.stem):
+        raise ConfigError(f"--copy={file}: +experiment={file.stem} could not name it. Use letters, digits, _ and -.")
     if file.exists():
         raise ConfigError(f"--copy={file}: is there already. Give a new file.")
     if file.stem in experiments():
@@ -103,7 +105,7 @@ def told(file: Path) -> str:
     """Say how to train by a copy."""
     here = Path("conf") / "experiment"
     if file.resolve().parent in (here.resolve(), (conf_dir() / "experiment").resolve()):
-        return f"train by it: python -m rlexp +experiment={quote(file.stem)}"
+        return f"train by it: python -m rlexp +experiment={file.stem}"
     return f"rlexp finds experiments in {here} of the folder where you type: put it there to train by it"
 
 

@@ -56,6 +56,7 @@ def test_a_copy_is_the_recipe(
         (["lora8b"], "lora8b: no such recipe. Did you mean lora_8b? Recipes: bug_report, dog, "),
         (["--copy", "a.yaml"], "--copy=a.yaml: copies one recipe. Name it: NAME --copy FILE."),
         (["dog", "--copy", "a"], "--copy=a: a recipe's file ends in .yaml. Say --copy=a.yaml."),
+        (["dog", "--copy", "my own.yaml"], "--copy=my own.yaml: +experiment=my own could not name it. Use letters, "),
         (["dog", "--copy", "there.yaml"], "--copy=there.yaml: is there already. Give a new file."),
         (["dog", "--copy", "x/dog.yaml"], "--copy=x/dog.yaml: there is a recipe of this name. Give the copy another"),
         (["dog", "--copy", "there.yaml/a.yaml"], "--copy=there.yaml/a.yaml: cannot be written ("),

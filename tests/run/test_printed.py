@@ -158,6 +158,26 @@ def test_printed_commands_run_as_they_are_printed(tmp_path: Path) -> None:
     assert answered.stdout.count("trained  ") == 4
 
 
+@pytest.mark.slow
+def test_printed_commands_of_other_programs_run_too(tmp_path: Path) -> None:
+    """In a folder with a space: a sweep that stopped goes on, and a copied recipe and pairs that were made train."""
+    folder = tmp_path / "a folder's"
+    folder.mkdir()
+    quick = ["launch.device=cpu", "logger=none", "train.batch_size=2", "data.size=4"]
+    swept = warm.run("rlexp", ["-m", *quick, "train.stop_after=1", "seed=0,1"], folder)
+    again = typed(re.findall(r"To continue: (.*)$", swept.stderr, re.MULTILINE)[-1])
+    assert warm.run(*again, folder).stdout.count("  finished  ") == 2
+    copied = warm.run("rlexp.recipe", ["bug_report", "--copy", "conf/experiment/my-own.yaml"], folder)
+    module, words = typed(copied.stdout.partition("train by it: ")[2])
+    trained = warm.run(module, [*words, *quick, "launch.nproc=2", "train.max_steps=1"], folder)
+    assert "done: " in trained.stderr, trained.stderr
+    made = warm.run("rlexp.long_pairs", ["model=tiny", "--tokens=1000", "--pairs=4", "--out=my pairs.jsonl"], folder)
+    checks, trains = (re.findall(rf"^{word} +(.*)$", made.stdout, re.MULTILINE)[0] for word in ("check", "train"))
+    assert warm.run(*typed(checks), folder).returncode == 0
+    module, words = typed(trains)
+    assert "done: " in warm.run(module, [*words, *quick[:-1], "train.max_steps=1"], folder).stderr
+
+
 def test_what_a_request_to_stop_leads_to_is_said(tmp_path: Path) -> None:
     assert rank_progress.once_asked(tmp_path, "SIGINT", 120) == "SIGINT: ending, as no step has begun."
     ends = "then saving, in at most 120 s."
