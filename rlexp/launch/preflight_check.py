@@ -16,6 +16,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from rlexp.config.vllm_memory import samples_apart, share_beside_training, share
 
 FILE = "preflight.json"  # in a run's folder
 PREDICTING, HELPING = 180.0, 180.0  # seconds at most for the prediction, and for the changes that would help
+TOLD_EVERY = 5.0  # seconds after which it is said (again) that a rehearsal goes on
 ENDING = 20.0  # seconds that the process may take beyond that
 UNPREDICTED = ("seed", "logger", "checkpoint", "resume")  # groups on which no prediction depends
 NOT_REHEARSED = "the run was not rehearsed before it starts:"
@@ -234,7 +236,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
     )  # fmt: skip
     limit = patience + help_for + ENDING
     try:
-        said, complaints = process.communicate(json.dumps(asked), limit)
+        said, complaints = _answered(process, json.dumps(asked), limit)
     except subprocess.TimeoutExpired:
         return Decision(key, why=f"it took longer than {limit:g} seconds.")
     finally:
@@ -249,6 +251,23 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
     if "refused" in answer:
         raise UserError(answer["refused"])
     return Decision(key, **answer)
+
+
+def _answered(process: subprocess.Popen[str], question: str, limit: float) -> tuple[str, str]:
+    """Return what the process says to a question, on both its streams. Who waits for it is told so now and then."""
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
+        stdin.write(question)
+    process.stdin = None
+    began = time.monotonic()
+    while True:
+        left = limit - (time.monotonic() - began)
+        try:
+            return process.communicate(timeout=max(0.0, min(TOLD_EVERY, left)))
+        except subprocess.TimeoutExpired:
+            if left <= TOLD_EVERY:
+                raise
+            print_line(f"rehearses whether the run fits, {time.monotonic() - began:.0f} s (at most {limit:.0f} s)")
 
 
 def fingerprint(cfg: Config, *, fitting: bool) -> str:

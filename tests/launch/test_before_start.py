@@ -6,6 +6,7 @@ import dataclasses
 import json
 import re
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", gpus(tmp_path))
     monkeypatch.setattr(preflight_check, "_known", {})
     monkeypatch.setattr(preflight_check, "_told", set())
-    for bound in ("PREDICTING", "HELPING"):
+    for bound in ("PREDICTING", "HELPING", "TOLD_EVERY"):
         monkeypatch.setattr(preflight_check, bound, 600.0)  # a busy machine is no defect
 
 
@@ -126,7 +127,7 @@ def test_a_run_that_cannot_fit_names_a_change_that_does(
     assert told.returncode == 1
     assert told.stdout == ""
     assert "Traceback" not in told.stderr
-    assert re.match(r"rlexp: the run does not fit: it needs 3\.\d MiB at its peak \(\w+\), and ", told.stderr)
+    assert re.search(r"^rlexp: the run does not fit: it needs 3\.\d MiB at its peak \(\w+\), and ", told.stderr, re.M)
     assert "and a rank may take 3.6 MiB on h100. " in told.stderr
     assert "To start it all the same: launch.preflight=off." in told.stderr
     assert re.search(r"\npeak memory of rank \d by phase, MiB\n", told.stderr)
@@ -219,6 +220,17 @@ def judged(monkeypatch: pytest.MonkeyPatch, decision: Decision) -> list[Config]:
 
     monkeypatch.setattr(preflight_check, "rehearsed", rehearsed)
     return asked
+
+
+def test_who_waits_for_a_rehearsal_is_told_that_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(preflight_check, "_told", set())
+    monkeypatch.setattr(preflight_check, "TOLD_EVERY", 0.01)
+    slow = "import sys, time; question = sys.stdin.read(); time.sleep(0.5); print(question * 2, end='')"
+    process = subprocess.Popen([sys.executable, "-c", slow], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert preflight_check._answered(process, "abc", 600.0) == ("abcabc", None)
+    assert "rlexp: rehearses whether the run fits, 0 s (at most 600 s)\n" in capsys.readouterr().err
 
 
 def test_a_rehearsal_that_takes_too_long_stops_nothing(
