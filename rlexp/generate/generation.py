@@ -14,5 +14,5 @@ def generate(job: GenerateJob) -> list[Answered]:
     from rlexp.generate.rank import generate_rank
 
     job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-    found: list[Answered] = on_ranks(generate_rank, job, job.cfg)
+    found: list[Answered] = on_ranks(generate_rank, job, job.cfg, "generates")
     return found

@@ -83,12 +83,13 @@ def run_ranks(
     preload: Sequence[str] = PRELOAD,
     timeout: float | None = None,
     grace: float = 0.0,
+    waiting: Callable[[], None] | None = None,
 ) -> list[Any]:
     """Run `target(place, *args)` on every rank and return what each returned.
 
     Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere). A signal that asks
     for a stop is passed on, and the ranks have `grace` seconds to return. Without a grace, or at a second Ctrl-C, they
-    end at once.
+    end at once. `waiting` is called several times a second.
     """
     context = _context(device, preload)
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise() as stop:
@@ -108,7 +109,7 @@ def run_ranks(
                     process.start()
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
-            reports = _watch(ranks, timeout, stop, grace)
+            reports = _watch(ranks, timeout, stop, grace, waiting)
         except Interrupted as interrupted:
             reason = END_NOW if stop.passed_on else PASSED_ON[interrupted.signum]
             raise
@@ -134,7 +135,9 @@ def _context(device: str, preload: Sequence[str]) -> Any:
     return context
 
 
-def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float) -> list[Report]:
+def _watch(
+    ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float, waiting: Callable[[], None] | None
+) -> list[Report]:
     """Wait until all ranks have returned, or one has failed and the others have had `GRACE` seconds to report."""
     give_up = time.monotonic() + timeout if timeout else None
     stop.grace = grace
@@ -144,6 +147,8 @@ def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float)
         for rank in pending:
             if rank.inbox in ready or rank.process.sentinel in ready:
                 _read(rank, ranks.index(rank))
+        if waiting is not None:
+            waiting()
         now = time.monotonic()
         stop.pass_on(ranks)
         reports = [rank.report for rank in ranks if rank.report]

@@ -22,6 +22,7 @@ from rlexp.base.errors import ConfigError, FolderError
 from rlexp.base.printable import fitted, printable, printable_lines
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
+from rlexp.eval.evaluation import Waiting
 from rlexp.launch import rank_progress, run_folder
 from rlexp.launch.stops import Outcome, _Stops
 from rlexp.training.model import loading
@@ -207,3 +208,17 @@ def test_a_rank_of_another_launcher_says_so_itself() -> None:
         if stops.watchdog is not None:
             stops.watchdog.cancel()
     assert said == ["SIGTERM"]
+
+
+def test_who_waits_for_ranks_is_told_what_they_do(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = [5.0]
+    monkeypatch.setattr("time.monotonic", lambda: clock[0])
+    waiting = Waiting("evaluates")
+    for seconds in range(5, 80, 4):
+        clock[0] = float(seconds)
+        waiting()
+    assert capsys.readouterr().err.splitlines() == [
+        f"rlexp: evaluates, {said}" for said in ("12 s", "24 s", "36 s", "48 s", "1 min 00 s", "1 min 12 s")
+    ]
