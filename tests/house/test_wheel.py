@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -26,10 +27,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run(installed: Path, cwd: Path, *args: str) -> subprocess.CompletedProcess[str]:
+def run(installed: Path, cwd: Path, *args: str, module: str = "rlexp") -> subprocess.CompletedProcess[str]:
     # -P: the current folder is not on the path, so that nothing but the wheel can be found.
     return subprocess.run(
-        [sys.executable, "-P", "-m", "rlexp", *args],
+        [sys.executable, "-P", "-m", module, *args],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
@@ -74,6 +75,18 @@ def test_it_holds_what_a_user_runs_and_nothing_else(installed: Path) -> None:
     assert {path.name for path in installed.iterdir() if path.suffix != ".dist-info"} == {"rlexp"}
     assert (installed / "rlexp" / "base" / "kernel_rates.csv").is_file()
     assert (installed / "rlexp" / "config" / "assets" / "chat_templates" / "chatml.jinja").is_file()
+
+
+def test_it_has_the_recipes_and_the_pages_that_messages_name(installed: Path, tmp_path: Path) -> None:
+    copied = run(installed, tmp_path, "grpo_8b", "--copy", "conf/experiment/mine.yaml", module="rlexp.recipe")
+    assert copied.returncode == 0, copied.stderr
+    recipe = (installed / "rlexp" / "conf" / "experiment" / "grpo_8b.yaml").read_bytes()
+    assert (tmp_path / "conf" / "experiment" / "mine.yaml").read_bytes() == recipe
+    refused = run(installed, tmp_path, "train.foo=1").stderr
+    page = re.search(r"no such key\. (\S+) lists all keys of train", refused)
+    assert page is not None, refused
+    assert Path(page[1]) == installed / "rlexp" / "docs" / "keys.md"
+    assert Path(page[1]).is_file()
 
 
 def test_it_trains(installed: Path, tmp_path: Path) -> None:
