@@ -87,8 +87,11 @@ class SweepLauncher(Launcher):
             run_folder.drop_multirun(self.where)
             raise
 
-    def open(self) -> Sweep:
+    def open(self, job_overrides: Sequence[Sequence[str]]) -> Sweep:
         """Return this process's sweep, opened once. Hydra calls the launcher once for every batch of jobs."""
+        with self.nothing_begun():
+            for overrides in job_overrides:
+                load.displaced(overrides)  # it may be refused
         where = self.where
         if not _opened or _opened[-1].folder != where:
             where.mkdir(parents=True, exist_ok=True)
@@ -101,9 +104,10 @@ class SweepLauncher(Launcher):
     def plan(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first: int) -> list[Planned]:
         jobs = []
         for number, overrides in enumerate(job_overrides, first):
-            config = self.compose(overrides, number)
+            typed = [*overrides, *load.displaced(overrides)]
+            config = self.compose(typed, number)
             job = sweep.add(number, str(OmegaConf.select(config, SUBDIR)), filter_overrides(overrides))
-            jobs.append(Planned(job, [*overrides, *load.displaced(overrides)], config))
+            jobs.append(Planned(job, typed, config))
         for planned in jobs:
             keys = self._check(sweep, planned)
             if keys is not None:

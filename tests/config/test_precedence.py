@@ -121,6 +121,13 @@ def test_the_options_of_a_sweep_hold_job_by_job(own: Path, rlexp: Shell) -> None
     assert re.findall(r"ntasks-per-node=(\d)", answer.stdout) == ["1", "4"]
 
 
+def test_a_sweep_with_an_option_that_is_refused_leaves_no_folder(own: Path, rlexp: Shell, tmp_path: Path) -> None:
+    answer = rlexp("-m", "+experiment=ppo_tiny", "reward=rule,python", "launch.device=cpu", "hydra.sweep.dir=sw")
+    assert answer.returncode == 1
+    assert answer.stderr.startswith("rlexp: reward=python: "), answer.stderr
+    assert not (tmp_path / "sw").exists()
+
+
 def test_flags_may_follow(own: Path, rlexp: Shell) -> None:
     answer = rlexp("+experiment=mine", "parallel=ring4", "--cfg", "job", "--package", "parallel")
     assert "ring_size: 4\n" in answer.stdout, answer.stderr
