@@ -59,10 +59,10 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: an option is chosen without ++. {choose}")
     if override.is_add() and group not in APPENDED:
         raise ConfigError(f"{given}: the group is there already. Leave out the +, and choose {_choices(group)}.")
-    if not all(is_name(option) for option in _alternatives(value)):
+    if not all(is_name(option) for option in alternatives(value)):
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
     if group in APPENDED:
-        _refuse_two_of_a_name(given, _alternatives(value))
+        _refuse_two_of_a_name(given, alternatives(value))
 
 
 def _refuse_flag(argument: str) -> None:
@@ -117,7 +117,7 @@ def _refuse_no_plugin(argument: str) -> None:
     if key == PLUGINS[0] and (ours := {"submitit_slurm": "slurm", "submitit_local": "slurm_local"}.get(str(value))):
         raise ConfigError(f"{given}: is submitit's own, which starts no ranks. Say hydra/launcher={ours}.")
     if "/" in key:
-        if not all(is_name(option) for option in _alternatives(value)):
+        if not all(is_name(option) for option in alternatives(value)):
             raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
     elif key.endswith("_target_") or (isinstance(value, dict) and "_target_" in value):
         raise ConfigError(f"{given}: an option of {group} sets it. {choose}")
@@ -126,7 +126,7 @@ def _refuse_no_plugin(argument: str) -> None:
         raise ConfigError(f"{given}: is a group of keys. Set one of them: {key}.KEY=VALUE.{option}")
 
 
-def _alternatives(value: Any) -> list[Any]:
+def alternatives(value: Any) -> list[Any]:
     """Each option of a sweep (`model=tiny,hf`), and each of a list."""
     options = value.list if isinstance(value, ChoiceSweep) else [value]
     return [each for option in options for each in (option if isinstance(option, list) else [option])]

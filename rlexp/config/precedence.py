@@ -19,7 +19,7 @@ from hydra.core.override_parser.types import QuotedString
 
 from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
-from rlexp.config.options import in_grammar, parsed
+from rlexp.config.options import alternatives, in_grammar, parsed
 from rlexp.config.paths import conf_dir, config_root, own_conf_dir
 from rlexp.config.schema.keys import APPENDED, all_keys, listed
 
@@ -32,6 +32,7 @@ class Typed:
 
     keys: frozenset[str]
     options: Mapping[str, str]
+    swept: tuple[tuple[str, str], ...]  # each option of a sweep, with its group
     appended: tuple[tuple[str, str], ...]  # group and name, as experiment and mine
 
 
@@ -59,12 +60,14 @@ def against(overrides: Sequence[str]) -> list[Stands]:
     """Return each value of an appended file that differs from what a typed option states. Keys that the option does not
     have are refused."""
     said = _typed(overrides)
+    if not said.appended:
+        return []
+    body = {key: each for name in said.appended for key, each in _body(*name) if key not in said.keys}
     found: list[Stands] = []
-    for group, option in said.options.items() if said.appended else ():
-        states = stated(group, option)
-        there = {key: each for name in said.appended for key, each in _body(*name) if key.startswith(f"{group}.")}
-        there = {key: each for key, each in there.items() if key not in said.keys}
-        _refuse_foreign(group, option, there)
+    for group, option in (*said.swept, *said.options.items()):
+        _refuse_foreign(group, option, {key: each for key, each in body.items() if key.startswith(f"{group}.")})
+    for group, option in said.options.items():
+        states, there = stated(group, option), {key: each for key, each in body.items() if key.startswith(f"{group}.")}
         found += [
             Stands(key, f"{group}={option}", states[key], file, value)
             for key, (file, value) in there.items()
@@ -76,20 +79,24 @@ def against(overrides: Sequence[str]) -> list[Stands]:
 def _typed(overrides: Sequence[str]) -> Typed:
     keys: set[str] = set()
     options: dict[str, str] = {}
+    swept: list[tuple[str, str]] = []
     appended: list[tuple[str, str]] = []
     for argument in overrides:
         key = argument.lstrip("+~").partition("=")[0].partition("@")[0]
         if "." in key:
             keys.add(key)
         elif key in APPENDED or (key.isidentifier() and (conf_dir() / key).is_dir()):
-            value = read[1] if (read := parsed(argument)) else None
-            for each in value if isinstance(value, list) else [value]:
-                if isinstance(each, Mapping):
-                    keys.update(f"{key}.{leaf}" for leaf in each)
-                elif isinstance(name := each.text if isinstance(each, QuotedString) else each, str):
-                    appended += [(key, name)] if key in APPENDED else []
-                    options |= {} if key in APPENDED else {key: name}
-    return Typed(frozenset(keys), options, tuple(appended))
+            values = alternatives(read[1]) if (read := parsed(argument)) else []
+            names = [each.text if isinstance(each, QuotedString) else each for each in values]
+            keys.update(f"{key}.{leaf}" for each in values if isinstance(each, Mapping) for leaf in each)
+            found = [(key, name) for name in names if isinstance(name, str)]
+            if key in APPENDED:
+                appended += found
+            elif len(found) > 1:
+                swept += found
+            else:
+                options |= found
+    return Typed(frozenset(keys), options, tuple(swept), tuple(appended))
 
 
 def stated(group: str, option: str) -> dict[str, Any]:

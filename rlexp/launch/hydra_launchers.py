@@ -21,7 +21,7 @@ class LocalLauncher(SweepLauncher):
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
         setup_globals()
-        sweep = self.open(job_overrides)
+        sweep = self.open()
         jobs = self.plan(sweep, job_overrides, initial_job_idx)
         for place, planned in enumerate(jobs, 1):
             job = planned.job

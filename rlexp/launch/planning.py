@@ -87,11 +87,8 @@ class SweepLauncher(Launcher):
             run_folder.drop_multirun(self.where)
             raise
 
-    def open(self, job_overrides: Sequence[Sequence[str]]) -> Sweep:
+    def open(self) -> Sweep:
         """Return this process's sweep, opened once. Hydra calls the launcher once for every batch of jobs."""
-        with self.nothing_begun():
-            for overrides in job_overrides:
-                load.displaced(overrides)  # it may be refused
         where = self.where
         if not _opened or _opened[-1].folder != where:
             where.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
     checked_here = False
 
     def launch(self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int) -> Sequence[JobReturn]:
-        sweep = self.open(job_overrides)
+        sweep = self.open()
         jobs = self.plan(sweep, job_overrides, initial_job_idx)
         self.prepare(jobs)
         self.waiting: list[Planned] = []
