@@ -39,8 +39,11 @@ def cli() -> int:
 def run() -> int:
     """Compose the configuration and train, and return the exit code."""
     from rlexp.launch.local import Interrupted
+    from rlexp.launch.stops import ENDS_WITH_PARENT, end_with_parent
     from rlexp.run.job import run_as_joined_rank
 
+    if os.environ.pop(ENDS_WITH_PARENT, None):
+        end_with_parent()
     os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # errors are raised here instead of in Hydra's own report
     try:
         sys.argv[1:] = load.open_ended(sys.argv[1:])

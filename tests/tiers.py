@@ -17,7 +17,8 @@ WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
 
 # `make test` runs one in so many cases of each of these tests: the cases are alike in what they ask of the code.
 ONE_IN: Mapping[str, int] = {
-    "bench/test_selftest::test_every_engine_and_layout_is_tried_on_all_ranks": 3,
+    "bench/test_selftest::test_every_engine_and_layout_is_tried_on_all_ranks": 5,
+    "compare/test_divergence::test_what_of_its_length_a_curve_depends_on": 3,
     "compare/test_spoilt::test_a_file_of_anything": 9,
     "compare/test_spoilt::test_a_file_without_an_end": 4,
     "compare/test_spoilt::test_a_value_of_another_kind": 9,
@@ -28,7 +29,6 @@ ONE_IN: Mapping[str, int] = {
     "config/test_config::test_every_option_of_every_group_composes": 2,
     "config/test_config::test_rules_across_fields": 3,
     "config/test_config::test_wrong_input_is_one_message": 6,
-    "config/test_precedence::test_a_typed_option_holds_or_is_refused": 5,
     "config/test_preference::test_a_modifier_passes_where_it_fits_and_nowhere_else": 6,
     "config/test_preference::test_a_reference_is_refused_where_the_loss_has_none": 6,
     "config/test_preference::test_what_does_not_fit_is_refused_in_one_message": 6,
@@ -55,6 +55,8 @@ ONE_IN: Mapping[str, int] = {
     "preflight/test_changes::test_what_a_run_is_offered": 3,
     "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 3,
     "preflight/test_children::test_an_error_is_raised_where_it_was_asked_for": 2,
+    "preflight/test_communicators::test_the_groups_of_a_step": 3,
+    "preflight/test_communicators::test_no_group_of_ours_is_made_that_nothing_uses": 2,
     "preflight/test_longest_that_fits::test_the_longest_is_found": 6,
     "preflight/test_preflight::test_wrong_input_gets_one_message": 3,
     "preflight/test_rehearse::test_a_planted_wait_is_found_with_its_place": 2,
@@ -71,6 +73,7 @@ ONE_IN: Mapping[str, int] = {
     "training/rollout/test_rollout_faults::test_what_cannot_be_is_refused_by_its_composition": 4,
     "training/rollout/test_sampling::test_a_row_reads_the_same_with_others_beside_it_in_pieces_and_after_they_left": 2,
     "training/train/test_adapter::test_wrong_input_is_one_message": 3,
+    "training/train/test_operations::test_the_formula_is_what_operators_count": 2,
     "training/train/test_schedule::test_no_loss_is_trained_at_the_rate_of_dpo_unless_it_is_of_its_kind": 3,
     "verify/test_textbook_answers::test_both_read_the_same": 8,
     "verify/test_textbook_prompts::test_rows_at_random": 4,
@@ -88,14 +91,14 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     ),
     "bench/test_bench_gpu": (
         "test_a_case_that_is_wrong_says_so_and_the_others_go_on",
+        "test_a_part_of_flash_attn_has_the_heads_of_its_cases",
         "test_a_prediction_that_was_stopped_goes_on",
         "test_the_rates_are_rehearsed",
     ),
+    "bench/test_beside_trl": ("test_a_step_is_profiled",),
     "bench/test_recipes_run": ("test_a_recipe_runs_to_its_end_with_a_tiny_model",),
-    "bench/test_rollouts_gpu": (
-        "test_the_model_of_a_billion_has_its_head_once",
-        "test_what_a_gpu_would_run_composes",
-    ),
+    "bench/test_rollouts_gpu": ("test_the_model_of_a_billion_has_its_head_once", "test_what_a_gpu_would_run_composes"),
+    "bench/test_selftest": ("test_the_kernels_are_rehearsed",),
     "compare/test_compare": ("test_watching_redraws_until_the_runs_have_ended",),
     "config/test_config": (
         "test_a_ring_larger_than_the_gpus",
@@ -120,12 +123,10 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_rows_held_out_from_among_others_are_those_of_the_run",
     ),
     "export/test_export": ("test_a_checkpoint_is_exported_by_hand",),
+    "generate/test_generate": ("test_a_run_on_rewards_answers_the_rows_that_it_held_out",),
     "house/test_mutants": ("test_every_place_of_training_can_be_watched_and_changed",),
     "house/test_planted_faults": ("test_a_rank_that_the_others_wait_for_is_named",),
-    "house/test_wheel": (
-        "test_it_shows_what_slurm_would_be_sent_and_has_the_scripts",
-        "test_it_trains",
-    ),
+    "house/test_wheel": ("test_it_shows_what_slurm_would_be_sent_and_has_the_scripts", "test_it_trains"),
     "launch/test_before_start": (
         "test_a_config_that_is_none_is_one_message",
         "test_a_job_that_cannot_fit_is_skipped_and_the_others_run",
@@ -133,10 +134,8 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_run_that_cannot_fit_names_a_change_that_does",
     ),
     "launch/test_joining": ("test_who_does_not_come_to_the_meeting_is_named",),
-    "launch/test_sweep": (
-        "test_a_sweep_goes_on_and_says_what_was_not_run",
-        "test_every_job_is_told_what_is_its_own",
-    ),
+    "launch/test_sweep": ("test_a_sweep_goes_on_and_says_what_was_not_run", "test_every_job_is_told_what_is_its_own"),
+    "long_pairs/test_long_pairs": ("test_a_ring_of_two_trains_on_them",),
     "preflight/test_host": ("test_the_prediction_is_what_real_ranks_hold[zero1]",),
     "preflight/test_layout_choice": (
         "test_a_run_says_which_layout_it_takes_and_why",
@@ -167,12 +166,13 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_report_says_what_vllm_holds",
     ),
     "run/test_cli": (
-        "test_a_held_out_loss_that_is_not_finite_is_said",
         "test_a_closed_terminal_does_not_end_a_run",
+        "test_a_held_out_loss_that_is_not_finite_is_said",
         "test_a_killed_rank_ends_the_run_within_ten_seconds",
         "test_a_ring_of_four_trains_and_says_so",
         "test_a_trained_model_is_trained_on",
         "test_fresh_processes_for_gpus_are_ranks_too",
+        "test_help_may_be_read_in_part",
         "test_it_learns_the_rule_of_the_synthetic_pairs",
         "test_under_torchrun_it_joins_what_is_there",
     ),
@@ -181,6 +181,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_recipe_trains_a_small_model_on_a_cpu[dpo_8b_128k]",
         "test_a_recipe_trains_a_small_model_on_a_cpu[grpo_8b]",
         "test_a_recipe_trains_a_small_model_on_a_cpu[lora_8b]",
+        "test_a_recipe_trains_a_small_model_on_a_cpu[lora_8b_1gpu]",
         "test_a_recipe_trains_a_small_model_on_a_cpu[reward_8b]",
         "test_a_recipe_trains_a_small_model_on_a_cpu[sft_8b]",
         "test_the_recipe_for_two_nodes_trains_under_two_torchruns",
@@ -193,10 +194,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_first_rollout_differs_and_nothing_is_left",
         "test_wandb_has_the_table_with_the_row_of_its_step",
     ),
-    "status/test_status": (
-        "test_a_sweep_that_has_ended",
-        "test_while_training_and_when_killed",
-    ),
+    "status/test_status": ("test_a_sweep_that_has_ended", "test_while_training_and_when_killed"),
     "training/checkpoint/test_moments": ("test_moments_go_on_from_one_engine_to_the_next",),
     "training/checkpoint/test_resume": (
         "test_a_finished_run_has_nothing_to_do_until_it_is_made_longer",
@@ -235,6 +233,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/model/test_model": ("test_the_probe_of_a_large_model_is_small",),
     "training/model/test_placing": ("test_a_planted_clone_of_all_weights_is_found",),
     "training/model/test_pretrained": ("test_every_engine_starts_from_the_same_rounded_weights",),
+    "training/model/test_rope": ("test_a_ring_computes_what_transformers_computes_beyond_the_native_length[random-1]",),
     "training/ring/test_attention": ("test_equals_full_attention[1]",),
     "training/ring/test_collectives": (
         "test_tokens_held_and_bytes_sent_are_the_layouts[1]",
@@ -297,10 +296,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_every_engine_holds_it",
         "test_the_policy_is_compared_with_it_on_a_ring",
     ),
-    "training/train/test_task": (
-        "test_preflight_rehearses_it",
-        "test_verify_finds_it_right",
-    ),
+    "training/train/test_task": ("test_preflight_rehearses_it", "test_verify_finds_it_right"),
     "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
     "verify/test_textbook_rows": (
         "test_real_pairs_by_templates[None]",
@@ -309,10 +305,13 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_real_pairs_by_templates[qwen3]",
     ),
     "verify/test_verify": (
+        "test_a_defect_is_found_and_its_module_named[a child sees its sibling]",
+        "test_a_defect_is_found_and_its_module_named[a reward given to the neighbour]",
+        "test_a_defect_is_found_and_its_module_named[a shared trained token counts for one sequence]",
+        "test_a_defect_is_found_and_its_module_named[a unit is dealt twice]",
         "test_a_defect_is_found_and_its_module_named[divided by the accumulation again]",
         "test_a_defect_is_found_and_its_module_named[not causal]",
         "test_a_defect_is_found_and_its_module_named[not clipped]",
-        "test_a_defect_is_found_and_its_module_named[a unit is dealt twice]",
         "test_a_defect_is_found_and_its_module_named[replicated sums counted on every rank]",
         "test_a_mixture_of_conversations_passes",
         "test_a_pretrained_model_keeps_its_first_layers",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rlexp.base.errors import ConfigError
 from rlexp.config.literals import literal
 from rlexp.config.paths import conf_dir, experiments
-from rlexp.config.schema.keys import PAGE, THEIRS, all_keys, suggestion
+from rlexp.config.schema.keys import MEANT, PAGE, THEIRS, all_keys, suggestion
 from rlexp.config.schema.value_kinds import is_list
 
 EMPTY = "''"
@@ -35,8 +35,6 @@ APPENDED = ("experiment",)  # the one folder of conf/ that is in no defaults lis
 def refuse_wrong_option(argument: str) -> None:
     """Refuse `model=null`, `++model=hf` and the like, which Hydra answers with a traceback or without the key."""
     _refuse_flag(argument)
-    if argument in COMMANDS:
-        raise ConfigError(f"{argument}: is a command of its own. Type python -m rlexp.{argument} …")
     if argument.lstrip("+~")[:1] in ("", "="):
         raise ConfigError(f"{argument or EMPTY}: has no key. Say KEY=VALUE.")
     if digits := re.search(rf"\d{{{MOST_DIGITS + 1},}}", argument):
@@ -72,9 +70,19 @@ def _refuse_flag(argument: str) -> None:
         return
     word = flag.strip("-").replace("-", "_")
     keys = list(all_keys())
-    key = THEIRS.get(word, word if word in keys else suggestion(word, keys).removeprefix(" Did you mean ").strip("?"))
-    known = f", as {key}={value or 'VALUE'}" if key else f". {PAGE} lists all keys"
-    raise ConfigError(f"{flag}: no such flag. Values are given as KEY=VALUE, without dashes{known}.")
+    if (meant := MEANT.get(word)) is not None:
+        said = f". {meant}"
+    elif (key := THEIRS.get(word, word if word in keys else None)) is not None:
+        said = f", as {key}={value or 'VALUE'}."
+    else:
+        said = f".{suggestion(word, keys) or f' {PAGE} lists all keys.'}"
+    raise ConfigError(f"{flag}: no such flag. Values are given as KEY=VALUE, without dashes{said}")
+
+
+def refuse_command(words: Sequence[str]) -> None:
+    """Refuse `status runs`, which is another command."""
+    if words and words[0] in COMMANDS:
+        raise ConfigError(f"{words[0]}: is a command of its own. Type python -m rlexp.{words[0]} …")
 
 
 def parsed(argument: str) -> tuple[Override, Any] | None:
@@ -134,13 +142,19 @@ def alternatives(value: Any) -> list[Any]:
 
 def is_name(option: Any) -> bool:
     """Return whether this may be the name of an option: plain, or out of an environment variable that is set."""
+    name = name_in(option)
+    return name is not None and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", name) is not None
+
+
+def name_in(option: Any) -> str | None:
+    """Return the name that an override chooses, with the value of an environment variable in its place."""
     name = option.text if isinstance(option, QuotedString) else option
     if isinstance(name, str) and "${oc.env:" in name:
         try:
             name = OmegaConf.create({"name": name}).name
         except OmegaConfBaseException:
-            return False
-    return isinstance(name, str) and re.fullmatch(r"[\w-][\w.-]*(/[\w-][\w.-]*)*", name) is not None
+            return None
+    return name if isinstance(name, str) else None
 
 
 def _choices(group: str) -> str:

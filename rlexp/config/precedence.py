@@ -1,29 +1,36 @@
 """What is typed wins: a group's option on the command line, beside a file that sets keys of the same group.
 
 Hydra puts the keys of an experiment over those of every option, also of one that is typed: beside an experiment with a
-`model.path`, `model=llama3_1_8b` would name another model than the one that trains. So each value that the typed
-option's file states is typed too. A value that follows from other keys (`${rlexp_lr:${loss.name},…}`) is a default.
+`model.path`, `model=llama3_1_8b` would name another model than the one that trains. So each value that makes the typed
+option what it is, is typed too: what its file states, its name, and what belongs to one model alone. A value that
+follows from other keys (`${rlexp_lr:${loss.name},…}`) is a default, and the experiment's holds. So do the keys of an
+experiment that chooses the very option that is typed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import re
+import typing
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from shlex import quote
 from typing import Any
 
 import yaml
-from hydra.core.override_parser.types import QuotedString
 
 from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
-from rlexp.config.options import alternatives, in_grammar, parsed
+from rlexp.config.options import alternatives, in_grammar, name_in, parsed
 from rlexp.config.paths import conf_dir, config_root, own_conf_dir
+from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.keys import APPENDED, all_keys, listed
 
 _FOLLOWS = re.compile(r"\$\{[^}]*\$\{")  # computed from other keys
+# keys that say which option it is, where its file leaves them to the schema
+NAMED_BY = {"optim": ("name",), "rollout": ("mode",), "adapter": ("name",),
+            "model": ("revision", "gguf", "dtype", "chat_template", "add_tokens", "rope")}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,20 +64,24 @@ class Stands:
 
 
 def against(overrides: Sequence[str]) -> list[Stands]:
-    """Return each value of an appended file that differs from what a typed option states. Keys that the option does not
+    """Return each value of an appended file that differs from what makes a typed option. Keys that the option does not
     have are refused."""
     said = _typed(overrides)
     if not said.appended:
         return []
-    body = {key: each for name in said.appended for key, each in _body(*name) if key not in said.keys}
+    read = [each for group, name in said.appended for each in _body(group, Path(name))]
+    body = {key: (file, value) for key, file, value in read if key not in said.keys}
     found: list[Stands] = []
     for group, option in (*said.swept, *said.options.items()):
-        _refuse_foreign(group, option, {key: each for key, each in body.items() if key.startswith(f"{group}.")})
+        of_group = {key: each for key, each in body.items() if key.startswith(f"{group}.")}
+        _refuse_foreign(group, option, of_group, said.appended)
     for group, option in said.options.items():
-        states, there = stated(group, option), {key: each for key, each in body.items() if key.startswith(f"{group}.")}
+        if f"override /{group}" in body and body[f"override /{group}"][1] == option:
+            continue
+        states = stated(group, option)
         found += [
             Stands(key, f"{group}={option}", states[key], file, value)
-            for key, (file, value) in there.items()
+            for key, (file, value) in body.items()
             if key in states and states[key] != value
         ]
     return found
@@ -87,9 +98,8 @@ def _typed(overrides: Sequence[str]) -> Typed:
             keys.add(key)
         elif key in APPENDED or (key.isidentifier() and (conf_dir() / key).is_dir()):
             values = alternatives(read[1]) if (read := parsed(argument)) else []
-            names = [each.text if isinstance(each, QuotedString) else each for each in values]
             keys.update(f"{key}.{leaf}" for each in values if isinstance(each, Mapping) for leaf in each)
-            found = [(key, name) for name in names if isinstance(name, str)]
+            found = [(key, name.removesuffix(".yaml")) for each in values if (name := name_in(each)) is not None]
             if key in APPENDED:
                 appended += found
             elif len(found) > 1:
@@ -100,25 +110,51 @@ def _typed(overrides: Sequence[str]) -> Typed:
 
 
 def stated(group: str, option: str) -> dict[str, Any]:
-    """Return the values that an option's file states, by their keys."""
-    body = _option(group, option)
-    return {f"{group}.{leaf}": value for leaf, value in body.items()
-            if leaf != "defaults" and not (isinstance(value, str) and _FOLLOWS.search(value))}  # fmt: skip
+    """Return the values that make an option what it is, by their keys."""
+    body = {leaf: value for leaf, value in _option(group, option).items() if leaf != "defaults"}
+    own = {leaf: value for leaf, value in body.items()
+           if leaf == "name" or not (isinstance(value, str) and _FOLLOWS.search(value))}  # fmt: skip
+    return {f"{group}.{leaf}": value for leaf, value in (_defaults(group, option) | own).items()}
 
 
-def _body(group: str, name: str, seen: frozenset[Path] = frozenset()) -> Iterator[tuple[str, tuple[Path, Any]]]:
-    """Yield each key that an appended file sets, also by the files of its group that it builds on, with the file."""
+def _defaults(group: str, option: str) -> dict[str, Any]:
+    """Return the schema's values of the keys that say which option it is."""
+    kind = KINDS[group].get(_kind(group, option) or "") if group in KINDS else typing.get_type_hints(Config)[group]
+    known: dict[str, Any] = {}
+    for field in dataclasses.fields(kind) if kind is not None else ():
+        if field.name in NAMED_BY.get(group, ()):
+            factory = field.default_factory
+            value = field.default if factory is dataclasses.MISSING else factory()
+            known[field.name] = value.name if isinstance(value, Enum) else value
+    return known
+
+
+def _kind(group: str, option: str) -> str | None:
+    """Return the kind of a group's option, as its file names the schema."""
+    schema = re.compile(rf"/schema/{group}/(\w+)@_here_")
+    defaults = _option(group, option).get("defaults")
+    found = (schema.match(str(each)) for each in defaults) if isinstance(defaults, list) else ()
+    return next((each[1] for each in found if each), None)
+
+
+def _body(group: str, name: Path, seen: frozenset[Path] = frozenset()) -> Iterator[tuple[str, Path, Any]]:
+    """Yield each key that an appended file sets with the file and the value, also by the files that it builds on; and
+    each option that it chooses, as its key `override /GROUP`."""
     folders = (conf_dir(), config_root() / "sweeps", own_conf_dir())
-    file = next((path for each in folders if (path := each / group / f"{name}.yaml").is_file()), None)
+    file, body = next(((path, body) for each in folders if (body := _read(path := each / group / f"{name}.yaml"))),
+                      (None, {}))  # fmt: skip
     if file is None or file in seen:
         return
-    body = _read(file)
-    for each in body.pop("defaults", None) or ():
-        if isinstance(each, str) and each != "_self_":
-            yield from _body(group, each.removeprefix(f"/{group}/"), seen | {file})
+    defaults = body.pop("defaults", None)
+    for each in defaults if isinstance(defaults, list) else ():
+        if isinstance(each, Mapping):
+            yield from ((str(key), file, value) for key, value in each.items())
+        base = str(each).partition("@")[0].removesuffix(".yaml")
+        if isinstance(each, str) and base != "_self_" and (not base.startswith("/") or base.startswith(f"/{group}/")):
+            yield from _body(group, Path(base.removeprefix(f"/{group}/")), seen | {file})
     for top, keys in body.items():
         if isinstance(keys, Mapping):
-            yield from ((f"{top}.{leaf}", (file, value)) for leaf, value in keys.items())
+            yield from ((f"{top}.{leaf}", file, value) for leaf, value in keys.items())
 
 
 def _option(group: str, option: str) -> dict[str, Any]:
@@ -126,7 +162,7 @@ def _option(group: str, option: str) -> dict[str, Any]:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """Return a file's values; none if it cannot be read, which Hydra says itself."""
+    """Return a file's values; none if it is not there or cannot be read, which Hydra says itself."""
     try:
         body = plain_yaml.load(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError):
@@ -134,16 +170,19 @@ def _read(file: Path) -> dict[str, Any]:
     return dict(body) if isinstance(body, Mapping) else {}
 
 
-def _refuse_foreign(group: str, option: str, there: Mapping[str, tuple[Path, Any]]) -> None:
+def _refuse_foreign(
+    group: str, option: str, there: Mapping[str, tuple[Path, Any]], appended: Sequence[tuple[str, str]]
+) -> None:
     """Refuse an option beside a file that sets keys which only other options have."""
-    schema = re.compile(rf"/schema/{group}/(\w+)@_here_")
-    kinds = [found[1] for each in _option(group, option).get("defaults") or () if (found := schema.match(str(each)))]
-    owners = all_keys()
-    foreign = [key for key in there if kinds and owners.get(key) and f"{group}={kinds[0]}" not in owners[key]]
-    if foreign:
-        file = there[foreign[0]][0]
-        raise ConfigError(
-            f"{group}={option}: {file} sets {listed(foreign)}, which {group}={option} does not have. Copy the file "
-            f"(python -m rlexp.recipe {quote(file.stem)} --copy conf/experiment/MINE.yaml), and leave out there what "
-            f"belongs to another {group}."
-        )
+    kind, owners = _kind(group, option), all_keys()
+    foreign = [key for key in there if kind and owners.get(key) and f"{group}={kind}" not in owners[key]]
+    if not foreign:
+        return
+    file = there[foreign[0]][0]
+    typed = [name for of, name in appended if of == "experiment"]
+    copying = f" (python -m rlexp.recipe {quote(file.stem)} --copy conf/experiment/MINE.yaml)" if typed else ""
+    above = "" if not typed or file.stem in typed else f" (experiment={typed[-1]} builds on it)"
+    raise ConfigError(
+        f"{group}={option}: {file}{above} sets {listed(foreign)}, which {group}={option} does not have. Copy the file"
+        f"{copying}, leave out there what belongs to another {group}, and use the copy in its place."
+    )

@@ -235,8 +235,6 @@ class _Stop:
         again, self.asked = self.asked is not None, self.asked or signal.Signals(signum)
         if not self.grace or (again and signum == signal.SIGINT):
             raise Interrupted(self.asked)
-        if not again:
-            say_at_once(rank_progress.once_asked(self.run_dir, name_of(signum), self.grace))
 
     def pass_on(self, ranks: Sequence[_Rank]) -> None:
         if self.asked is None:
@@ -246,6 +244,8 @@ class _Stop:
             for rank in ranks:
                 if not rank.done and rank.process.is_alive():
                     _send(rank, PASSED_ON[self.asked])
+            again = self.asked is signal.SIGINT
+            say_at_once(rank_progress.once_asked(self.run_dir, self.asked.name, self.grace, again=again))
         elif time.monotonic() > self._deadline:
             raise Interrupted(self.asked)
 

@@ -103,11 +103,15 @@ def within_step(line: Mapping[str, Any], now: float) -> str:
     )
 
 
-def once_asked(run_dir: Path | None, signal_name: str, grace: float) -> str:
-    """Say what a request to stop leads to: `SIGINT: finishing step 8, then saving …`."""
+def once_asked(run_dir: Path | None, why: str, grace: float, *, again: bool) -> str:
+    """Say what a request to stop leads to: `SIGINT: finishing step 8, then saving …`. `again` says whether a second
+    Ctrl-C is heard."""
     line = next(iter(read(run_dir)), None) if run_dir is not None else None
-    if line is None or not line["step"]:
-        return f"{signal_name}: ending, as no step has begun."
-    step = line["step"] + (line["phase"] == BETWEEN)
-    again = " Ctrl-C again ends it now." if signal_name == "SIGINT" else ""
-    return f"{signal_name}: finishing step {step}, then saving, in at most {grace:g} s.{again}"
+    phase, step = ("build", 0) if line is None else (line["phase"], line["step"])
+    if phase == "export":
+        return f"{why}: ending; the last checkpoint stays."
+    if not step and phase != "eval":
+        return f"{why}: ending, as no step has begun."
+    what = f"step {step + (phase in (BETWEEN, 'save'))}" if step else "the evaluation and step 1"
+    hint = " Ctrl-C again ends it now." if again else ""
+    return f"{why}: finishing {what}, then saving, in at most {grace:g} s.{hint}"

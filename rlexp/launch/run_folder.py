@@ -20,6 +20,7 @@ from typing import Any
 from rlexp.base import files, plain_json
 from rlexp.base.errors import CheckpointError, ConfigError, FolderError
 from rlexp.base.files import write_text
+from rlexp.base.printable import printable
 from rlexp.base.version import __version__
 from rlexp.config import load
 from rlexp.config.checks.micro_batches import at_once
@@ -47,12 +48,19 @@ FACTS: plain_json.Kinds = {
     **dict.fromkeys(("status", "host", "wandb_id"), str),
     **dict.fromkeys(("reason", "job_id", "started", "ended", "git_commit", "continued_by"), TEXT),
     **dict.fromkeys(("steps", "warmup_steps", "exported_step", "pid", "cores"), NUMBER),
-    **dict.fromkeys(("sizes", "identity", "data", "versions"), dict),
+    **dict.fromkeys(("sizes", "identity", "data", "versions", "evaluated"), dict),
     "requeues": list,
 }  # the kinds of the values of run.json
 SIZES: plain_json.Kinds = dict.fromkeys(("world_size", "ring_size", "dp_size", "batch_size"), int)
 REQUEUE: plain_json.Kinds = {"job": TEXT, "why": str, "step": int, "at": str}
-KEPT = ("wandb_id", "steps", "exported_step", "requeues", "data")  # keys of run.json that survive when a run continues
+KEPT = (
+    "wandb_id",
+    "steps",
+    "exported_step",
+    "requeues",
+    "data",
+    "evaluated",
+)  # keys of run.json that survive when a run continues
 LOCK, RANKS = ".lock", ".ranks"
 PATIENCE = 15.0  # seconds that ranks of an earlier process get to end
 LOST = 180.0  # seconds for which a network file system may keep the locks of a lost node
@@ -114,22 +122,32 @@ def enter(cfg: Config, run_dir: Path) -> bool:
 def _same_command(run_dir: Path) -> str | None:
     """Return the command that this process was given, with the run's folder; None for a job of a sweep, which goes on
     with its sweep, and for one rank of several that were started with it."""
-    is_ours = Path(sys.argv[0]).parts[-2:] == ("rlexp", "__main__.py") and joined_world() is None
-    swept = any(re.match(r"(-m|--multirun)$|\+*(sweep|hydra\.mode)=", word) for word in sys.argv[1:])
-    return command_in(run_dir, "hydra.run.dir") if is_ours and not swept else None
+    from hydra.core.hydra_config import HydraConfig
+    from hydra.types import RunMode
+
+    single = HydraConfig.initialized() and HydraConfig.get().mode is RunMode.RUN
+    return command_in(run_dir, "hydra.run.dir") if single and _program() and joined_world() is None else None
+
+
+def _program() -> list[str]:
+    """Return the words by which rlexp was started; none if this process is another program."""
+    started = Path(sys.argv[0])
+    if started.parts[-2:] == ("rlexp", "__main__.py"):
+        return ["python", "-m", "rlexp"]
+    return ["rlexp"] if started.name == "rlexp" else []
 
 
 def command_in(folder: Path, key: str) -> str:
     """Return this process's command as a shell reads it, with a key that names a folder."""
     words = [word for word in sys.argv[1:] if not word.startswith(f"{key}=")]
     plain = re.fullmatch(r"[\w./-]+( [\w./-]+)*", str(folder)) is not None
-    return join(["python", "-m", "rlexp", *words, f"{key}={folder if plain else quoted(str(folder))}"])
+    return join([*_program(), *words, f"{key}={folder if plain else quoted(str(folder))}"])
 
 
 def continued_by(run_dir: Path) -> str:
     """Say how to go on with a run that stopped."""
     command = read(run_dir).get("continued_by")
-    return f"to continue: {command}\n" if command else ""
+    return f"to continue: {printable(command)}\n" if command else ""
 
 
 def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:

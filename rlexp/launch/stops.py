@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import threading
@@ -31,6 +32,7 @@ AGAIN = 0.002  # seconds until a stop that was lost is raised again
 LAST = 4.0  # seconds after the grace, for a rank in a call that Python cannot interrupt
 END_TIME = "SLURM_JOB_END_TIME"  # seconds since 1970, set by Slurm or by the batch script
 TIME_IS_UP = signal.SIGXCPU
+ENDS_WITH_PARENT = "RLEXP_ENDS_WITH_PARENT"  # a variable by which a program asks the command that it starts
 
 
 @dataclass(frozen=True)
@@ -66,9 +68,11 @@ def name_of(signum: int) -> str:
 
 
 def say_at_once(text: str) -> None:
-    """Write below a progress bar, in one call and without a lock, since a signal's handler may call it."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"{chr(10) * os.isatty(2)}rlexp: {text}\n".encode())
+    """Write below a progress bar, in one call and without a lock, since a signal's handler may call it. Nothing is
+    written to a pipe that nobody empties."""
+    with contextlib.suppress(OSError, ValueError):
+        if select.select([], [2], [], 0)[1]:
+            os.write(2, f"{chr(10) * os.isatty(2)}rlexp: {text}\n".encode())
 
 
 class _Stops:
@@ -95,13 +99,13 @@ class _Stops:
         if self.grace is None:
             self.end(signum, frame)
         elif first:
-            if self.answer is not None:
-                self.answer(signum)
             signal.setitimer(signal.ITIMER_REAL, self.grace)
             # No handler runs while the rank waits in a collective that nobody else joins.
             self.watchdog = threading.Timer(self.grace + LAST, os._exit, (128 + signum,))
             self.watchdog.daemon = True
             self.watchdog.start()
+            if self.answer is not None:
+                self.answer(signum)
         elif signum is signal.SIGINT:
             self.end(signum, frame)
 

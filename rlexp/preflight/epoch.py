@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from rlexp.base.errors import UserError
 from rlexp.base.file_hashes import files_of
 from rlexp.config.schema import Config
@@ -25,11 +30,18 @@ def rows_at_hand(cfg: Config) -> int | None:
         files = [files_of(each.cfg.path) for each in sources]
         if not all(files) or sum(path.stat().st_size for paths in files for path in paths) > MOST:
             return None
-        rows = sum(rows_in(part) for paths in files for path in paths for part in parts_of(path))
-    except (UserError, OSError):  # the run itself says what is wrong with them
+        rows = sum(_rows_of(path) for paths in files for path in paths)
+    except (UserError, OSError, pa.ArrowException):  # the run itself says what is wrong with them
         return None
     rows -= held_out_of(data.eval_size, rows)
     return max(0, rows if data.max_samples is None else min(rows, data.max_samples))
+
+
+def _rows_of(path: Path) -> int:
+    with path.open("rb") as file:
+        if file.read(4) == b"PAR1":
+            return int(pq.read_metadata(path).num_rows)
+    return sum(map(rows_in, parts_of(path)))
 
 
 def steps_of_epoch(cfg: Config, rows: int) -> int:

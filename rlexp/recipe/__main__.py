@@ -13,10 +13,9 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlexp.base import files
 from rlexp.base.command import Parser, exit_code
 from rlexp.base.errors import ConfigError
-from rlexp.base.printable import printable_lines
+from rlexp.base.printable import printable, printable_lines
 from rlexp.config.options import is_name
 from rlexp.config.paths import conf_dir, experiments
 from rlexp.config.schema.keys import suggestion
@@ -39,8 +38,7 @@ def recipe(options: argparse.Namespace) -> int:
             raise ConfigError(f"--copy={options.copy}: copies one recipe. Name it: NAME --copy FILE.")
         sys.stdout.write(listed())
         return 0
-    source = file_of(options.name)
-    text = source.read_text(encoding="utf-8")
+    text = text_of(file_of(options.name))
     if options.copy is None:
         sys.stdout.write(printable_lines(text))
         return 0
@@ -57,7 +55,7 @@ def listed() -> str:
     for name in files_of:
         indent = " " * width
         first = textwrap.wrap(printable_lines(summary(files_of[name][-1])), WIDTH - width) or [""]
-        lines += [f"{name:{width}}{first[0]}", *(f"{indent}{line}" for line in first[1:])]
+        lines += [f"{printable(name):{width}}{first[0]}", *(f"{indent}{line}" for line in first[1:])]
     return (
         "\n".join([*lines, "", "python -m rlexp +experiment=NAME trains one; python -m rlexp.recipe NAME shows it."])
         + "\n"
@@ -66,8 +64,12 @@ def listed() -> str:
 
 def summary(file: Path) -> str:
     """Return the first comment of a recipe, up to its first line with a name (`# Command:`)."""
+    try:
+        whole = text_of(file)
+    except ConfigError:
+        return "(cannot be read)"
     lines = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in whole.splitlines():
         text = line.removeprefix("#").strip()
         if line.startswith("# @package"):
             continue
@@ -84,6 +86,14 @@ def file_of(name: str) -> Path:
     return known[name][-1]
 
 
+def text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{file}: cannot be read ({reason}). Correct it, or move it away.") from None
+
+
 def copy(text: str, file: Path) -> None:
     """Write a copy, and no file that is there already."""
     if file.suffix != ".yaml":
@@ -96,7 +106,8 @@ def copy(text: str, file: Path) -> None:
         raise ConfigError(f"--copy={file}: there is a recipe of this name. Give the copy another one.")
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        files.write_text(file, text)
+        with file.open("x", encoding="utf-8") as new:
+            new.write(text)
     except OSError as error:
         raise ConfigError(f"--copy={file}: cannot be written ({error.strerror}). Give another file.") from None
 
@@ -104,8 +115,9 @@ def copy(text: str, file: Path) -> None:
 def told(file: Path) -> str:
     """Say how to train by a copy."""
     here = Path("conf") / "experiment"
-    if file.resolve().parent in (here.resolve(), (conf_dir() / "experiment").resolve()):
-        return f"train by it: python -m rlexp +experiment={file.stem}"
+    for folder in (here.resolve(), (conf_dir() / "experiment").resolve()):
+        if file.resolve().is_relative_to(folder):
+            return f"train by it: python -m rlexp +experiment={file.resolve().relative_to(folder).with_suffix('')}"
     return f"rlexp finds experiments in {here} of the folder where you type: put it there to train by it"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,9 +16,9 @@ from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.pages import addressed
 from rlexp.config import load
 from rlexp.config.explain import explain
-from rlexp.config.options import in_grammar
+from rlexp.config.options import quoted
 from rlexp.launch import run_folder
-from rlexp.launch.stops import end_with_parent
+from rlexp.launch.stops import ENDS_WITH_PARENT
 from rlexp.run_files.metrics_jsonl import METRICS, MetricRow, read_rows
 
 RUN_DIR = "hydra.run.dir"
@@ -42,7 +43,7 @@ class Run:
 
     def model(self, **options: Any) -> Any:
         """Load the trained model, an adapter on its base or a reward model, with options of `from_pretrained`."""
-        from rlexp.training.model.exported import loader_of
+        from rlexp.training.model.exported import load as loaded
 
         place = self.folder / "model"
         if not place.is_dir():
@@ -50,7 +51,7 @@ class Run:
                 f"{self.folder}: has no model/, since the run is {self.status} or had checkpoint.export=false. Write "
                 f"one: python -m rlexp.export {quote(str(self.folder))}."
             )
-        return loader_of(place).from_pretrained(place, **options)
+        return loaded(place, **options)
 
 
 def train(overrides: Sequence[str]) -> Run:
@@ -59,15 +60,19 @@ def train(overrides: Sequence[str]) -> Run:
     What the command refuses is raised as a `UserError` with the command's message.
     """
     refuse_process()
+    if isinstance(overrides, str):
+        raise ConfigError(f"rlexp.train: takes a list of words. Say rlexp.train([{overrides!r}]).")
     words = [str(each) for each in overrides]
     for word in words:
         if word.startswith("-"):
             raise ConfigError(f"{word}: rlexp.train takes KEY=VALUE alone. For sweeps, type python -m rlexp -m ….")
     folder = checked(words)
     mine = [word for word in words if not word.startswith(f"{RUN_DIR}=")]
-    said = run_command([sys.executable, "-m", "rlexp", *mine, f"{RUN_DIR}={in_grammar(str(folder))}"])
-    if said is not None:
-        raise UserError(said or str(run_folder.read(folder).get("reason") or "the run has failed: see above"))
+    failed = run_command([sys.executable, "-m", "rlexp", *mine, f"{RUN_DIR}={quoted(str(folder))}"])
+    if failed is not None:
+        known = run_folder.read(folder)
+        reason = known.get("reason") if known.get("status") == "failed" else None
+        raise UserError(reason or failed or "the run has failed, as is said above")
     return Run(folder)
 
 
@@ -91,12 +96,16 @@ def refuse_process() -> None:
 def checked(words: Sequence[str]) -> Path:
     """Refuse what the command refuses before a process starts, and return the folder of the run."""
     from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from hydra.initialize import get_gh_backup, restore_gh_from_backup
     from hydra.types import RunMode
     from omegaconf import open_dict
 
     from rlexp.config.paths import conf_dir
 
     load.register()
+    around = get_gh_backup()  # of the program that calls this
+    GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=load.open_ended(words), return_hydra_config=True)
@@ -110,6 +119,8 @@ def checked(words: Sequence[str]) -> Path:
         if (message := explain(error)) is None:
             raise
         raise ConfigError(addressed(message)) from None
+    finally:
+        restore_gh_from_backup(around)
     return folder
 
 
@@ -121,8 +132,9 @@ def run_command(command: Sequence[str]) -> str | None:
     """
     shown = sys.stderr.isatty()
     process = subprocess.Popen(
-        command, stderr=None if shown else subprocess.PIPE, text=True, process_group=0, preexec_fn=end_with_parent
-    )
+        command, stderr=None if shown else subprocess.PIPE, text=True, process_group=0,
+        env=os.environ | {ENDS_WITH_PARENT: "1"},
+    )  # fmt: skip
     last: list[str] = []
     while True:
         try:
@@ -137,5 +149,5 @@ def run_command(command: Sequence[str]) -> str | None:
         raise KeyboardInterrupt
     if code == 0 or code > 128:
         return None
-    started = next((place for place, line in enumerate(last) if line.startswith("rlexp: ")), 0)
+    started = max((place for place, line in enumerate(last) if line.startswith("rlexp: ")), default=0)
     return "".join(last[started:]).strip().removeprefix("rlexp: ")

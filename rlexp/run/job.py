@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from functools import partial
@@ -25,6 +26,7 @@ from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.rank_progress import once_asked
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import (
+    TIME_IS_UP,
     Outcome,
     Terminated,
     answer_by,
@@ -99,6 +101,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
         sys.exit(outcome.exit_code)
 
 
+TORCHRUN_WAITS = 30.0  # seconds until torchrun kills ranks that it has asked to end
 FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_steps or train.epochs.\n"
 
 
@@ -170,7 +173,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         unfinished = run_dir is None or run_folder.enter(cfg, run_dir)
         claimed = run_dir if unfinished else None
         if claimed is not None:
-            answer_by(lambda asked: say_at_once(once_asked(claimed, asked.name, cfg.launch.grace_seconds)))
+            answer_by(partial(answer, claimed, cfg.launch.grace_seconds))
             preflight_check.keep(claimed, decision)
         bridge = join_for(spec, cfg)
         mine = (run_dir, unfinished, cfg)
@@ -189,6 +192,13 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     if outcome.exit_code:
         sys.stderr.flush()
         os._exit(outcome.exit_code)
+
+
+def answer(run_dir: Path, grace: float, asked: signal.Signals) -> None:
+    """Say what a request to stop leads to, on rank 0 of a world that another launcher made."""
+    given = min(grace, TORCHRUN_WAITS) if under_torchrun() else grace
+    why = "the job's time is nearly up" if asked is TIME_IS_UP else asked.name
+    say_at_once(once_asked(run_dir, why, given, again=False))
 
 
 def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check.Decision]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -15,7 +16,8 @@ SHOWN = {
 
 def values_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the values of a row's evaluation that are shown; none if it has no evaluation."""
-    return {name: float(row[name]) for name in SHOWN if type(row.get(name)) in (int, float)}
+    given = {name: row[name] for name in SHOWN if type(row.get(name)) in (int, float)}
+    return {name: float(value) for name, value in given.items() if abs(value) <= sys.float_info.max}
 
 
 def in_words(row: Mapping[str, Any]) -> str:

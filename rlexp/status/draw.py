@@ -54,7 +54,7 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
         *([BARS] if bars else []),
         Column("last loss", lambda row: number(row.curve.loss, "{:.6f}"), 3),
         Column("last score", lambda row: number(row.curve.score, "{:.4f}"), 4),
-        Column("held-out rows", lambda row: evaluations.in_words(row.curve.held_out) or "–", 5),
+        Column("held-out rows", lambda row: evaluations.in_words(row.held_out) or "–", 5),
         Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7),
         Column("peak tensors", lambda row: memory(row.tensors), 8),
         Column("peak memory", lambda row: memory(row.peak), 8),
@@ -67,7 +67,7 @@ def columns(look: Look, *, bars: bool) -> list[Column]:
     ]
     if all(row.curve.score is None for row in look.rows):
         chosen_columns = [column for column in chosen_columns if column.name != "last score"]
-    if not any(row.curve.held_out for row in look.rows):
+    if not any(row.held_out for row in look.rows):
         chosen_columns = [column for column in chosen_columns if column.name != "held-out rows"]
     if all(row.tensors is None for row in look.rows):
         chosen_columns = [column for column in chosen_columns if column.name != "peak tensors"]
@@ -261,7 +261,7 @@ def _plain(row: JobRow) -> dict[str, Any]:
         "steps": row.steps,
         "last_loss": row.curve.loss,
         "last_score": row.curve.score,
-        "held_out": dict(row.curve.held_out),
+        "held_out": dict(row.held_out),
         "tokens_per_second": row.curve.tokens_per_second,
         "step_seconds": row.curve.step_seconds,
         "seconds_left": row.seconds_left,

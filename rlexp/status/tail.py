@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from rlexp.base import files, plain_json
-from rlexp.run_files import evaluations
 from rlexp.run_files.curve_distance import SAMPLED, SCORE
 
 ROWS = 50  # the rows from which pace and speed are computed
@@ -25,7 +24,6 @@ class Curve:
     score: float | None = None  # of a run that samples: that of its last rollout
     tokens_per_second: float | None = None
     step_seconds: float | None = None
-    held_out: Mapping[str, float] = field(default_factory=dict)  # values of the last evaluation
 
 
 def read(path: Path) -> Curve:
@@ -74,7 +72,6 @@ def _curve(rows: Sequence[dict[str, Any]]) -> Curve:
         _latest(rows, SCORE),
         tokens / seconds if tokens and seconds else None,
         seconds / len(timed) if timed else None,
-        evaluations.values_of(evaluations.last(rows)),
     )
 
 

@@ -16,6 +16,7 @@ from rlexp.launch import rank_progress, run_folder, sweep
 from rlexp.launch.slurm import queue
 from rlexp.launch.slurm.queue import Known, Silent
 from rlexp.launch.sweep import Job
+from rlexp.run_files import evaluations
 from rlexp.run_files.metrics_jsonl import METRICS
 from rlexp.status import tail
 from rlexp.status.alive import Locks
@@ -48,6 +49,7 @@ class JobRow:
     state: str
     why: str
     curve: Curve
+    held_out: dict[str, float]  # values of the last evaluation
     steps: int | None  # planned
     seconds_left: float | None  # at the pace of the last steps
     ranks: list[dict[str, Any]]
@@ -179,6 +181,7 @@ def _row(entry: Entry, seen: Evidence) -> JobRow:
         state=printable(state),
         why=printable(why),
         curve=curve,
+        held_out=evaluations.values_of(seen.known.get("evaluated") or {}),
         steps=steps,
         seconds_left=left,
         ranks=[_printable(each) for each in rank_progress.read(entry.folder)],

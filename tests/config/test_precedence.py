@@ -52,7 +52,10 @@ def raw(cfg: DictConfig, key: str) -> object:
     return node[leaf]
 
 
-@pytest.mark.parametrize("name", sorted(experiments()))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name == "dpo_8b" else pytest.mark.slow) for name in sorted(experiments())],
+)
 def test_a_typed_option_holds_or_is_refused(name: str) -> None:
     """Type each option of every group whose keys an experiment sets: what its file states is what the run has."""
     experiment, (file,) = f"+experiment={name}", experiments()[name]
@@ -88,14 +91,75 @@ def test_what_is_typed_is_trained(own: Path, capsys: pytest.CaptureFixture[str])
     assert f"parallel=ring4 is typed, so its parallel.ring_size holds. {own} has 2." in said
 
 
+@pytest.mark.parametrize(
+    ("sets", "typed", "holds"),
+    [
+        ("engine:\n  name: zero3\n", "engine=auto", ("engine.name", "${rlexp_engine:${train.precision}}")),
+        ("optim:\n  name: sgd\n", "optim=adamw", ("optim.name", "adamw")),
+        ("rollout:\n  mode: pipelined\n", "rollout=default", ("rollout.mode", "colocated")),
+        ("reference:\n  name: none\n", "reference=auto",
+         ("reference.name", "${rlexp_reference:${adapter.name},${reference.path}}")),
+    ],
+)  # fmt: skip
+def test_an_option_that_leaves_its_name_to_others_holds_too(
+    own: Path, sets: str, typed: str, holds: tuple[str, str]
+) -> None:
+    own.write_text(f"# @package _global_\n{sets}")
+    assert raw(load.composed(["+experiment=mine", typed]), holds[0]) == holds[1]
+
+
+def test_what_belongs_to_one_model_does_not_stay_with_another(own: Path) -> None:
+    """The positions that the recipe stretches are those of its own model, and stay where that one is typed."""
+    recipe = "+experiment=dpo_8b_128k"
+    assert raw(load.composed([recipe, "model=llama3_1_8b"]), "model.rope") is None
+    assert raw(load.composed([recipe, "model=qwen3_8b"]), "model.rope") == "yarn:4:32768"
+    own.write_text(MINE.replace("  path: Qwen/Qwen2.5-7B", "  path: a/b\n  revision: abc\n  chat_template: chatml"))
+    cfg = load.composed(["+experiment=mine", "model=qwen3_8b"])
+    assert [raw(cfg, f"model.{leaf}") for leaf in ("path", "revision", "chat_template")] == [
+        "Qwen/Qwen3-8B",
+        None,
+        None,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("defaults", "name"),
+    [
+        ("- mine", "more"),
+        ("- /experiment/mine", "more"),
+        ("- /experiment/mine@_global_", "more"),
+        ("- mine.yaml", "more.yaml"),
+        ("- mine", "team/more"),
+    ],
+)
+def test_files_that_an_experiment_builds_on_are_read_as_hydra_reads_them(own: Path, defaults: str, name: str) -> None:
+    more = own.parent / f"{name.removesuffix('.yaml')}.yaml"
+    more.parent.mkdir(exist_ok=True)
+    more.write_text(f"# @package _global_\ndefaults:\n  {defaults}\n  - _self_\nseed: 1\n")
+    cfg = load.composed([f"+experiment={name}", "parallel=ring4"])
+    assert (raw(cfg, "parallel.ring_size"), cfg.seed) == (4, 1)
+
+
+def test_an_environment_variable_may_name_the_option(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RING", "ring4")
+    assert raw(load.composed(["+experiment=mine", "parallel=${oc.env:RING}"]), "parallel.ring_size") == 4
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "spoilt"])
+def test_a_file_that_is_none_is_left_to_hydra(own: Path, name: str) -> None:
+    own.with_name("spoilt.yaml").write_text("# @package _global_\ndefaults: 5\n")
+    assert precedence.against([f"+experiment={name}", "model=tiny"]) == []
+
+
+def test_a_refusal_names_the_experiment_that_builds_on_the_file(own: Path) -> None:
+    own.with_name("more.yaml").write_text("# @package _global_\ndefaults:\n  - mine\n  - _self_\nseed: 1\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml \(experiment=more builds on it\) sets model\.path, which"):
+        load.composed(["+experiment=more", "model=tiny"])
+
+
 def test_a_key_that_is_typed_wins_over_a_typed_option(own: Path) -> None:
     cfg = load.composed(["+experiment=mine", "model=llama3_1_8b", "model.path=FOLDER", "parallel={ring_size: 8}"])
     assert (raw(cfg, "model.path"), raw(cfg, "parallel.ring_size")) == ("FOLDER", 8)
-
-
-def test_an_experiment_on_top_of_another_is_read_too(own: Path) -> None:
-    own.with_name("more.yaml").write_text("# @package _global_\ndefaults:\n  - mine\n  - _self_\nseed: 1\n")
-    assert raw(load.composed(["+experiment=more", "parallel=ring4"]), "parallel.ring_size") == 4
 
 
 @pytest.mark.parametrize(

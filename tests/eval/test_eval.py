@@ -310,6 +310,7 @@ def failing_rank(spec: RankSpec, job: EvalJob) -> None:
         dist.all_reduce(torch.zeros(1))
         return {}
 
-    task = SimpleNamespace(evaluate=evaluate, close=lambda: None)
+    examples = SimpleNamespace(held_out=[])
+    task = SimpleNamespace(evaluate=evaluate, close=lambda: None, examples=examples, kind="pair")
     with patch("rlexp.eval.rank.build", lambda *_, **__: task):
         evaluate_rank(spec, job, "")

@@ -6,14 +6,19 @@ import re
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
 
 import rlexp
 from rlexp.base.errors import ConfigError, UserError
+from rlexp.config.paths import conf_dir
+from rlexp.run import from_python
 from rlexp.run.from_python import Run
-from rlexp.training.model.exported import loader_of
+from rlexp.training.model import exported
 from tests.helpers import warm
 from tests.helpers.runs import descendants, gone, rows_of, run_json, wait_for_steps
 
@@ -26,10 +31,18 @@ except KeyboardInterrupt:
 """
 
 
+@pytest.mark.parametrize("warmed", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_it_trains_as_the_command_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    warmed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """By a new Python, or by a process that has imported torch already."""
     monkeypatch.chdir(tmp_path)
+    if warmed:
+
+        def run_command(command: list[str]) -> None:
+            sys.stderr.write(warm.run(command[2], command[3:], tmp_path).stderr)
+
+        monkeypatch.setattr(from_python, "run_command", run_command)
     run = rlexp.train([*QUICK, "parallel=ring2", "train.max_steps=1", "train.eval_every=1"])
     assert run.folder.parent == tmp_path / "runs"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d_dpo_ring2", run.folder.name)
@@ -46,8 +59,9 @@ def test_it_trains_as_the_command_does(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["train.foo=1"], r"^train\.foo: no such key\."),
+        (["launch.device=cpu", "train.foo=1"], r"^train\.foo: no such key\."),
         (["data=jsonl", "data.path=none.jsonl"], r"^data\.path=none\.jsonl: no such file\."),
+        ("seed=1", r"^rlexp\.train: takes a list of words\. Say rlexp\.train\(\['seed=1'\]\)\.$"),
         (["-m"], r"^-m: rlexp\.train takes KEY=VALUE alone\. For sweeps, type python -m rlexp -m …\.$"),
         (["--cfg", "job"], r"^--cfg: rlexp\.train takes KEY=VALUE alone\."),
         (["+sweep=seeds"], r"^rlexp\.train: trains one run, and this is a sweep\."),
@@ -55,11 +69,11 @@ def test_it_trains_as_the_command_does(
     ],
 )
 def test_what_the_command_refuses_is_raised(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    words: list[str] | str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=said):
-        rlexp.train(["launch.device=cpu", *words] if not words[0].startswith("-") else words)
+        rlexp.train(words)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -83,14 +97,46 @@ def test_a_run_without_a_model_says_how_to_get_one(tmp_path: Path) -> None:
         Run(tmp_path).model()
 
 
-def test_each_kind_of_model_has_its_class(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert loader_of(tmp_path).__name__ == "AutoModelForCausalLM"
-    (tmp_path / "config.json").write_text('{"architectures": ["LlamaForSequenceClassification"]}', encoding="utf-8")
-    assert loader_of(tmp_path).__name__ == "AutoModelForSequenceClassification"
-    (tmp_path / "adapter_config.json").write_text("{}", encoding="utf-8")
+@pytest.mark.parametrize(
+    ("adapter", "config", "loader", "more"),
+    [
+        (None, '{"architectures": ["LlamaForCausalLM"]}', "AutoModelForCausalLM", {}),
+        (None, '{"architectures": ["LlamaForSequenceClassification"]}', "AutoModelForSequenceClassification", {}),
+        (None, '["no mapping"]', "AutoModelForCausalLM", {}),
+        ('{"task_type": "CAUSAL_LM"}', "{}", "AutoPeftModelForCausalLM", {}),
+        ('{"task_type": "SEQ_CLS"}', "{}", "AutoPeftModelForSequenceClassification", {"num_labels": 1}),
+    ],
+)
+def test_each_kind_of_model_has_its_class(
+    adapter: str | None, config: str, loader: str, more: dict[str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(config, encoding="utf-8")
+    if adapter is not None:
+        (tmp_path / "adapter_config.json").write_text(adapter, encoding="utf-8")
+    asked = {}
+    for module in (exported, sys.modules.get("peft") or pytest.importorskip("peft")):
+        for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoPeftModelForCausalLM",
+                     "AutoPeftModelForSequenceClassification"):  # fmt: skip
+            if hasattr(module, name):
+                noted = SimpleNamespace(from_pretrained=lambda _, name=name, **more: asked.update({name: more}))
+                monkeypatch.setattr(module, name, noted)
+    exported.load(tmp_path, dtype="float32")
+    assert asked == {loader: {**more, "dtype": "float32"}}
+
+
+def test_an_adapter_without_peft_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}', encoding="utf-8")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"is an adapter, which peft loads: pip install peft\.$"):
-        loader_of(tmp_path)
+        exported.load(tmp_path)
+
+
+def test_a_program_that_uses_hydra_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with pytest.raises(ConfigError, match="no such key"):
+            rlexp.train(["train.foo=1"])
+        assert GlobalHydra.instance().is_initialized()
 
 
 @pytest.mark.slow

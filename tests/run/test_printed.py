@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import re
 import shlex
 import signal
@@ -24,7 +26,7 @@ from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 from rlexp.eval.evaluation import Waiting
 from rlexp.launch import rank_progress, run_folder
-from rlexp.launch.stops import Outcome, _Stops
+from rlexp.launch.stops import Outcome, _Stops, say_at_once
 from rlexp.training.model import loading
 from rlexp.training.sinks import console
 from rlexp.training.train import header
@@ -179,21 +181,42 @@ def test_printed_commands_of_other_programs_run_too(tmp_path: Path) -> None:
     assert "done: " in warm.run(module, [*words, *quick[:-1], "train.max_steps=1"], folder).stderr
 
 
-def test_what_a_request_to_stop_leads_to_is_said(tmp_path: Path) -> None:
-    assert rank_progress.once_asked(tmp_path, "SIGINT", 120) == "SIGINT: ending, as no step has begun."
-    ends = "then saving, in at most 120 s."
-    for step, phase, finishing in ((8, "forward", 8), (8, rank_progress.BETWEEN, 9)):
-        rank_progress.Whereabouts(tmp_path, 0).tell(step=step, phase=phase, peaks={})
-        said = rank_progress.once_asked(tmp_path, "SIGTERM", 120)
-        assert said == f"SIGTERM: finishing step {finishing}, {ends}"
-    assert rank_progress.once_asked(tmp_path, "SIGINT", 120).endswith(f"{ends} Ctrl-C again ends it now.")
+@pytest.mark.parametrize(
+    ("step", "phase", "said"),
+    [
+        (8, "forward", "SIGTERM: finishing step 8, then saving, in at most 120 s."),
+        (8, rank_progress.BETWEEN, "SIGTERM: finishing step 9, then saving, in at most 120 s."),
+        (8, "save", "SIGTERM: finishing step 9, then saving, in at most 120 s."),
+        (0, "build", "SIGTERM: ending, as no step has begun."),
+        (0, "eval", "SIGTERM: finishing the evaluation and step 1, then saving, in at most 120 s."),
+        (8, "export", "SIGTERM: ending; the last checkpoint stays."),
+    ],
+)
+def test_what_a_request_to_stop_leads_to_is_said(step: int, phase: str, said: str, tmp_path: Path) -> None:
+    nothing = rank_progress.once_asked(tmp_path, "SIGTERM", 120, again=False)
+    assert nothing == "SIGTERM: ending, as no step has begun."
+    rank_progress.Whereabouts(tmp_path, 0).tell(step=step, phase=phase, peaks={})
+    assert rank_progress.once_asked(tmp_path, "SIGTERM", 120, again=False) == said
+    hinted = rank_progress.once_asked(tmp_path, "SIGTERM", 120, again=True)
+    assert hinted == said + " Ctrl-C again ends it now." * ("saving" in said)
 
 
-def test_locks_are_no_programs(tmp_path: Path) -> None:
-    run_folder.claim(tmp_path)
-    run_folder.hold(tmp_path)
-    run_folder.leave(tmp_path)
-    assert [(tmp_path / name).stat().st_mode & 0o111 for name in (run_folder.LOCK, run_folder.RANKS)] == [0, 0]
+def test_a_request_is_not_lost_where_nobody_reads_what_is_said() -> None:
+    """Standard error may be a pipe that is full."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write, b"x" * 65536)
+    os.set_blocking(write, True)
+    kept = os.dup(2)
+    os.dup2(write, 2)
+    try:
+        say_at_once("never read")
+    finally:
+        os.dup2(kept, 2)
+    for each in (read, write, kept):
+        os.close(each)
 
 
 def test_a_rank_of_another_launcher_says_so_itself() -> None:

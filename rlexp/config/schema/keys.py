@@ -17,14 +17,8 @@ NAMED = 4  # of the options that have a key
 GONE = {  # keys of older versions, with what stands for them now
     "model.suggested_lr": "is gone: optim.lr follows from the loss and from what is trained. Say optim.lr=RATE.",
 }
-THEIRS = {  # names of other trainers that spelling leads nowhere, or astray; the newest of TRL's first
+THEIRS = {  # names of other trainers that spelling leads nowhere, or astray; their values mean the same here
     "learning_rate": "optim.lr",
-    "lr_scheduler_type": "optim.decay",
-    "lr_scheduler": "optim.decay",
-    "per_device_train_batch_size": "train.micro_batch_size",
-    "gradient_accumulation_steps": "train.batch_size",
-    "loss_type": "loss",
-    "rl": "loss",
     "kl_coef": "loss.beta",
     "pref_beta": "loss.beta",
     "base_model": "model.path",
@@ -39,23 +33,35 @@ THEIRS = {  # names of other trainers that spelling leads nowhere, or astray; th
     "eval_steps": "train.eval_every",
     "save_steps": "checkpoint.save_every",
     "save_total_limit": "checkpoint.keep_last",
-    "bf16": "train.precision",
-    "torch_dtype": "train.precision",
-    "use_peft": "adapter",
     "lora_r": "adapter.rank",
     "lora_rank": "adapter.rank",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "lora_target_modules": "adapter.targets",
-    "report_to": "logger",
-    "use_wandb": "logger",
-    "zero_stage": "engine",
-    "deepspeed": "engine",
-    "attn_implementation": "parallel.kernel",
     "sequence_parallel_size": "parallel.ring_size",
     "context_parallel_size": "parallel.ring_size",
     "output_dir": "hydra.run.dir",
-    "resume_from_checkpoint": "hydra.run.dir",
+}
+_DECAY = "Say optim.decay=linear, cosine or constant."
+_LOSS = "Say loss=OPTION, as loss=ipo."
+_ZERO = "Say engine=zero1, zero2, zero3 or fsdp2."
+_WANDB = "Say logger=wandb, or logger=none."
+MEANT = {  # names of other trainers whose values mean something else here
+    "lr_scheduler_type": _DECAY,
+    "lr_scheduler": _DECAY,
+    "per_device_train_batch_size": "Say train.batch_size=N, the samples of a step over all GPUs.",
+    "gradient_accumulation_steps": "train.batch_size counts the samples of a step: micro-batch × accumulation × GPUs.",
+    "loss_type": _LOSS,
+    "rl": _LOSS,
+    "bf16": "Say train.precision=bf16.",
+    "torch_dtype": "Say train.precision=bf16 or fp32.",
+    "use_peft": "Say adapter=lora.",
+    "report_to": _WANDB,
+    "use_wandb": _WANDB,
+    "zero_stage": _ZERO,
+    "deepspeed": _ZERO,
+    "attn_implementation": "rlexp takes the fastest kernel; parallel.kernel=NAME chooses one.",
+    "resume_from_checkpoint": "Say hydra.run.dir=FOLDER, the run's: it continues from its newest checkpoint.",
 }
 
 
@@ -95,8 +101,9 @@ def about_unknown(key: str) -> str:
         return f"{key}: {GONE[key]}"
     if key in APPENDED:
         return f"{key}: is appended to the configuration: say +{key}=NAME."
-    if (ours := THEIRS.get(key.rpartition(".")[2])) is not None and not keys.get(key):
-        return f"{key}: no such key. rlexp calls it {ours}."
+    leaf = key.rpartition(".")[2]
+    if not keys.get(key) and leaf in {**THEIRS, **MEANT}:
+        return f"{key}: no such key. {MEANT.get(leaf) or f'rlexp calls it {THEIRS[leaf]}.'}"
     if keys.get(key):
         owners = keys[key]
         named = owners if len(owners) <= NAMED else (*owners[: NAMED - 1], f"{len(owners) - NAMED + 1} others")

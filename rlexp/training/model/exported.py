@@ -12,16 +12,29 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from rlexp.base.errors import ConfigError
 
 
-def loader_of(place: Path) -> Any:
-    """Return the class whose `from_pretrained` reads a model that a run has written."""
-    if (place / "adapter_config.json").is_file():
-        try:
-            from peft import AutoPeftModelForCausalLM
-        except ImportError:
-            raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
-        return AutoPeftModelForCausalLM
-    classes: list[str] = []
+def load(place: Path, **options: Any) -> Any:
+    """Load a model that a run has written, with options of `from_pretrained`."""
+    adapter = _read(place / "adapter_config.json")
+    if adapter:
+        scores = adapter.get("task_type") == "SEQ_CLS"
+        more = {"num_labels": 1} if scores else {}
+        return _of_peft(place, scores=scores).from_pretrained(place, **more, **options)
+    classes = _read(place / "config.json").get("architectures")
+    named = [str(each) for each in classes] if isinstance(classes, list) else []
+    scores = any(name.endswith("ForSequenceClassification") for name in named)
+    return (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained(place, **options)
+
+
+def _of_peft(place: Path, *, scores: bool) -> Any:
+    try:
+        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+    except ImportError:
+        raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
+    return AutoPeftModelForSequenceClassification if scores else AutoPeftModelForCausalLM
+
+
+def _read(file: Path) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError):
-        classes = json.loads((place / "config.json").read_text(encoding="utf-8")).get("architectures") or []
-    scores = any(name.endswith("ForSequenceClassification") for name in classes)
-    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        body = json.loads(file.read_text(encoding="utf-8"))
+        return body if isinstance(body, dict) else {}
+    return {}

@@ -20,6 +20,7 @@ from rlexp.training.sinks.baseline import Baseline
 from rlexp.training.sinks.console import ConsoleSink
 from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.sinks.jsonl_rollouts import RolloutsSink
+from rlexp.training.sinks.last_evaluation import LastEvaluation
 from rlexp.training.sinks.run_names import new_id
 from rlexp.training.train.loop import Position, last_step
 from rlexp.training.train.parts import Run
@@ -29,7 +30,7 @@ TAG = 64  # most characters of a tag of W&B
 
 def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
     logger, rows = run.cfg.logger, read_rows(run_dir / METRICS)  # up to where the run goes on
-    sinks: list[Sink] = [curve, RolloutsSink(run_dir / ROLLOUTS, position.step)]
+    sinks: list[Sink] = [curve, RolloutsSink(run_dir / ROLLOUTS, position.step), LastEvaluation(run_dir)]
     if logger.progress:
         sinks.append(ConsoleSink(last_step(run, position), first_step=position.step + 1))
     match logger.name:

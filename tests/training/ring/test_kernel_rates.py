@@ -12,7 +12,7 @@ from rlexp.base import kernel_rates as rates
 from rlexp.base.kernel_needs import FLASH_ATTN_4, NEEDS, able
 from rlexp.base.kernel_rates import Row
 from rlexp.config.load import compose_config
-from rlexp.training.train.rank import installable
+from rlexp.training.train.header import installable
 
 
 def of(kernel: str, generation: int, tokens: int, forward: float, *, size: int = 128, peak: float = 1000.0) -> Row:
