@@ -66,9 +66,13 @@ def test_a_typed_option_holds_or_is_refused(name: str) -> None:
         held = {group: option for group, option in chosen.items() if refusal(experiment, f"{group}={option}") is None}
         for group, option in chosen.items() - held.items():
             message = str(refusal(experiment, f"{group}={option}"))
-            assert re.match(rf"{group}={option}: {re.escape(str(file.parent))}/\w+.yaml sets {group}\.", message)
+            assert re.match(
+                rf"{group}={option}: {re.escape(str(file.parent))}/\w+.yaml( \(.*\))? sets {group}\.", message
+            )
         cfg = load.composed([experiment, *(f"{group}={option}" for group, option in held.items())])
         for group, option in held.items():
+            if re.search(rf"override /{group}: {option}$", text, flags=re.MULTILINE):
+                continue  # its own choice, with the keys that it sets
             for key, value in precedence.stated(group, option).items():
                 assert raw(cfg, key) == value, f"{key} with {group}={option}"
 
