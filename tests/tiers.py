@@ -53,7 +53,7 @@ ONE_IN: Mapping[str, int] = {
     "launch/test_slurm_script::test_what_no_cluster_could_run_is_refused": 3,
     "long_pairs/test_long_pairs::test_what_is_wrong_is_one_message": 3,
     "preflight/test_changes::test_what_a_run_is_offered": 3,
-    "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 3,
+    "preflight/test_children::test_a_task_that_ends_with_an_error_has_its_own_result": 6,
     "preflight/test_children::test_an_error_is_raised_where_it_was_asked_for": 2,
     "preflight/test_communicators::test_the_groups_of_a_step": 3,
     "preflight/test_communicators::test_no_group_of_ours_is_made_that_nothing_uses": 2,
