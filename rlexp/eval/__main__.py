@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
+from rlexp.base.printable import fitted
 from rlexp.config.explain import explained
 
 
@@ -39,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         found = evaluation.evaluate(job)
     except Interrupted as stop:
         return stop.exit_code
-    sys.stdout.write(report.text(job, found))
+    sys.stdout.write(fitted(report.text(job, found)))
     if options.json is not None:
         report.write(job, found, options.json)
     return 0

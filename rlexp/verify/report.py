@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.pages import addressed
+from rlexp.base.printable import fitted
 from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig
@@ -48,10 +49,10 @@ OF_SAMPLES = ("value of a token", "what the loss is given", "derivatives, given 
 def run(cfg: Config, steps: int | None, file: Path | None) -> int:
     """Verify, print the report and return the exit code."""
     refuse(steps)
-    sys.stdout.write(f"rlexp.verify  {subject(cfg)}\n")
+    sys.stdout.write(fitted(f"rlexp.verify  {subject(cfg)}\n"))
     sys.stdout.flush()
     result = verify(cfg, steps, print_line)
-    sys.stdout.write(report(cfg, result))
+    sys.stdout.write(fitted(report(cfg, result)))
     if file is not None:
         file.write_text(json.dumps(as_json(cfg, result), indent=2) + "\n", encoding="utf-8")
     return 0 if result.passed else 1

@@ -58,6 +58,8 @@ def test_long_lines_end_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPa
     assert {word for line in lines[2:-2] for word in line.split()} == {"word"}
     assert lines[3].startswith("      word")
     assert lines[-2:] == ["x" * 100, ""]
+    command = f"to continue: python -m rlexp {'seed=1 ' * 20}"
+    assert fitted(command) == command  # it is to be copied
 
 
 @pytest.mark.parametrize("command", [exit_code, explained])

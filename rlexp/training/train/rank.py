@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import torch.distributed as dist
 
 from rlexp.base.errors import NonFiniteError
+from rlexp.base.printable import fitted
 from rlexp.config.schema import Config, CountTensors
 from rlexp.launch import run_folder, watch
 from rlexp.launch.joining import leave_world
@@ -94,7 +96,7 @@ def train_watched(
     phases.watch = sinks.within_step
     if first:
         run_folder.note(run_dir, **ledger(task), began_after_step=position.step)
-        say(header(task, run_dir) + came_from)
+        say(fitted(header(task, run_dir) + came_from, sys.stderr))
     ending = Ending(1)
     try:
         keeper = build_keeper(task, run_dir, position, curve, sinks.saved)
@@ -116,7 +118,8 @@ def train_watched(
             sinks.close(ending)
         task.close()
     if first:
-        say(footer(task, run_dir, outcome, evaluations.last(read_rows(run_dir / METRICS))))
+        said = footer(task, run_dir, outcome, evaluations.last(read_rows(run_dir / METRICS)))
+        say(fitted(said, sys.stderr))
     return leave(task, outcome, closing)
 
 
