@@ -73,10 +73,10 @@ def _refuse_flag(argument: str) -> None:
     if (meant := MEANT.get(word)) is not None:
         said = f". {meant}"
     elif (key := THEIRS.get(word, word if word in keys else None)) is not None:
-        said = f", as {key}={value or 'VALUE'}."
+        said = f". Say {key}={value or 'VALUE'}."
     else:
         said = f".{suggestion(word, keys) or f' {PAGE} lists all keys.'}"
-    raise ConfigError(f"{flag}: no such flag. Values are given as KEY=VALUE, without dashes{said}")
+    raise ConfigError(f"{argument}: no such flag. Values are given as KEY=VALUE, without dashes{said}")
 
 
 def refuse_command(words: Sequence[str]) -> None:

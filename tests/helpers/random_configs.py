@@ -176,8 +176,8 @@ def _options(group: str) -> list[str]:
 
 
 REMEDIES = re.compile(
-    r"\b(Use|Give|Leave|Say|Set|Choose|Quote|Unset|Raise|Add|Install|Start|Did you mean|Options|Kinds|Keys|For example"
-    r"|lists (?:all|the) keys|says how values are set)\b"
+    r"\b(Use|Copy|Give|Leave|Say|Set|Choose|Quote|Unset|Raise|Add|Install|Start|Did you mean|Options|Kinds|Keys"
+    r"|For example|lists (?:all|the) keys|says how values are set)\b"
 )
 VALUELESS = re.compile(
     r"no such key|has no value|belongs to|is there already|is appended|cannot be deleted|cannot be read as"

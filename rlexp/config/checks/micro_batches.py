@@ -126,7 +126,7 @@ def check_micro_batches(cfg: Config) -> None:
     if isinstance(size, str) and size != AUTO:
         raise ConfigError(
             f"train.micro_batch_size={size!r}: must be a whole number of samples, or auto, which fills "
-            f"micro-batches by tokens."
+            f"micro-batches by tokens. For example: train.micro_batch_size=1."
         )
     if tokens is None:
         return
