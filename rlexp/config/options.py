@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,9 +23,8 @@ from rlexp.config.schema.value_kinds import is_list
 EMPTY = "''"
 MOST_DIGITS = 4300  # Python converts no longer ones
 PLUGINS = ("hydra/launcher", "hydra/sweeper")  # groups of Hydra's own
-COMMANDS = {
-    path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__main__.py")
-}  # python -m rlexp.NAME
+# python -m rlexp.NAME
+COMMANDS = {path.parent.name for path in Path(__file__).resolve().parents[1].glob("*/__main__.py")}
 FLAGS = (  # of Hydra, and ours
     *("--help", "--hydra-help", "--version", "--cfg", "--resolve", "--package", "--run", "--multirun", "--info"),
     *("--shell-completion", "--config-path", "--config-name", "--config-dir", "--experimental-rerun"),
@@ -171,9 +171,7 @@ def in_grammar(value: Any) -> str:
         return "{" + ",".join(f"{key}:{in_grammar(each)}" for key, each in value.items()) + "}"
     if isinstance(value, list):
         return f"[{','.join(map(in_grammar, value))}]"
-    if value is None or isinstance(value, bool):
-        return str(value).lower().replace("none", "null")
-    return str(value)
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
 
 
 def quoted(text: str) -> str:

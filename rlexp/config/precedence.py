@@ -25,7 +25,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.options import alternatives, in_grammar, name_in, parsed
 from rlexp.config.paths import conf_dir, config_root, own_conf_dir
 from rlexp.config.schema import KINDS, Config
-from rlexp.config.schema.keys import APPENDED, all_keys, listed
+from rlexp.config.schema.keys import APPENDED, all_keys, enumerated
 
 _FOLLOWS = re.compile(r"\$\{[^}]*\$\{")  # computed from other keys
 # keys that say which option it is, where its file leaves them to the schema
@@ -34,7 +34,7 @@ NAMED_BY = {"optim": ("name",), "rollout": ("mode",), "adapter": ("name",),
 
 
 @dataclasses.dataclass(frozen=True)
-class Typed:
+class CommandLine:
     """What a command line says: its keys, its groups' options, and the files that it appends."""
 
     keys: frozenset[str]
@@ -44,18 +44,18 @@ class Typed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stands:
+class Conflict:
     """A value that a file gives a key, against the option that is typed."""
 
     key: str
     option: str  # as typed: model=tiny
     stated: Any
     file: Path
-    there: Any
+    in_file: Any
 
     @property
     def note(self) -> str:
-        return f"{self.option} is typed, so its {self.key} holds. {self.file} has {self.there}."
+        return f"{self.option} is typed, so its {self.key} holds. {self.file} has {self.in_file}."
 
     @property
     def override(self) -> str:
@@ -63,31 +63,31 @@ class Stands:
         return f"{self.key}={in_grammar(self.stated)}"
 
 
-def against(overrides: Sequence[str]) -> list[Stands]:
+def conflicts(overrides: Sequence[str]) -> list[Conflict]:
     """Return each value of an appended file that differs from what makes a typed option. Keys that the option does not
     have are refused."""
-    said = _typed(overrides)
-    if not said.appended:
+    line = _command_line(overrides)
+    if not line.appended:
         return []
-    read = [each for group, name in said.appended for each in _body(group, Path(name))]
-    body = {key: (file, value) for key, file, value in read if key not in said.keys}
-    found: list[Stands] = []
-    for group, option in (*said.swept, *said.options.items()):
+    read = [each for group, name in line.appended for each in _body(group, Path(name))]
+    body = {key: (file, value) for key, file, value in read if key not in line.keys}
+    differing: list[Conflict] = []
+    for group, option in (*line.swept, *line.options.items()):
         of_group = {key: each for key, each in body.items() if key.startswith(f"{group}.")}
-        _refuse_foreign(group, option, of_group, said.appended)
-    for group, option in said.options.items():
+        _refuse_foreign(group, option, of_group, line.appended)
+    for group, option in line.options.items():
         if f"override /{group}" in body and body[f"override /{group}"][1] == option:
             continue
         states = stated(group, option)
-        found += [
-            Stands(key, f"{group}={option}", states[key], file, value)
+        differing += [
+            Conflict(key, f"{group}={option}", states[key], file, value)
             for key, (file, value) in body.items()
             if key in states and states[key] != value
         ]
-    return found
+    return differing
 
 
-def _typed(overrides: Sequence[str]) -> Typed:
+def _command_line(overrides: Sequence[str]) -> CommandLine:
     keys: set[str] = set()
     options: dict[str, str] = {}
     swept: list[tuple[str, str]] = []
@@ -106,7 +106,7 @@ def _typed(overrides: Sequence[str]) -> Typed:
                 swept += found
             else:
                 options |= found
-    return Typed(frozenset(keys), options, tuple(swept), tuple(appended))
+    return CommandLine(frozenset(keys), options, tuple(swept), tuple(appended))
 
 
 def stated(group: str, option: str) -> dict[str, Any]:
@@ -183,6 +183,6 @@ def _refuse_foreign(
     copying = f" (python -m rlexp.recipe {quote(file.stem)} --copy conf/experiment/MINE.yaml)" if typed else ""
     above = "" if not typed or file.stem in typed else f" (experiment={typed[-1]} builds on it)"
     raise ConfigError(
-        f"{group}={option}: {file}{above} sets {listed(foreign)}, which {group}={option} does not have. Copy the file"
-        f"{copying}, leave out there what belongs to another {group}, and use the copy in its place."
+        f"{group}={option}: {file}{above} sets {enumerated(foreign)}, which {group}={option} does not have. Copy the "
+        f"file{copying}, leave out there what belongs to another {group}, and use the copy in its place."
     )

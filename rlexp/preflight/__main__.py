@@ -48,11 +48,11 @@ def preflight(options: argparse.Namespace) -> int:
     sys.stderr.write(f"rlexp preflight: imports torch, and reads config.json of {called(cfg.model)}{source}\n")
     quietly()
     from rlexp.preflight import report
-    from rlexp.preflight.answer import Asked, answer
+    from rlexp.preflight.answer import Extras, answer
     from rlexp.preflight.progress import Progress
 
-    asked = Asked(longest=options.longest, sharding=options.verbose or options.json is not None)
-    found = answer(options.overrides, asked, Progress(began))
+    extras = Extras(longest=options.longest, sharding=options.verbose or options.json is not None)
+    found = answer(options.overrides, extras, Progress(began))
     sys.stdout.write(fitted(report.text(found, verbose=options.verbose)))
     if options.json is not None:
         options.json.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")

@@ -35,7 +35,7 @@ from rlexp.training.model.loading import load_config
 
 
 @dataclass(frozen=True)
-class Asked:
+class Extras:
     """What is asked for beside the prediction and what would change it."""
 
     longest: bool = False  # the longest sequences that fit; else they are searched only if the run does not fit
@@ -72,7 +72,7 @@ class Answer:
         return None if self.fits else min(fitting, key=price, default=None)
 
 
-def answer(overrides: Sequence[str], asked: Asked, watch: Watch | None = None) -> Answer:
+def answer(overrides: Sequence[str], extras: Extras, watch: Watch | None = None) -> Answer:
     """Rehearse a configuration, then the same with single changes, and on other rings if that is asked for."""
     cfg = compose_elsewhere(overrides)
     model = load_config(cfg.model, cfg.data.max_length)
@@ -80,11 +80,11 @@ def answer(overrides: Sequence[str], asked: Asked, watch: Watch | None = None) -
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     found: Answer
-    (found,) = at_once([answering(cfg, model, overrides, asked)], len(os.sched_getaffinity(0)), watch)
+    (found,) = at_once([answering(cfg, model, overrides, extras)], len(os.sched_getaffinity(0)), watch)
     return dataclasses.replace(found, rows=rows_at_hand(cfg))
 
 
-def answering(composed: Config, model: Any, overrides: Sequence[str], asked: Asked) -> Calls:
+def answering(composed: Config, model: Any, overrides: Sequence[str], extras: Extras) -> Calls:
     """Return the answer. A task of `children.at_once`."""
     (engine,) = yield [first_that_fits(composed, model)]
     cfg = yield from laid_out(engine.cfg, model)
@@ -94,8 +94,8 @@ def answering(composed: Config, model: Any, overrides: Sequence[str], asked: Ask
     changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known.short))
     rank = known.rank if fits else None  # a change must fit only where the run does not
     (lengths, sharing), logs, *changed = yield [
-        lengths_that_fit(cfg, model, overrides, found, wanted=asked.longest or not fits),
-        logs_to_compare(cfg, model, found, wanted=asked.sharding),
+        lengths_that_fit(cfg, model, overrides, found, wanted=extras.longest or not fits),
+        logs_to_compare(cfg, model, found, wanted=extras.sharding),
         *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)

@@ -36,7 +36,7 @@ def recipe(options: argparse.Namespace) -> int:
     if options.name is None:
         if options.copy is not None:
             raise ConfigError(f"--copy={options.copy}: copies one recipe. Name it: NAME --copy FILE.")
-        sys.stdout.write(listed())
+        sys.stdout.write(listing())
         return 0
     text = text_of(file_of(options.name))
     if options.copy is None:
@@ -47,7 +47,7 @@ def recipe(options: argparse.Namespace) -> int:
     return 0
 
 
-def listed() -> str:
+def listing() -> str:
     """Return each recipe with its first sentence."""
     files_of = experiments()
     width = max(map(len, files_of)) + 2
@@ -56,10 +56,8 @@ def listed() -> str:
         indent = " " * width
         first = textwrap.wrap(printable_lines(summary(files_of[name][-1])), WIDTH - width) or [""]
         lines += [f"{printable(name):{width}}{first[0]}", *(f"{indent}{line}" for line in first[1:])]
-    return (
-        "\n".join([*lines, "", "python -m rlexp +experiment=NAME trains one; python -m rlexp.recipe NAME shows it."])
-        + "\n"
-    )
+    how = "python -m rlexp +experiment=NAME trains one; python -m rlexp.recipe NAME shows it."
+    return "\n".join([*lines, "", how, ""])
 
 
 def summary(file: Path) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
@@ -94,7 +96,8 @@ def refuse_process() -> None:
 
 
 def checked(words: Sequence[str]) -> Path:
-    """Refuse what the command refuses before a process starts, and return the folder of the run."""
+    """Refuse what the command refuses before a process starts, and return the folder of the run. Notes are left to the
+    command."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from hydra.initialize import get_gh_backup, restore_gh_from_backup
@@ -107,14 +110,15 @@ def checked(words: Sequence[str]) -> Path:
     around = get_gh_backup()  # of the program that calls this
     GlobalHydra.instance().clear()
     try:
-        with initialize_config_dir(str(conf_dir()), version_base="1.3"):
+        with redirect_stderr(io.StringIO()), initialize_config_dir(str(conf_dir()), version_base="1.3"):
             composed = compose("config", overrides=load.open_ended(words), return_hydra_config=True)
         if composed.hydra.mode is RunMode.MULTIRUN:
             raise ConfigError("rlexp.train: trains one run, and this is a sweep. Type python -m rlexp -m ….")
         folder = Path(str(composed.hydra.run.dir)).absolute()
         with open_dict(composed):
             del composed["hydra"]
-        load.from_hydra(composed)
+        with redirect_stderr(io.StringIO()):
+            load.from_hydra(composed)
     except Exception as error:
         if (message := explain(error)) is None:
             raise

@@ -79,7 +79,7 @@ def test_a_typed_option_holds_or_is_refused(name: str) -> None:
 
 def refusal(*overrides: str) -> ConfigError | None:
     try:
-        precedence.against(overrides)
+        precedence.conflicts(overrides)
     except ConfigError as refused:
         return refused
     return None
@@ -152,7 +152,7 @@ def test_an_environment_variable_may_name_the_option(own: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["a" * 300, "spoilt"])
 def test_a_file_that_is_none_is_left_to_hydra(own: Path, name: str) -> None:
     own.with_name("spoilt.yaml").write_text("# @package _global_\ndefaults: 5\n")
-    assert precedence.against([f"+experiment={name}", "model=tiny"]) == []
+    assert precedence.conflicts([f"+experiment={name}", "model=tiny"]) == []
 
 
 def test_a_refusal_names_the_experiment_that_builds_on_the_file(own: Path) -> None:

@@ -222,15 +222,27 @@ def judged(monkeypatch: pytest.MonkeyPatch, decision: Decision) -> list[Config]:
     return asked
 
 
-def test_who_waits_for_a_rehearsal_is_told_that_it_goes_on(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(preflight_check, "_told", set())
+def test_who_waits_for_a_rehearsal_is_told_that_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process answers once something was told."""
+    told, go = list[str](), tmp_path / "go"
+
+    def print_line(line: str) -> None:
+        told.append(line)
+        go.touch()
+
+    monkeypatch.setattr(preflight_check, "print_line", print_line)
     monkeypatch.setattr(preflight_check, "TOLD_EVERY", 0.01)
-    slow = "import sys, time; question = sys.stdin.read(); time.sleep(0.5); print(question * 2, end='')"
-    process = subprocess.Popen([sys.executable, "-c", slow], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert preflight_check._answered(process, "abc", 600.0) == ("abcabc", None)
-    assert "rlexp: rehearses whether the run fits, 0 s (at most 600 s)\n" in capsys.readouterr().err
+    slow = (
+        "import pathlib, sys, time\nquestion = sys.stdin.read()\n"
+        "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nprint(question * 2, end='')"
+    )
+    command = [sys.executable, "-c", slow, str(go)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert preflight_check._answered(process, "abc", 300.0) == ("abcabc", None)
+    finally:
+        process.kill()
+    assert re.fullmatch(r"rehearses whether the run fits, \d+ s \(at most 300 s\)", told[0])
 
 
 def test_a_rehearsal_that_takes_too_long_stops_nothing(

@@ -45,7 +45,8 @@ def test_calls_are_watched_while_they_run() -> None:
     found = at_once([task()], 2, lambda running, done: seen.append((len(running), done)))
     assert found == [[None, 3, 4]]
     assert seen[0] == (2, 0)
-    assert seen[-1] == (1, 2)
+    assert len(seen) > 1
+    assert {running + done for running, done in seen} <= {2, 3}  # two at a time, of three
 
 
 @pytest.mark.parametrize(

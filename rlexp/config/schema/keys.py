@@ -107,13 +107,13 @@ def about_unknown(key: str) -> str:
     if keys.get(key):
         owners = keys[key]
         named = owners if len(owners) <= NAMED else (*owners[: NAMED - 1], f"{len(owners) - NAMED + 1} others")
-        return f"{key}: belongs to {listed(named)}. Say {owners[0]} {key}=VALUE."
+        return f"{key}: belongs to {enumerated(named)}. Say {owners[0]} {key}=VALUE."
     group = key.partition(".")[0]
     which = f"all keys of {group}" if group in keys and group != key else "all keys"
     return f"{key}: no such key.{suggestion(key, [*keys, *APPENDED]) or f' {PAGE} lists {which}.'}"
 
 
-def listed(names: Sequence[str]) -> str:
+def enumerated(names: Sequence[str]) -> str:
     """Write names as `one, two and three`."""
     return " and ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
