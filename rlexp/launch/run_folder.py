@@ -53,14 +53,8 @@ FACTS: plain_json.Kinds = {
 }  # the kinds of the values of run.json
 SIZES: plain_json.Kinds = dict.fromkeys(("world_size", "ring_size", "dp_size", "batch_size"), int)
 REQUEUE: plain_json.Kinds = {"job": TEXT, "why": str, "step": int, "at": str}
-KEPT = (
-    "wandb_id",
-    "steps",
-    "exported_step",
-    "requeues",
-    "data",
-    "evaluated",
-)  # keys of run.json that survive when a run continues
+# keys of run.json that survive when a run continues
+KEPT = ("wandb_id", "steps", "exported_step", "requeues", "data", "evaluated")
 LOCK, RANKS = ".lock", ".ranks"
 PATIENCE = 15.0  # seconds that ranks of an earlier process get to end
 LOST = 180.0  # seconds for which a network file system may keep the locks of a lost node
