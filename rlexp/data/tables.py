@@ -119,12 +119,12 @@ def sharing(facts: Preview) -> list[str]:
     ]
     if found.copies > 1:
         lines.append(
-            f"One copy for each example would save {found.saved_within:,} tokens, "
+            f"One copy for each example has {found.saved_within:,} tokens less, "
             f"{share(found.saved_within, found.tokens)} {of}."
         )
     if found.saved_across > found.saved_within:
         lines.append(
-            f"One copy for all examples with the same prompt would save {found.saved_across:,} tokens, "
+            f"One copy for all examples with the same prompt has {found.saved_across:,} tokens less, "
             f"{share(found.saved_across, found.tokens)} {of}."
         )
     lines.append(

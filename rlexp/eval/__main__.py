@@ -36,6 +36,8 @@ def run(options: argparse.Namespace) -> int:
 
     job = job_of(options.words)
     refuse_unwritable(options.json)
+    sys.stdout.write(fitted(report.head(job)))
+    sys.stdout.flush()
     try:
         found = evaluation.evaluate(job)
     except Interrupted as stop:

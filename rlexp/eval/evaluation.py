@@ -4,51 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 import tempfile
-import time
 from collections.abc import Callable
 from typing import Any
 
-from rlexp.base.command import say
-from rlexp.base.durations import duration
 from rlexp.base.engine_facts import ENGINES
+from rlexp.base.waiting import told
 from rlexp.config.schema import Config
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.preflight_check import laid_out
 
-TOLD_EVERY = 10.0  # seconds
-
 
 def evaluate(job: EvalJob) -> Evaluation:
     """Evaluate on ranks of this machine."""
-    from rlexp.eval.rank import evaluate_rank
+    with told("evaluates"):
+        from rlexp.eval.rank import evaluate_rank
 
-    job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-    found: Evaluation = on_ranks(evaluate_rank, job, job.cfg, "evaluates")
+        job = dataclasses.replace(job, cfg=laid_out(job.cfg))
+        found: Evaluation = on_ranks(evaluate_rank, job, job.cfg)
     return found
 
 
-class Waiting:
-    """Says now and then for how long the ranks have done what they do."""
-
-    def __init__(self, doing: str) -> None:
-        self.doing, self.began = doing, time.monotonic()
-        self.due = TOLD_EVERY
-
-    def __call__(self) -> None:
-        seconds = time.monotonic() - self.began
-        if seconds >= self.due:
-            self.due = seconds + TOLD_EVERY
-            say(f"{self.doing}, {duration(seconds)}")
-
-
-def on_ranks(work: Callable[..., Any], job: Any, cfg: Config, doing: str) -> Any:
+def on_ranks(work: Callable[..., Any], job: Any, cfg: Config) -> Any:
     """Run `work` on ranks of this machine, with the job and an empty folder, and return what rank 0 returns."""
     prepare_environment(cfg.launch)
     deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].loads_pieces else ()
     with tempfile.TemporaryDirectory(prefix="rlexp-eval-") as folder:
         return run_ranks(
             work, cfg.parallel.world_size, (job, folder), device=cfg.launch.device.value,
-            preload=(*PRELOAD, *deepspeed), waiting=Waiting(doing),
+            preload=(*PRELOAD, *deepspeed),
         )[0]  # fmt: skip

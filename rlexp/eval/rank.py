@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rlexp.config.schema.cadence import plural
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.training.checkpoint.restore import restore
@@ -19,8 +18,6 @@ def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
     task = build(job.cfg, trains=False)
     try:
         checkpoint, step = (None, 0) if job.folder is None else take_up(task, job.folder, Path(folder))
-        if spec.rank == 0:
-            say(f"rlexp: evaluates {plural(len(task.examples.held_out), f'held-out {task.kind}')}\n")
         values = task.evaluate(step)
     finally:
         task.close()

@@ -10,17 +10,23 @@ from rlexp.base.version import __version__
 from rlexp.base.wilson import wilson
 from rlexp.config.load import to_plain
 from rlexp.config.model_names import called
+from rlexp.config.schema.cadence import plural
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.run_files.by_length import OF_LENGTH, by_length
 
 
+def head(job: EvalJob) -> str:
+    """Say what is evaluated, before it is read."""
+    cfg, of = job.cfg, job.folder or called(job.cfg.model)
+    return f"rlexp {__version__}  {cfg.loss.name} of {of}, {cfg.train.precision.value}\n"
+
+
 def text(job: EvalJob, found: Evaluation) -> str:
-    cfg, parallel = job.cfg, job.cfg.parallel
-    of = called(cfg.model) if found.checkpoint is None else f"{found.checkpoint}, after step {found.step}"
+    parallel = job.cfg.parallel
+    step = f"after step {found.step}, " * (found.checkpoint is not None)
     lines = [
-        f"rlexp {__version__}  {cfg.loss.name} of {of}, {cfg.train.precision.value}",
-        f"  {found.held_out:,} held-out {found.kind}s, on a ring of {parallel.ring_size} ({found.layout}) × "
-        f"{parallel.dp_size} replica{'s' * (parallel.dp_size > 1)}",
+        f"  {step}{plural(found.held_out, f'held-out {found.kind}')}, on a ring of {parallel.ring_size} "
+        f"({found.layout}) × {plural(parallel.dp_size, 'replica')}",
         "",
     ]
     whole = {name: value for name, value in found.values.items() if not OF_LENGTH.fullmatch(name)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from rlexp.base.waiting import told
 from rlexp.eval.evaluation import on_ranks
 from rlexp.generate.job import Answered, GenerateJob
 from rlexp.launch.preflight_check import laid_out
@@ -11,8 +12,9 @@ from rlexp.launch.preflight_check import laid_out
 
 def generate(job: GenerateJob) -> list[Answered]:
     """Generate on ranks of this machine."""
-    from rlexp.generate.rank import generate_rank
+    with told("generates"):
+        from rlexp.generate.rank import generate_rank
 
-    job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-    found: list[Answered] = on_ranks(generate_rank, job, job.cfg, "generates")
+        job = dataclasses.replace(job, cfg=laid_out(job.cfg))
+        found: list[Answered] = on_ranks(generate_rank, job, job.cfg)
     return found

@@ -83,17 +83,17 @@ def run_ranks(
     preload: Sequence[str] = PRELOAD,
     timeout: float | None = None,
     grace: float = 0.0,
-    waiting: Callable[[], None] | None = None,
+    when_stopped: Callable[[], None] = lambda: None,
 ) -> list[Any]:
     """Run `target(place, *args)` on every rank and return what each returned.
 
     Rank 0 keeps this process's terminal; the others write to `log_dir/rank<r>.log` (or nowhere). A signal that asks
     for a stop is passed on, and the ranks have `grace` seconds to return. Without a grace, or at a second Ctrl-C, they
-    end at once. `waiting` is called several times a second.
+    end at once. `when_stopped` is called once, before the stop is answered.
     """
     context = _context(device, preload)
     with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise() as stop:
-        stop.run_dir = log_dir.parent if log_dir else None
+        stop.run_dir, stop.when_stopped = log_dir.parent if log_dir else None, when_stopped
         ranks: list[_Rank] = []
         leash, held = context.Pipe(duplex=False)
         reason = PEER_FAILED
@@ -109,7 +109,7 @@ def run_ranks(
                     process.start()
                 outbox.close()
                 ranks.append(_Rank(process, inbox))
-            reports = _watch(ranks, timeout, stop, grace, waiting)
+            reports = _watch(ranks, timeout, stop, grace)
         except Interrupted as interrupted:
             reason = END_NOW if stop.passed_on else PASSED_ON[interrupted.signum]
             raise
@@ -135,9 +135,7 @@ def _context(device: str, preload: Sequence[str]) -> Any:
     return context
 
 
-def _watch(
-    ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float, waiting: Callable[[], None] | None
-) -> list[Report]:
+def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float) -> list[Report]:
     """Wait until all ranks have returned, or one has failed and the others have had `GRACE` seconds to report."""
     give_up = time.monotonic() + timeout if timeout else None
     stop.grace = grace
@@ -147,8 +145,6 @@ def _watch(
         for rank in pending:
             if rank.inbox in ready or rank.process.sentinel in ready:
                 _read(rank, ranks.index(rank))
-        if waiting is not None:
-            waiting()
         now = time.monotonic()
         stop.pass_on(ranks)
         reports = [rank.report for rank in ranks if rank.report]
@@ -228,6 +224,7 @@ class _Stop:
         self.asked: signal.Signals | None = None
         self.grace = 0.0
         self.run_dir: Path | None = None
+        self.when_stopped: Callable[[], None] = lambda: None
         self.passed_on = False
         self._deadline = 0.0
 
@@ -244,6 +241,7 @@ class _Stop:
             for rank in ranks:
                 if not rank.done and rank.process.is_alive():
                     _send(rank, PASSED_ON[self.asked])
+            self.when_stopped()
             again = self.asked is signal.SIGINT
             say_at_once(rank_progress.once_asked(self.run_dir, self.asked.name, self.grace, again=again))
         elif time.monotonic() > self._deadline:

@@ -16,7 +16,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
 from rlexp.base.host_memory import host_memory
 from rlexp.base.version import __version__
+from rlexp.base.waiting import told
 from rlexp.config import sizes
 from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable
@@ -37,7 +37,6 @@ from rlexp.config.vllm_memory import samples_apart, share_beside_training, share
 
 FILE = "preflight.json"  # in a run's folder
 PREDICTING, HELPING = 180.0, 180.0  # seconds at most for the prediction, and for the changes that would help
-TOLD_EVERY = 5.0  # seconds after which it is said (again) that a rehearsal goes on
 ENDING = 20.0  # seconds that the process may take beyond that
 UNPREDICTED = ("seed", "logger", "checkpoint", "resume")  # groups on which no prediction depends
 NOT_REHEARSED = "the run was not rehearsed before it starts:"
@@ -259,15 +258,8 @@ def _answered(process: subprocess.Popen[str], question: str, limit: float) -> tu
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(question)
     process.stdin = None
-    began = time.monotonic()
-    while True:
-        left = limit - (time.monotonic() - began)
-        try:
-            return process.communicate(timeout=max(0.0, min(TOLD_EVERY, left)))
-        except subprocess.TimeoutExpired:
-            if left <= TOLD_EVERY:
-                raise
-            print_line(f"rehearses whether the run fits, {time.monotonic() - began:.0f} s (at most {limit:.0f} s)")
+    with told(f"rehearses whether the run fits (at most {limit:.0f} s)", print_line):
+        return process.communicate(timeout=limit)
 
 
 def fingerprint(cfg: Config, *, fitting: bool) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base import files, plain_json
+from rlexp.config.schema.cadence import plural
 from rlexp.launch import watch
 
 WIDTH = 1024  # bytes of a line, with its newline
@@ -101,6 +102,14 @@ def within_step(line: Mapping[str, Any], now: float) -> str:
         f"pack {line['pack']} of {line['packs']}, {line['phase']}, {tokens}"
         f"{f', {left:.0f} s left of the step' if known else ''}"
     )
+
+
+def before_steps(run_dir: Path, ranks: int) -> str | None:
+    """Say what is done until a run has its header; None: it has."""
+    line = next(iter(read(run_dir)), None)
+    if line is None:
+        return f"starts {plural(ranks, 'rank')}"
+    return "reads the rows, and builds the model" if line["phase"] == "build" else None
 
 
 def once_asked(run_dir: Path | None, why: str, grace: float, *, again: bool) -> str:

@@ -141,7 +141,8 @@ def command_in(folder: Path, key: str) -> str:
 def continued_by(run_dir: Path) -> str:
     """Say how to go on with a run that stopped."""
     command = read(run_dir).get("continued_by")
-    return f"to continue: {printable(command)}\n" if command else ""
+    what = "to continue" if latest_first(run_dir) else "to start again"
+    return f"{what}: {printable(command)}\n" if command else ""
 
 
 def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:

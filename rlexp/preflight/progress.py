@@ -6,6 +6,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from rlexp.base.durations import duration
+from rlexp.base.printable import fitted
 from rlexp.preflight.children import Call
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
 
@@ -24,11 +26,11 @@ class Progress:
         if now - self.said < EVERY:
             return
         self.said = now
-        say(f"{now - self.since:.0f} s: {done} rehearsals done; now {doing(running)}")
+        say(f"rehearses {doing(running)}; {done} done, {duration(now - self.since)} so far")
 
 
 def say(text: str) -> None:
-    sys.stderr.write(f"rlexp preflight: {text}\n")
+    sys.stderr.write(fitted(f"rlexp preflight: {text}\n", sys.stderr))
     sys.stderr.flush()
 
 

@@ -163,7 +163,7 @@ def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
 
 def _verdict(answer: Answer) -> Iterator[str]:
     peak, limit = answer.prediction.peak, answer.limit
-    room = f"{peak.bytes / GIB:.1f} GiB at the peak ({peak.phase}), of {limit / GIB:.1f}"
+    room = f"{size(peak.bytes)} at the peak ({peak.phase}), of {size(limit)}"
     if answer.fits:
         yield f"fits: {room}."
     elif peak.bytes > limit:
@@ -274,7 +274,7 @@ def _beside(change: Change) -> str:
     if change.prediction is None:
         return ""
     notes = ["and a pass before training"] * (PRECOMPUTE in change.words)
-    notes += ["and copies from the host"] * offloads(change.words)
+    notes += ["and copies from the host, not counted"] * offloads(change.words)
     notes += ["and vLLM wakes for each rollout"] * (SLEEP in change.words)
     if (short := change.prediction.short) is not None:
         notes += [f"needs {size(short.counted)} of a machine's memory, of {size(short.limit or 0)}"]

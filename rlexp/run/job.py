@@ -15,6 +15,8 @@ from omegaconf import DictConfig
 from rlexp.base.command import say
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError
+from rlexp.base.printable import fitted
+from rlexp.base.waiting import told
 from rlexp.config import load, sizes
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
@@ -23,7 +25,7 @@ from rlexp.launch import preflight_check, rank_reports, run_folder, watch
 from rlexp.launch.failure import report_of
 from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
-from rlexp.launch.rank_progress import once_asked
+from rlexp.launch.rank_progress import before_steps, once_asked
 from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import (
     TIME_IS_UP,
@@ -76,19 +78,17 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     preflight_check.keep(run_dir, decision)
     prepare_environment(cfg.launch)
     preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
+    ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks
     try:
-        outcome: Outcome = run_ranks(
-            train_rank,
-            cfg.parallel.world_size + cfg.rollout.sampling_ranks,
-            (str(run_dir),),
-            device=cfg.launch.device.value,
-            log_dir=run_dir / "logs",
-            preload=preload,
-            grace=cfg.launch.grace_seconds,
-        )[0]
+        with told(partial(before_steps, run_dir, ranks)) as over:
+            outcome: Outcome = run_ranks(
+                train_rank, ranks, (str(run_dir),), device=cfg.launch.device.value, log_dir=run_dir / "logs",
+                preload=preload, grace=cfg.launch.grace_seconds, when_stopped=over.set,
+            )[0]  # fmt: skip
     except Interrupted as stop:
         run_folder.close(run_dir, "stopped", str(stop))
-        sys.stderr.write(f"\nrlexp: {stop}; the run is in {run_dir}\n{run_folder.continued_by(run_dir)}")
+        ended = fitted(f"rlexp: {stop}; the run is in {run_dir}", sys.stderr)
+        sys.stderr.write(f"\n{ended}\n{run_folder.continued_by(run_dir)}")
         sys.exit(stop.exit_code)
     except RankFailed as error:
         run_folder.close(run_dir, "failed", str(error))

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
+from rlexp.base.waiting import told
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 
@@ -34,7 +35,9 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     from rlexp.launch.local import Interrupted
-    from rlexp.verify import report
+
+    with told("imports torch"):
+        from rlexp.verify import report
 
     cfg = compose_config(options.overrides)
     refuse_unwritable(options.json)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rlexp.base import waiting
 from rlexp.config.gpu_descriptions import gpu_of
 from rlexp.config.hardware import memory_here
 from rlexp.config.load import compose_config
@@ -53,7 +54,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", gpus(tmp_path))
     monkeypatch.setattr(preflight_check, "_known", {})
     monkeypatch.setattr(preflight_check, "_told", set())
-    for bound in ("PREDICTING", "HELPING", "TOLD_EVERY"):
+    for bound in ("PREDICTING", "HELPING"):
         monkeypatch.setattr(preflight_check, bound, 600.0)  # a busy machine is no defect
 
 
@@ -231,7 +232,7 @@ def test_who_waits_for_a_rehearsal_is_told_that_it_goes_on(tmp_path: Path, monke
         go.touch()
 
     monkeypatch.setattr(preflight_check, "print_line", print_line)
-    monkeypatch.setattr(preflight_check, "TOLD_EVERY", 0.01)
+    monkeypatch.setattr(waiting, "EVERY", 0.01)
     slow = (
         "import pathlib, sys, time\nquestion = sys.stdin.read()\n"
         "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nprint(question * 2, end='')"
@@ -242,7 +243,7 @@ def test_who_waits_for_a_rehearsal_is_told_that_it_goes_on(tmp_path: Path, monke
         assert preflight_check._answered(process, "abc", 300.0) == ("abcabc", None)
     finally:
         process.kill()
-    assert re.fullmatch(r"rehearses whether the run fits, \d+ s \(at most 300 s\)", told[0])
+    assert re.fullmatch(r"rehearses whether the run fits \(at most 300 s\), \d+ s so far", told[0])
 
 
 def test_a_rehearsal_that_takes_too_long_stops_nothing(

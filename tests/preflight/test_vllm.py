@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlexp.base.byte_counts import GIB, MIB
+from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.config.elsewhere import composed_for
 from rlexp.config.load import compose_config
 from rlexp.config.schema import AUTO, Config
@@ -159,7 +159,7 @@ def test_what_does_not_fit_is_refused_with_the_numbers(found: Found, words: tupl
     whole = prediction.with_share()
     lines = list(report._verdict(Answer(cfg, 0, whole, {}, {}, [], None)))
     if whole.peak.bytes > room(cfg):
-        assert lines == [f"does not fit: {whole.peak.bytes / GIB:.1f} GiB at the peak ({whole.peak.phase}), of 2.5.",
+        assert lines == [f"does not fit: {size(whole.peak.bytes)} at the peak ({whole.peak.phase}), of 2.5 GiB.",
                          f"{refused}."]  # fmt: skip
     else:
         assert lines == [f"does not fit: {refused}."]

@@ -48,7 +48,7 @@ def test_a_ring_of_four_trains_and_says_so(shell: Shell, tmp_path: Path) -> None
                    "data.size=40", "data.eval_size=2")  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert "ring of 4 (zigzag direct, cpu_flash) × 1 replica = 4 ranks on cpu" in answer.stderr
-    assert "batch 4 on 1 replica, in micro-batches of up to " in answer.stderr
+    assert "batch 4 over 1 replica, in micro-batches of up to " in answer.stderr
     assert f"done: {tmp_path}/run" in answer.stderr
     assert "Warning" not in answer.stderr
     rows = rows_of(tmp_path / "run")

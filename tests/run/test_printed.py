@@ -10,6 +10,8 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +21,15 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlexp.base import waiting
 from rlexp.base.command import exit_code
 from rlexp.base.errors import ConfigError, FolderError
 from rlexp.base.printable import fitted, printable, printable_lines
+from rlexp.base.waiting import told
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
-from rlexp.eval.evaluation import Waiting
 from rlexp.launch import rank_progress, run_folder
+from rlexp.launch.rank_progress import Whereabouts, before_steps
 from rlexp.launch.stops import Outcome, _Stops, say_at_once
 from rlexp.training.model import loading
 from rlexp.training.sinks import console
@@ -134,7 +138,7 @@ def test_names_in_commands_that_are_printed_are_quoted_for_a_shell() -> None:
     )
     task = SimpleNamespace(run=run, examples=SimpleNamespace(held_out=[]))
     said = header.footer(task, Path("a b/$(touch x)"), Outcome(), {})  # type: ignore[arg-type]
-    assert said.splitlines()[1] == "its answers: python -m rlexp.generate 'a b/$(touch x)' --prompt TEXT"
+    assert said.splitlines()[1] == "see its answers: python -m rlexp.generate 'a b/$(touch x)' --prompt TEXT"
 
 
 def typed(line: str) -> tuple[str, list[str]]:
@@ -158,7 +162,7 @@ def test_printed_commands_run_as_they_are_printed(tmp_path: Path) -> None:
     done, held_out, answers = finished.stderr.splitlines()[-3:]
     assert done.startswith("done: ")
     assert held_out.startswith("held-out rows, after step 2: loss 0.")
-    answered = warm.run(*typed(answers.removeprefix("its answers: ")), folder)
+    answered = warm.run(*typed(answers.removeprefix("see its answers: ")), folder)
     assert answered.returncode == 0, answered.stderr
     assert answered.stdout.count("trained  ") == 4
 
@@ -235,15 +239,27 @@ def test_a_rank_of_another_launcher_says_so_itself() -> None:
     assert said == ["SIGTERM"]
 
 
-def test_who_waits_for_ranks_is_told_what_they_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = [5.0]
-    monkeypatch.setattr("time.monotonic", lambda: clock[0])
-    waiting = Waiting("evaluates")
-    for seconds in range(5, 80, 4):
-        clock[0] = float(seconds)
-        waiting()
-    assert capsys.readouterr().err.splitlines() == [
-        f"rlexp: evaluates, {said}" for said in ("12 s", "24 s", "36 s", "48 s", "1 min 00 s", "1 min 12 s")
-    ]
+def test_who_waits_is_told_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Until it is over, by the block's end or because nothing more is to be said."""
+    monkeypatch.setattr(waiting, "EVERY", 0.001)
+    said, doing = list[str](), iter(["starts 8 ranks", "builds the model", None])
+    with told(lambda: next(doing), said.append):
+        for thread in [each for each in threading.enumerate() if each.name == "told"]:
+            thread.join()
+    assert [each.rpartition(", ")[0] for each in said] == ["starts 8 ranks", "builds the model"]
+    first = threading.Event()
+    with told("evaluates", lambda _text: first.set()):
+        first.wait()
+    with told("evaluates"):
+        while not capsys.readouterr().err.startswith("rlexp: evaluates, 0 s so far\n"):
+            time.sleep(0.001)
+    assert "told" not in {each.name for each in threading.enumerate()}
+
+
+def test_what_a_run_does_before_its_header_is_told(tmp_path: Path) -> None:
+    assert before_steps(tmp_path, 8) == "starts 8 ranks"
+    line = Whereabouts(tmp_path, 0)
+    line.tell(step=0, phase="build", peaks={})
+    assert before_steps(tmp_path, 8) == "reads the rows, and builds the model"
+    line.tell(step=1, phase="forward", peaks={})
+    assert before_steps(tmp_path, 8) is None

@@ -105,7 +105,7 @@ def batch_in_words(cfg: Config) -> str:
     """Say how a train batch is shared out."""
     replicas = f"{cfg.parallel.dp_size} replica{'s' * (cfg.parallel.dp_size > 1)}"
     if (steps := cfg.train.grad_acc) is None:
-        return f"batch {cfg.train.batch_size} on {replicas}, in {size_in_words(cfg)}"
+        return f"batch {cfg.train.batch_size} over {replicas}, in {size_in_words(cfg)}"
     return (
         f"batch {cfg.train.batch_size} = {replicas} × micro-batch {cfg.train.micro_batch_size} × {steps} accumulation "
         f"step{'s' * (steps > 1)}"

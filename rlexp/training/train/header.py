@@ -140,7 +140,7 @@ def footer(task: Task, run_dir: Path, outcome: Outcome, evaluated: Mapping[str, 
     model = f", trained {'adapter' if alone(run) else 'model'} in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     typed = "" if len(task.examples.held_out) else " --prompt TEXT"
-    ask = f"its answers: python -m rlexp.generate {quote(str(run_dir))}{typed}\n"
+    ask = f"see its answers: python -m rlexp.generate {quote(str(run_dir))}{typed}\n"
     answers = "" if run.engine.policy.scores is not None else ask
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n{held_out}{answers}"
 
