@@ -2,6 +2,7 @@
 
 python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, LLaMA-Factory
 python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL, ms-swift, LLaMA-Factory
+python -m rlexp.convert train.sh --set LR=1e-6 -- ARGUMENT        as `LR=1e-6 bash train.sh ARGUMENT` would run
 
 It prints an experiment file that has every argument of theirs: taken over, or with the reason why it means something
 else, is missing, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
@@ -20,6 +21,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 from rlexp.base.printable import printable, printable_lines
 from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.shell import Call
 
 FIRST = "mine"  # the name in the printed command, if none is given
 
@@ -34,10 +36,23 @@ def main() -> int:
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs of the run, where the file does not say it")
     parser.add_argument("--name", metavar="NAME", help="write it to conf/experiment/NAME.yaml")
-    return exit_code(lambda: run(parser.parse_args()))
+    parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE", help="a variable of the "
+                        "script, whatever it sets itself; may be repeated")  # fmt: skip
+    parser.add_argument("--line", type=int, metavar="N", help="the line of the command, where a script has several")
+    words = sys.argv[1:]
+    place = words.index("--") if "--" in words else len(words)
+    arguments = words[place + 1 :] if "--" in words else None  # of the script
+    return exit_code(lambda: run(parser.parse_args(words[:place]), arguments))
 
 
-def run(options: argparse.Namespace) -> int:
+def _call(options: argparse.Namespace, arguments: list[str] | None) -> Call:
+    for each in options.set:
+        if not re.fullmatch(r"[A-Za-z_]\w*=.*", each, re.S):
+            raise ConfigError(f"--set {each}: must be a name, = and a value. For example: --set LR=1e-6.")
+    return Call(arguments, dict(each.split("=", 1) for each in options.set), options.line)
+
+
+def run(options: argparse.Namespace, arguments: list[str] | None = None) -> int:
     from rlexp.config.explain import explain
     from rlexp.config.paths import experiments
     from rlexp.convert.experiment import command, composed, overrides, text_of
@@ -50,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     if files := experiments().get(options.name):
         where = ", ".join(map(str, files))
         raise ConfigError(f"--name={options.name}: there is such an experiment, {where}. Give another name.")
-    conv = converted(options.file, options.trainer, options.gpus)
+    conv = converted(options.file, options.trainer, options.gpus, _call(options, arguments))
     name = options.name or FIRST
     text = text_of(conv, name, options.file.name)
     if options.name is None:

@@ -263,7 +263,7 @@ def _beta(conv: Conversion) -> None:
         conv.put("loss.beta", conv.number("orpo_alpha", 0.1), "orpo_alpha")
     else:
         conv.put("loss.beta", conv.number("rl_beta", 0.1), "rl_beta")
-    for name in section.keys() - {"beta"}:
+    for name in sorted(section.keys() - {"beta"}):
         conv.remark(Fate.ABSENT, f"trl: {name}", section[name], f"no argument of rl: {conv.trainer}")
 
 
@@ -332,11 +332,11 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
             conv.put(f"{key}.{ours}", value, by)
     if source.get("type") == SCORED:
         conv.put(f"{key}.columns.prompt", "input", by)
-    for name in source.keys() - TOLD:
+    for name in sorted(source.keys() - TOLD):
         conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], "a source has no key of this kind")
     kind, roles = source.get("type", "chat_template"), source.get("roles_to_train")
     if isinstance(kind, dict):
-        for theirs in kind.keys() & OWN_TYPE.keys():
+        for theirs in sorted(kind.keys() & OWN_TYPE.keys()):
             if kind[theirs] and kind[theirs] != OWN_TYPE[theirs]:
                 conv.put(f"{key}.columns.{OWN_TYPE[theirs]}", kind[theirs], by)
     if roles not in (None, ["assistant"], ["gpt", "assistant"]):

@@ -13,6 +13,7 @@ from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl
 from rlexp.convert.launchers import STARTS
 from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown, text_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
+from rlexp.convert.shell import Call
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ FORMS = {
 OURS = {"pt": "sft", "rm": "reward"}
 
 
-def converted(file: Path, trainer: str | None, gpus: int | None) -> Conversion:
+def converted(file: Path, trainer: str | None, gpus: int | None, call: Call | None = None) -> Conversion:
     """Read a file and decide what becomes of each of its arguments."""
-    asked = _with_profile(_with_yaml(read(file), file), file)
+    asked = _with_profile(_with_yaml(read(file, call), file), file)
     framework = FRAMEWORKS[asked.framework]
     chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)
     if chosen is None:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -13,7 +14,7 @@ import yaml
 from rlexp.base import plain_yaml
 from rlexp.base.secrets import is_secret
 from rlexp.convert.rules import ConvertError
-from rlexp.convert.shell import Command, TooMuch, Unknown, commands
+from rlexp.convert.shell import ENDS, Call, Command, TooMuch, Unknown, commands
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
                   "reward_modeling": "reward"}  # fmt: skip
@@ -21,6 +22,7 @@ TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 OF_SWIFT = ("rlhf", "sft", "pt")
 OF_MEGATRON = "tensor_model_parallel_size"  # an argument of Megatron-SWIFT alone
 LARGEST = 1 << 18  # bytes of a file
+SHOWN = 4  # commands in a message
 MOST_DIGITS = 300  # of a number: a float has no more
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
 
@@ -39,22 +41,55 @@ class Asked:
     again: list[tuple[str, Any]] = field(default_factory=list)  # values of arguments that a later one overrides
 
 
-def read(file: Path) -> Asked:
+def read(file: Path, call: Call | None = None) -> Asked:
     text = text_of(file)
     given = mapping_of(text, file)
     if given is not None:
         return _of_mapping(file, given)
     try:
-        found = [asked for command in commands(text, file) if (asked := _asked(command)) is not None]
+        every = [*commands(text, file, call)]
     except (TooMuch, RecursionError) as error:
         reason = error if isinstance(error, TooMuch) else "its commands are too deep in each other"
         raise ConvertError(f"{file}: cannot be read, since {reason}.") from None
-    if len(found) > 1:
-        names = ", ".join(f"{each.framework}'s {each.trainer}" for each in found)
-        raise ConvertError(f"{file}: has {len(found)} commands ({names}). Leave one in it, and convert them in turn.")
+    found = [(command, asked) for command in every if (asked := _asked(command)) is not None]
+    line = call.line if call is not None else None
+    meant = [each for each in found if line in (None, each[0].line)]
+    if len(meant) == 1:
+        _refuse_undecided(file, meant[0][1])
+        return meant[0][1]
     if found:
-        return found[0]
+        raise ConvertError(f"{file}: has {_several(found)}")
+    if every and every[-1].words == [ENDS]:
+        raise ConvertError(
+            f"{file}: ends at line {every[-1].line}, before a command of a trainer. If its arguments change that, give "
+            f"them behind --, as: python -m rlexp.convert {quote(str(file))} -- ARGUMENT."
+        )
     raise ConvertError(f"{file}{_wrong_line(text)}: {_UNKNOWN}")
+
+
+def _several(found: Sequence[tuple[Command, Asked]]) -> str:
+    """Say which commands a script has, and how to name the one that is meant."""
+    names = [f"{asked.framework}'s {asked.trainer} in line {command.line}" for command, asked in found]
+    listed = f"{', '.join(names[:SHOWN])}{', …' * (len(names) > SHOWN)}"
+    unsure = next((command.unsure for command, _ in found if command.unsure), None)
+    decides = f", and {unsure} decides which of them run" if unsure else ""
+    if len({command.line for command, _ in found}) > 1:
+        remedy = f"Say which one is meant: --line {found[-1][0].line}."
+    else:
+        remedy = "Leave one in it, and convert them in turn."
+    return f"{len(found)} commands ({listed}){decides}. {remedy}"
+
+
+def _refuse_undecided(file: Path, asked: Asked) -> None:
+    """Refuse a word that depends on a branch or a loop of which only bash knows whether it runs."""
+    for name, value in (*asked.given.items(), *(("", word) for word in asked.positional)):
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, Unknown) and each.why and not is_secret(name):
+                variables = [*dict.fromkeys(re.findall(r"\$\{?([A-Za-z_]\w*)", f"{each.why} {each.part}"))]
+                raise ConvertError(
+                    f"{file}: {each.why} decides what {each.part} is, and only bash knows how. Say it: "
+                    f"--set {variables[0] if variables else 'VARIABLE'}=VALUE."
+                )
 
 
 def text_of(file: Path) -> str:
@@ -254,7 +289,7 @@ class _Arguments:
 
 def _like(word: str, value: str) -> str:
     """Return a part of a word; it is unknown if the word is."""
-    return Unknown.of(value, word.part) if isinstance(word, Unknown) else value
+    return Unknown.of(value, word.part, word.why) if isinstance(word, Unknown) else value
 
 
 def refuse_unknown(name: str, value: Any) -> None:
@@ -262,10 +297,15 @@ def refuse_unknown(name: str, value: Any) -> None:
     for each in value if isinstance(value, list) else [value]:
         if not isinstance(each, Unknown) or is_secret(name):
             continue
-        variable = re.fullmatch(r"\$\{?(\w+)\}?", each.part)
-        if variable is None or variable[1].isdigit():
+        variable = re.fullmatch(r"\$\{?(\w+|[@*#])\}?", each.part)
+        if variable is None:
             raise ConvertError(f"{name}={each}: only bash knows what {each.part} is. Write the value in its place.")
+        if not re.match(r"[A-Za-z_]", variable[1]):
+            raise ConvertError(
+                f"{name}={each}: only bash knows what {each.part} is. Give the script's arguments behind --: "
+                f"python -m rlexp.convert FILE -- ARGUMENT."
+            )
         raise ConvertError(
-            f"{name}={each}: {variable[1]} has no value in the script. Set it there, as {variable[1]}=VALUE, or write "
-            f"the value in its place."
+            f"{name}={each}: {variable[1]} has no value in the script. Set it there, as {variable[1]}=VALUE, or say "
+            f"it: --set {variable[1]}=VALUE."
         )

@@ -1,50 +1,31 @@
-"""Read the commands of a shell script, word by word as bash makes them, without running anything.
+"""Read the commands of a shell script, as bash would come to them, without running anything.
 
-Variables, arrays and here-documents that the script itself sets are put in. What only bash could know (`$1`,
-`$(date)`, a variable of the environment) stays as it is written, and its word is marked `Unknown`.
+Variables, arrays, here-documents and functions that the script itself sets are put in. Branches and loops are followed
+where their conditions are about known variables. Where only bash could know a condition, what the branch sets is
+`Unknown`, and a command in it is `unsure`.
 """
 
 from __future__ import annotations
 
-import ast
-import math
-import operator
-import os
+import fnmatch
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-NAME = re.compile(r"[A-Za-z_]\w*")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
+from rlexp.convert.shell_words import ASSIGNMENT, Room, TooMuch, Unknown, Word, Words
+
+__all__ = ("Command", "TooMuch", "Unknown", "commands")
+
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
-KEYWORDS = ("then", "else", "do", "if", "elif", "while", "!", "time", "{")
+KEYWORDS = {"then", "else", "do", "if", "elif", "while", "until", "!", "time", "exec", "{", "}", "fi", "done", "esac"}
+ASKING = ("grep", "command", "which", "type", "curl", "pgrep", "nc", "ping", "diff", "cmp", "read", "python", "python3")
+TESTS = ("[", "[[", "test", "((")
 DEEPEST = 3
+MOST_ROUNDS = 200  # of all loops of a script
+ENDS = "exit"  # the last command of a script that ends before its text does
 TRAINER = re.compile(r"openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b")
-OF_A_WORD = 64  # characters that a word counts for beside its own
-MOST_PUT_IN = 1 << 24  # characters in place of variables, in a whole script: A=$A$A doubles them
-# Those of bash, which rounds a quotient towards 0.
-OPERATIONS: Mapping[type[ast.operator], Callable[[int, int], float]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Mod: math.fmod,
-}  # fmt: skip
-REDIRECTION = re.compile(r"\d*(?:&>>?|>>?&?|<(?!<))|\d*<<-?|<<<")
-OPERATORS = ("&&", "||", "|&", ";;", "|", "&", ";", "\n", "(", ")")
-
-
-class TooMuch(ValueError):
-    """A script whose variables make too much text."""
-
-
-class Unknown(str):
-    """A word with a part that only bash could know, as `$LR`: its text is the word as it is written."""
-
-    part: str
-
-    @staticmethod
-    def of(text: str, part: str) -> Unknown:
-        word = Unknown(text)
-        word.part = part
-        return word
+NUMERIC = {"-eq": "==", "-ne": "!=", "-lt": "<", "-le": "<=", "-gt": ">", "-ge": ">="}
 
 
 @dataclass(frozen=True)
@@ -52,327 +33,432 @@ class Command:
     words: list[str]
     environment: dict[str, str] = field(default_factory=dict)  # variables that the script gives to this command
     around: list[str] = field(default_factory=list)  # words of the command that has this one in quotes: srun bash -c
-
-
-@dataclass
-class _Word:
-    text: str = ""
-    begun: bool = False  # a word may be empty: ''
-    unknown: str | None = None
-    array: list[str] | None = None  # the elements, in NAME=( … )
-
-    def made(self) -> str:
-        return self.text if self.unknown is None else Unknown.of(self.text, self.unknown)
+    line: int = 0
+    unsure: str = ""  # the line that decides whether it runs, where that is not known
 
 
 @dataclass(frozen=True)
-class _Operator:
-    text: str
+class Call:
+    """How a script is called, as far as it is told."""
+
+    arguments: list[str] | None = None
+    variables: Mapping[str, str] = field(default_factory=dict)  # whose values hold, whatever the script sets
+    line: int | None = None  # of the command that is meant
 
 
-def commands(text: str, file: Path | None = None) -> Iterator[Command]:
+def commands(text: str, file: Path | None = None, call: Call | None = None) -> Iterator[Command]:
     """Yield the commands of a script in their order, those inside quotes (`bash -c "…"`) in place of the word."""
+    call = call or Call()
     own = {name: [str(file)] for name in ("0", "BASH_SOURCE") if file is not None}
-    yield from _Reader(text, {"HOME": [str(Path.home())], **own}, {}, _Room()).commands()
+    given = {name: [value] for name, value in call.variables.items()}
+    known = {"HOME": [str(Path.home())], "PWD": [str(Path.cwd())], **own, **given}
+    yield from _Reader(
+        text if text.endswith("\n") else f"{text}\n", known, _Script(Room(), call.variables), call.arguments
+    ).run()
 
 
-class _Room:
-    """The room that is left for texts in place of variables."""
-
-    def __init__(self) -> None:
-        self.left = MOST_PUT_IN
-
-    def take(self, texts: Sequence[str]) -> Sequence[str]:
-        self.left -= sum(map(len, texts)) + OF_A_WORD * len(texts)
-        if self.left < 0:
-            raise TooMuch(f"its variables make more than {MOST_PUT_IN:,} characters")
-        return texts
+# ---- what is known of a condition: True, False or None ----
 
 
-class _Reader:
+def _and(one: bool | None, other: bool | None) -> bool | None:
+    return False if False in (one, other) else None if None in (one, other) else True
+
+
+def _not(one: bool | None) -> bool | None:
+    return None if one is None else not one
+
+
+class _Script:
+    """What all readers of one script share."""
+
+    def __init__(self, room: Room, given: Mapping[str, str]) -> None:
+        self.room, self.given = room, given
+        self.functions: dict[str, tuple[str, int]] = {}  # the text behind `{`, and the line before it
+        self.exported: dict[str, str] = {}
+        self.rounds = MOST_ROUNDS
+        self.ended = False
+
+
+@dataclass
+class _Frame:
+    """A branch, a loop or a group that is open."""
+
+    kind: str
+    outer: bool | None  # whether what is around it runs
+    line: int
+    live: bool | None = None  # whether its commands run
+    taken: bool | None = False  # whether an earlier branch ran
+    said: str = ""  # its condition, as it is written
+    subject: str = ""  # of a case, or the variable of a loop
+    items: list[str] = field(default_factory=list)  # that a loop has still to go through
+    start: int = 0  # where the body or the condition of a loop begins
+    name: str = ""  # of a function
+    status: tuple[bool | None, bool] = (True, False)  # of the last command of a loop's last round
+    goes_on: bool = False  # a round of a loop was left by `continue`
+
+
+class _Reader(Words):
     def __init__(
-        self, text: str, known: dict[str, list[str]], exported: dict[str, str], room: _Room, depth: int = 0
-    ) -> None:
-        self.text, self.at, self.room = text, 0, room
-        self.depth = depth  # of quoted commands within quoted commands
-        self.known = known  # a variable has one element, an array any number
-        self.exported = exported
-        self.used: set[str] = set()
+        self, text: str, known: dict[str, list[str]], script: _Script, args: list[str] | None = None, depth: int = 0,
+        line: int = 1,
+    ) -> None:  # fmt: skip
+        super().__init__(text, known, script.room, args)
+        self.script, self.depth, self.first_line = script, depth, line
+        self.frames: list[_Frame] = []
+        self.status: bool | None = True  # of the last command, as far as it is known
+        self.tested = False  # it was a test, or a command whose status only bash knows
+        self.chained: bool | None = True  # whether the command at hand runs, by && and ||
+        self.before: dict[str, list[str] | None] = {}  # values that a function hides by `local`
+        self.asked = ""  # the test before the command at hand, as it is written
+        self.begun = 0  # where the command at hand begins
+
+    @property
+    def live(self) -> bool | None:
+        return _and(self.frames[-1].live if self.frames else True, self.chained)
+
+    @property
+    def line(self) -> int:
+        return self.first_line + self.text.count("\n", 0, self.begun)
+
+    def run(self) -> Iterator[Command]:
+        words: list[Word] = []
+        documents: list[str] = []  # delimiters of the here-documents that begin after this line
+        for token in self.tokens():
+            if isinstance(token, Word):
+                self.begun = self.begun if words else (token.end or self.at) - 1
+                words.append(token)
+                front = next((word.text for word in words if word.text not in KEYWORDS), "")
+                self.splits = front not in ("[[", "case") or token.text in ("]]", "in")
+                if token.text == "in" and [each.text for each in words[-3:-2]] == ["case"]:
+                    yield from self._statement(words, "in")
+                    words = []
+                continue
+            if token.text.startswith("<<"):
+                documents.append(token.text[2:])
+                continue
+            if not self.splits and token.text != "\n":
+                words.append(Word(token.text, begun=True))
+                continue
+            if token.text == "(" and (name := _defined(words, self.text[self.at : self.at + 9])):
+                self._open("function", live=False, name=name)
+                self.at, words = self.text.index("{", self.at) + 1, []
+                self.frames[-1].start = self.at
+                continue
+            if token.text == "(" and all(word.text in KEYWORDS and not word.quoted for word in words):
+                if self.text.startswith("(", self.at) and (end := self.text.find("))", self.at)) >= 0:
+                    words += [Word("((", begun=True), Word(self.text[self.at + 1 : end], begun=True)]
+                    self.at = end + 2
+                    continue
+                yield from self._statement(words, "(")
+                self._open("(", live=self.live)
+                words = []
+                continue
+            self.splits = True
+            target = words[-1].text if words and documents else None
+            reads = bool(words) and words[0].text == "read"
+            yield from self._statement(words, token.text)
+            words = []
+            if self.script.ended:
+                yield Command([ENDS], line=self.line)
+                return
+            if token.text == "\n":
+                for delimiter in documents:
+                    body = self.document(delimiter)
+                    if reads and target is not None:
+                        self._assign(target, [_stripped(body)], more=False)
+                documents = []
+            elif token.text == ")" and self.frames and self.frames[-1].kind == "(":
+                self.frames.pop()
+            elif token.text in (";;", ";&", ";;&"):
+                self._pattern()
+
+    # ---- branches and loops ----
+
+    def _open(self, kind: str, *, live: bool | None, said: str = "", subject: str = "", name: str = "") -> None:
+        frame = _Frame(kind, self.live, self.line, live=live, said=said, subject=subject, name=name)
+        self.frames.append(frame)
+        self.chained = True
+
+    def _statement(self, words: list[Word], ends: str) -> Iterator[Command]:
+        """Follow the keywords at the front of a command, and run the rest of it."""
+        negated = False
+        while words and not words[0].quoted and words[0].text in KEYWORDS:
+            word, words = words[0], words[1:]
+            negated = negated != (word.text == "!")
+            self._keyword(word, words)
+        front = words[0].text if words and not words[0].quoted else ""
+        if front == "for":
+            self._for(words)
+        elif front == "case":
+            self._open("case", live=False, subject=words[1].made() if words[1:] else "", said=_said(words))
+            self._pattern()
+        elif front == "function" and words[1:]:
+            self._open("function", live=False, name=words[1].text)
+            if words[2:] and words[2].text == "{":
+                self.frames[-1].start = words[2].end
+        elif words:
+            yield from self._run(words)
+            if negated and self.live is not False:
+                self.status, self.tested = _not(self.status) if self.tested else None, True
+        if ends in ("&&", "||"):
+            self.asked = _said(words) if self.chained is not None else self.asked
+            self.chained = self.status if ends == "&&" else _not(self.status)
+        elif words or ends != "\n":
+            self.chained = True
+
+    def _keyword(self, word: Word, rest: Sequence[Word]) -> None:
+        frame = self.frames[-1] if self.frames else None
+        match word.text:
+            case "if" | "while" | "until":
+                self._open(word.text, live=self.live, said=_said([word, *rest]))
+                self.frames[-1].start = word.end
+            case "{" if frame is not None and frame.kind == "function" and not frame.start:
+                frame.start = word.end
+            case "{":
+                self._open("{", live=self.live)
+            case _ if frame is None:
+                return
+            case "then" | "do" if frame.kind in ("if", "while", "until"):
+                known = self.status if self.tested else None
+                holds = _not(known) if frame.kind == "until" else known
+                frame.live = _and(frame.outer, _and(_not(frame.taken), holds))
+                frame.taken = _not(_and(_not(frame.taken), _not(holds)))
+            case "elif":
+                frame.live, frame.said = _and(frame.outer, _not(frame.taken)), _said([word, *rest])
+            case "else" if frame.kind == "if":
+                frame.live = _and(frame.outer, _not(frame.taken))
+            case "do" if frame.kind == "for":
+                frame.start = word.end
+            case "done":
+                self._next_round(frame)
+            case "fi" | "esac":
+                if frame.outer and frame.taken is False:
+                    self.status, self.tested = True, False
+                self.frames.pop()
+            case "}":
+                if frame.kind == "function" and frame.outer is not False:
+                    line = self.first_line + self.text.count("\n", 0, frame.start)
+                    self.script.functions[frame.name] = (f"{self.text[frame.start : word.end - 1]}\n", line)
+                self.frames.pop()
+
+    def _for(self, words: Sequence[Word]) -> None:
+        items = [word.made() for word in words[3:]] if [each.text for each in words[2:3]] == ["in"] else None
+        self._open("for", live=self.live, subject=words[1].text if words[1:] else "", said=_said(words))
+        frame, name = self.frames[-1], words[1].text if words[1:] else ""
+        if name in self.script.given or frame.live is False:
+            return
+        if (
+            frame.live
+            and items is not None
+            and not any(isinstance(each, Unknown) or re.search(r"[*?{]", each) for each in items)
+        ):
+            frame.items = items[1:]
+            frame.live = frame.live if items else False
+            self.known[name] = items[:1]
+        elif re.fullmatch(r"\w+", name):
+            self.known[name] = [Unknown.of(f"${name}", f"${name}", self._decides(frame))]
+
+    def _next_round(self, frame: _Frame) -> None:
+        """Go on behind a loop, or begin its next round."""
+        ran = frame.live is True or frame.goes_on
+        frame.status = (self.status, self.tested) if ran else frame.status
+        again = frame.kind in ("while", "until") and frame.said not in ("while true", "while :")
+        if ran and (again or frame.items) and self.script.rounds > 0:
+            self.script.rounds -= 1
+            self.at, frame.live, frame.taken, frame.goes_on = frame.start, frame.outer, False, False
+            if not again:
+                self.known[frame.subject], frame.items = frame.items[:1], frame.items[1:]
+            return
+        if frame.outer:
+            self.status, self.tested = frame.status if frame.kind != "for" or not ran else (self.status, self.tested)
+        self.frames.pop()
+
+    def _pattern(self) -> None:
+        """Read the patterns before the next commands of a `case`."""
+        if not self.frames or self.frames[-1].kind != "case":
+            return
+        frame, patterns = self.frames[-1], list[str]()
+        found = re.compile(r"(?:\s|#[^\n]*\n)*").match(self.text, self.at)
+        self.at = found.end() if found else self.at
+        if re.match(r"esac\b", self.text[self.at : self.at + 5]):
+            return
+        for token in self.tokens():
+            if isinstance(token, Word):
+                patterns.append(token.made())
+            elif token.text == ")":
+                break
+            elif token.text == "\n":
+                return
+        known = [isinstance(each, str) and not isinstance(each, Unknown) for each in (frame.subject, *patterns)]
+        fits = any(fnmatch.fnmatchcase(frame.subject, each) for each in patterns) if all(known) else None
+        fits = True if patterns == ["*"] else fits
+        frame.live = _and(frame.outer, _and(_not(frame.taken), fits))
+        frame.taken = _not(_and(_not(frame.taken), _not(fits)))
+
+    def _decides(self, frame: _Frame | None = None) -> str:
+        """Name the line that decides whether what is at hand happens."""
+        frame = frame or next((each for each in self.frames if each.live is None), None)
+        if frame is None and self.chained is None:
+            return f"line {self.line}, `{self.asked}`"
+        return "" if frame is None else f"line {frame.line}, `{frame.said}`"
 
     # ---- commands ----
 
-    def commands(self) -> Iterator[Command]:
-        words: list[_Word] = []
-        documents: list[str] = []  # delimiters of the here-documents that begin after this line
-        for token in self._tokens():
-            if isinstance(token, _Word):
-                words.append(token)
-            elif token.text.startswith("<<"):
-                documents.append(token.text[2:])
-            else:
-                target = words[-1].text if words and documents else None
-                if token.text == "\n":
-                    for delimiter in documents:
-                        body = self._document(delimiter)
-                        if words and words[0].text == "read" and target is not None:
-                            self.known[target] = [body]
-                    documents = []
-                yield from self._command(words)
-                words = []
-
-    def _command(self, words: list[_Word]) -> Iterator[Command]:
-        while words and words[0].text in KEYWORDS:
-            words = words[1:]
-        if words and words[0].text in ("echo", "printf"):
+    def _run(self, words: list[Word]) -> Iterator[Command]:
+        """Do what a command does to variables, and yield it if it is one that runs."""
+        name = words[0].text
+        if self.live is False:
             return
+        unsure = self.chained is None
+        self.status, self.tested = (None, True) if unsure or name in ASKING else (True, False)
+        if name in TESTS or name in ("true", "false", ":"):
+            self.status, self.tested = None if unsure else self._test(words), True
+        elif name in ("echo", "printf", "unset", "trap", "alias"):
+            return
+        elif name in ("exit", "return", "break", "continue"):
+            self._leave(name)
+        elif name == "shift" and self.args is not None:
+            self.args = self.args[int(words[1].text) if words[1:] and words[1].text.isdecimal() else 1 :]
+        elif name == "set" and words[1:2] and words[1].text == "--":
+            self.args = [word.made() for word in words[2:]]
+        elif name in self.script.functions and self.depth < DEEPEST:
+            text, line = self.script.functions[name]
+            called = _Reader(text, self.known, self.script, [word.made() for word in words[1:]], self.depth + 1, line)
+            called.used = self.used
+            yield from self._within(called.run())
+            for each, value in called.before.items():
+                self.known.pop(each, None)
+                self.known |= {} if value is None else {each: value}
+        else:
+            yield from self._simple(words)
+
+    def _within(self, found: Iterator[Command]) -> Iterator[Command]:
+        for command in found:
+            yield replace(command, unsure=command.unsure or self._decides())
+
+    def _leave(self, name: str) -> None:
+        """Leave a loop, a function or the script, where that is known to happen."""
+        if self.live is not True:
+            return
+        if name in ("break", "continue"):
+            for frame in reversed(self.frames):
+                frame.live = False
+                if frame.kind in ("for", "while", "until"):
+                    frame.goes_on, frame.items = name == "continue", frame.items if name == "continue" else []
+                    return
+        elif name == "return" and self.depth:
+            self.at = len(self.text)
+        else:
+            self.script.ended = True
+
+    def _simple(self, words: list[Word]) -> Iterator[Command]:
         given: dict[str, str] = {}
-        declares = bool(words) and words[0].text in DECLARES
-        exports = declares and words[0].text == "export"
+        declares = words[0].text in DECLARES
         rest = words[1:] if declares else words
         while rest and (found := ASSIGNMENT.match(rest[0].text)) is not None:
             word, rest = rest[0], rest[1:]
-            value = word.array if word.array is not None else [word.text[found.end() :]]
+            value = word.array if word.array is not None else [word.made()[found.end() :]]
+            if word.array is None and word.unknown is not None:
+                value = [Unknown.of(value[0], word.unknown.part, word.unknown.why)]
             given[found[1]] = " ".join(value)
+            if words[0].text == "local":
+                self.before.setdefault(found[1], self.known.get(found[1]))
             if declares or not _follows(rest):
-                if word.unknown is not None:
-                    value = [Unknown.of(value[0], word.unknown)]
-                self._assign(found[1], value, more=bool(found[2]))
+                self._assign(found[1], value, more=bool(found[2]), array=word.array is not None)
         if declares or not rest:
-            if exports:
+            if words[0].text == "export":
                 names = [*given, *(word.text for word in rest)]
-                self.exported |= {name: " ".join(self.known[name]) for name in names if name in self.known}
+                self.script.exported |= {each: " ".join(self.known[each]) for each in names if each in self.known}
             return
         inner = [word for word in rest if self.depth < DEEPEST and _has_command(word.text)]
+        for word in inner:
+            reader = _Reader(f"{word.text}\n", self.known, self.script, self.args, self.depth + 1, self.line)
+            reader.used = self.used
+            before, self.script.exported = self.script.exported, self.script.exported | given
+            around = [each.text for each in rest[: rest.index(word)]]
+            for command in self._within(reader.run()):
+                yield replace(command, around=[*around, *command.around])
+            self.script.exported = before
         if inner:
-            for word in inner:
-                reader = _Reader(f"{word.text}\n", self.known, self.exported | given, self.room, self.depth + 1)
-                reader.used = self.used
-                around = [each.text for each in rest[: rest.index(word)]]
-                for command in reader.commands():
-                    yield replace(command, around=[*around, *command.around])
             return
-        environment = {name: value for name, value in (self.exported | given).items() if name not in self.used}
+        every = (self.script.exported | given).items()
+        environment = {name: value for name, value in every if name not in self.used}
         self.room.take([*environment])
-        yield Command([word.made() for word in rest], environment)
+        yield Command([word.made() for word in rest], environment, line=self.line, unsure=self._decides())
 
-    def _assign(self, name: str, value: list[str], *, more: bool) -> None:
-        before = self.known.get(name, []) if more else []
-        joined = before and len(before) == len(value) == 1
-        self.known[name] = [before[0] + value[0]] if joined else [*before, *value]
-
-    def _document(self, delimiter: str) -> str:
-        """Return a here-document and go on behind it."""
-        found = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*$", re.M).search(self.text, self.at)
-        body = self.text[self.at : found.start() if found else len(self.text)]
-        self.at = found.end() if found else len(self.text)
-        body = re.sub(r"\\\n", " ", body)
-        return re.sub(r"\$\{?(\w+)\}?", lambda each: " ".join(self._known(each[1]) or [each[0]]), body)
-
-    def _known(self, name: str) -> Sequence[str]:
-        """Return the elements of a variable, to be put in; none if it is not known."""
-        return self.room.take(self.known.get(name, []))
-
-    # ---- words ----
-
-    def _tokens(self) -> Iterator[_Word | _Operator]:
-        """Yield words and what ends a command. Redirections are left out with the file that they name."""
-        word = _Word()
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            redirection = None if _goes_on(word, char) else REDIRECTION.match(self.text, self.at)
-            if char == "(" and word.text.endswith("=") and ASSIGNMENT.fullmatch(word.text):
-                word.array = self._array()
-            elif char in " \t\r" or char == "\n" or self._operator() or redirection:
-                if word.begun:
-                    yield word
-                word = _Word()
-            if word.array is not None:
-                yield word
-                word = _Word()
-            elif char in " \t\r":
-                self.at += 1
-            elif char == "#" and not word.begun:
-                self.at = _end(self.text, "\n", self.at)
-            elif self.text.startswith("\\\n", self.at) or self.text.startswith("\\\r\n", self.at):
-                self.at = self.text.index("\n", self.at) + 1
-            elif redirection:
-                self.at = redirection.end()
-                yield from self._redirected(redirection[0])
-            elif operator := self._operator():
-                self.at += len(operator)
-                yield _Operator(operator)
-            else:
-                made = self._part(word)
-                yield from made[:-1]
-                word = made[-1]
-        if word.begun:
-            yield word
-        yield _Operator("\n")
-
-    def _operator(self) -> str | None:
-        return next((each for each in OPERATORS if self.text.startswith(each, self.at)), None)
-
-    def _redirected(self, operator: str) -> Iterator[_Operator]:
-        """Skip the word behind a redirection; a here-document's is its delimiter."""
-        found = re.compile(r"[ \t]*(?:'([^'\n]*)'|\"([^\"\n]*)\"|\\?([^\s;|&]*))").match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-            if operator.lstrip("0123456789") in ("<<", "<<-"):
-                yield _Operator(f"<<{found[1] or found[2] or found[3] or ''}")
-
-    def _array(self) -> list[str]:
-        """Read the elements of `NAME=( … )`, whose `NAME=` has just been read."""
-        self.at += 1
-        inner = _Reader(self.text, self.known, self.exported, self.room)
-        inner.at, elements = self.at, []
-        for token in inner._tokens():
-            if isinstance(token, _Word):
-                elements.append(token.made())
-            elif token.text == ")":
-                break
-        self.at = inner.at
-        return elements
-
-    def _part(self, word: _Word) -> list[_Word]:
-        """Read one part of a word: a quoted text, a variable or one character. A variable may make several words."""
-        char, word.begun = self.text[self.at], True
-        if char == "\\":
-            word.text += self.text[self.at + 1 : self.at + 2]
-            self.at += 2
-        elif char == "'":
-            end = _end(self.text, "'", self.at + 1)
-            word.text += self.text[self.at + 1 : end]
-            self.at = end + 1
-        elif char == '"':
-            return self._double_quoted(word)
-        elif char == "$":
-            return self._dollar(word, quoted=False)
-        elif char == "~" and not word.text and re.match(r"~(/|\s|$)", self.text[self.at : self.at + 2]):
-            word.text += str(Path.home())
-            self.at += 1
-        elif char == "`":
-            end = _end(self.text, "`", self.at + 1)
-            self._computed(word, self.text[self.at : end + 1])
-            self.at = end + 1
-        else:
-            word.text += char
-            self.at += 1
-        return [word]
-
-    def _double_quoted(self, word: _Word) -> list[_Word]:
-        made, self.at = [word], self.at + 1
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            char = self.text[self.at]
-            if char == "$":
-                made = [*made[:-1], *self._dollar(made[-1], quoted=True)]
-            elif char == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('"\\$`\n'):
-                made[-1].text += self.text[self.at + 1].replace("\n", "")
-                self.at += 2
-            else:
-                made[-1].text += char
-                self.at += 1
-        self.at += 1
-        return made
-
-    def _dollar(self, word: _Word, *, quoted: bool) -> list[_Word]:
-        """Put in the value of a variable; what is not known stays as it is written."""
-        text, at = self.text, self.at
-        if text.startswith("$(", at):
-            self.at = _closing(text, at + 1)
-            self._computed(word, text[at : self.at])
-            return [word]
-        plain = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])").match(text, at)
-        braced = re.compile(r"\$\{([A-Za-z_]\w*)(\[[@*0]\])?(?::?[-=]([^{}]*))?\}").match(text, at)
-        found = braced or plain
-        if found is None:
-            end = _end(text, "}", at) + 1 if text.startswith("${", at) else at + 1
-            if end == at + 1:
-                word.text += "$"
-            else:
-                self._unknown(word, text[at:end])
-            self.at = end
-            return [word]
-        self.at = found.end()
-        name = found[1]
-        if name not in self.known and braced and braced[3] is not None:
-            word.text += self._default(braced[3])
-            return [word]
-        if name not in self.known:
-            self._unknown(word, found[0])
-            return [word]
-        self.used.add(name)
-        return _spread(word, self._known(name), quoted, whole=bool(braced and braced[2] not in (None, "[0]")))
-
-    def _computed(self, word: _Word, text: str) -> None:
-        """Put in what `$((8 * 2))` or `$(expr 16 / $n)` is; any other command's output only bash knows."""
-        if (folder := self._folder(re.sub(r"^\$\(|^`|[)`]$", "", text))) is not None:
-            word.text += folder
+    def _assign(self, name: str, value: list[str], *, more: bool, array: bool = False) -> None:
+        if name in self.script.given or self.live is False:
             return
-        inner = re.fullmatch(r"\$\(\((.*)\)\)|(?:\$\(|`)\s*expr\s(.*?)[)`]", text, re.S)
-        terms = (inner[1] or inner[2] or "") if inner else ""
-        known = re.sub(r"\$?\{?([A-Za-z_]\w*)\}?", lambda each: " ".join(self._known(each[1]) or ["?"]), terms)
-        result = _result(known.replace("\\*", "*").replace("'", "").replace('"', ""))
-        if result is None:
-            self._unknown(word, text)
+        before = self.known.get(name, []) if more else []
+        joined = before and not array
+        said = f"{before[0]}{value[0]}" if joined else ""
+        unknown = next((each for each in (*before, *value) if isinstance(each, Unknown)), None)
+        if joined:
+            value = [said if unknown is None else Unknown.of(said, unknown.part, unknown.why)]
         else:
-            word.text += str(result)
+            value = [*before, *value]
+        if self.live is None and self.known.get(name) != value:
+            value = [*before, Unknown.of(f"${name}", f"${name}", self._decides())]
+        self.known[name] = value
 
-    def _folder(self, text: str) -> str | None:
-        """Return the folder that `pwd`, `dirname "$0"` or `cd "$X/.." && pwd` is; None for another command."""
-        words = [
-            token.made() if isinstance(token, _Word) else token.text
-            for token in _Reader(text, self.known, {}, self.room)._tokens()
-        ]
-        match [word for word in words if word != "\n" and not isinstance(word, Unknown)]:
-            case ["pwd"]:
-                return str(Path.cwd())
-            case ["dirname", file]:
-                return str(Path(file).parent)
-            case ["cd", folder, "&&", "pwd"]:
-                return os.path.abspath(folder)
+    # ---- conditions ----
+
+    def _test(self, words: Sequence[Word]) -> bool | None:
+        """Say whether a test holds; None where only bash knows."""
+        name, *said = (word.made() for word in words)
+        if name in ("true", "false", ":"):
+            return name != "false"
+        if name == "((":
+            result = self.result(said[0])
+            return None if result is None else bool(result)
+        said = said[:-1] if name in ("[", "[[") else said
+        return _holds(said)
+
+
+def _holds(said: list[str]) -> bool | None:
+    """Say whether the words of `[ … ]` hold: && and || as well as -a and -o, and ! before one test."""
+    for words, whole in ((("||", "-o"), False), (("&&", "-a"), True)):
+        places = [place for place, word in enumerate(said) if word in words and 0 < place < len(said) - 1]
+        if places:
+            sides = _holds(said[: places[0]]), _holds(said[places[0] + 1 :])
+            return _and(*sides) if whole else _not(_and(*map(_not, sides)))
+    if said[:1] == ["!"]:
+        return _not(_holds(said[1:]))
+    if any(isinstance(each, Unknown) for each in said):
         return None
-
-    def _default(self, text: str) -> str:
-        inner = _Reader(text.strip("\"'"), self.known, self.exported, self.room)
-        return " ".join(token.text for token in inner._tokens() if isinstance(token, _Word))
-
-    @staticmethod
-    def _unknown(word: _Word, part: str) -> None:
-        word.text += part
-        word.unknown = word.unknown or part
-
-
-def _result(terms: str) -> int | None:
-    """Return what bash makes of sums, products and quotients of whole numbers; None for anything else."""
-    try:
-        return _number(ast.parse(terms.strip(), mode="eval").body) if re.fullmatch(r"[-+*/%()\d\s]+", terms) else None
-    except (SyntaxError, ValueError, TypeError, KeyError, ArithmeticError, RecursionError, MemoryError):
-        return None
+    match said:
+        case ["-z" | "-n" as empty, text]:
+            return bool(text) == (empty == "-n")
+        case [text]:
+            return bool(text)
+        case [one, "=" | "==", other]:
+            return fnmatch.fnmatchcase(one, other)
+        case [one, "!=", other]:
+            return not fnmatch.fnmatchcase(one, other)
+        case [one, by, other] if by in NUMERIC and all(re.fullmatch(r"-?\d+", each) for each in (one, other)):
+            first, second = int(one), int(other)
+            return {"==": first == second, "!=": first != second, "<": first < second, "<=": first <= second,
+                    ">": first > second, ">=": first >= second}[NUMERIC[by]]  # fmt: skip
+    return None
 
 
-def _number(node: ast.AST) -> int:
-    if isinstance(node, ast.BinOp):
-        return int(OPERATIONS[type(node.op)](_number(node.left), _number(node.right)))
-    return int(ast.literal_eval(node))
+def _stripped(text: str) -> str:
+    """Return what `read` makes of a text."""
+    return Unknown.of(text.strip(), text.part, text.why) if isinstance(text, Unknown) else text.strip()
 
 
-def _spread(word: _Word, elements: Sequence[str], quoted: bool, *, whole: bool) -> list[_Word]:
-    """Put the value of a variable into a word: outside quotes its spaces end words, and an array has a word each."""
-    if quoted and not whole:
-        pieces = [*elements[:1]] or [""]
-    elif quoted:
-        pieces = [*elements]
-    else:
-        pieces = [piece for each in elements for piece in ([each] if isinstance(each, Unknown) else each.split())]
-    if not pieces:
-        word.begun = quoted or bool(word.text)
-        return [word]
-    word.text += pieces[0]
-    word.unknown = word.unknown or getattr(pieces[0], "part", None)
-    return [word, *(_Word(piece, True, getattr(piece, "part", None)) for piece in pieces[1:])]
+def _said(words: Sequence[Word]) -> str:
+    return " ".join(word.text for word in words)
 
 
-def _follows(rest: list[_Word]) -> bool:
+def _defined(words: Sequence[Word], behind: str) -> str | None:
+    """Return the name of a function that is defined here: `name() {`, `function name() {`."""
+    named = words[1:] if len(words) == 2 and words[0].text == "function" else words
+    is_one = len(named) == 1 and re.match(r"\)\s*\{", behind) and re.fullmatch(r"[\w-]+", named[0].text)
+    return named[0].text if is_one else None
+
+
+def _follows(rest: list[Word]) -> bool:
     """Whether a command follows assignments: then they are its own, and no variables of the script."""
     return any(ASSIGNMENT.match(word.text) is None for word in rest)
 
@@ -381,23 +467,3 @@ def _has_command(text: str) -> bool:
     """Recognize a command of a trainer in one word: it was quoted."""
     found = TRAINER.search(text)
     return found is not None and re.compile(r"\s--").search(text, found.end()) is not None
-
-
-def _goes_on(word: _Word, char: str) -> bool:
-    """A digit inside a word begins no redirection."""
-    return char.isdigit() and word.begun
-
-
-def _end(text: str, char: str, start: int) -> int:
-    found = text.find(char, start)
-    return len(text) if found < 0 else found
-
-
-def _closing(text: str, at: int) -> int:
-    """Return the place behind the parenthesis that closes the one here."""
-    depth = 0
-    for place in range(at, len(text)):
-        depth += {"(": 1, ")": -1}.get(text[place], 0)
-        if not depth:
-            return place + 1
-    return len(text)

@@ -314,7 +314,7 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
     for theirs, ours in known.items():
         if source.get(theirs) is not None:
             conv.put(f"{key}.{ours}", source[theirs], by)
-    for name in source.keys() - {"path", "data_files", *known}:
+    for name in sorted(source.keys() - {"path", "data_files", *known}):
         why = "columns are found by their names: data.columns" if name == "columns" else "a source has no such key"
         conv.remark(Fate.ABSENT, f"datasets: {name}", source[name], why)
 

@@ -6,13 +6,15 @@ import contextlib
 import random
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlexp.convert.__main__ import main
 from rlexp.convert.read import plain, read
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.rules import Conversion, ConvertError, Fate
 from rlexp.convert.shell import commands
-from tests.convert.texts import COMMAND, OPENRLHF, SWIFT, TRL, conversion, named, values, written
+from tests.convert.texts import COMMAND, OPENRLHF, SWIFT, SWIFT_LORA, TRL, conversion, named, values, written
 from tests.helpers.paths import FILES
 
 
@@ -36,6 +38,18 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("c --t \"{% for m in x %}{{ m['y'] }}\"", ["c", "--t", "{% for m in x %}{{ m['y'] }}"]),
         ("c 'a  b' \"it's\" a\\ b \"\\$x\" ''", ["c", "a  b", "it's", "a b", "$x", ""]),
         ("if [[ 1 ]]; then\n  c --a 1\nfi", ["c", "--a", "1"]),
+        ("M=full\nif [ \"$M\" = lora ]; then L=1e-4; elif [[ $M == f* ]]; then\nL=5\nelse L=2; fi\nc $L", ["c", "5"]),
+        ("N=8\nif (( N > 4 )) && [ -z '' -a $N -ne 4 ]; then A=(--ring 2); fi\nc \"${A[@]}\"", ["c", "--ring", "2"]),
+        ("M=b\ncase $M in\n a) L=1 ;;\n (b|c) L=2 ;;\n *) L=3 ;;\nesac\nc $L", ["c", "2"]),
+        ("X=\nif [[ -n \"$X\" ]]; then A+=(--a); fi\n[ -n \"$X\" ] || A+=(--b)\n! [ 1 ] && A+=(--c)\nc \"${A[@]}\"",
+         ["c", "--b"]),
+        ("run() {\n local n=$1\n shift\n c --lr $n \"$@\"\n}\nrun 1e-6 --x 'a b'", ["c", "--lr", "1e-6", "--x", "a b"]),
+        ("function run {\n c $# ${1%/*} ${1##*/} ${2:-d} ${A[@]:+--no}\n}\nrun a/b/m", ["c", "1", "a/b", "m", "d"]),
+        ("i=0\nwhile [ $i -lt 3 ]; do i=$((i + 1)); A+=($i); done\nc ${A[*]}", ["c", "1", "2", "3"]),
+        ("set -- --lr 5 --n x\nwhile [[ $# -gt 0 ]]; do\n case \"$1\" in --lr) L=$2; shift 2 ;; *) shift ;; esac\n"
+         "done\nc $L", ["c", "5"]),
+        ("[ ] && { exit 1; }\nL=${L:-${M:-o}/x}\nc ${L^^} ${L/o/p} $(basename a/b.sh .sh)", ["c", "O/X", "p/x", "b"]),
+        ("read -r -d '' X <<'EOF'\n--a $y\nEOF\nc \"${X# }\"; exit 0\nc 2", ["c", "--a $y"]),
         ("n=4\nc --a $(expr 16 / $n) $(expr 32 / $n / 3)", ["c", "--a", "4", "2"]),
         ("n=4 m=3\nc $((n)) $((8*16)) $(( (n + 1) * ${m} - 2 )) $((7 / 2)) $(((2 - 9) / 2)) $((9 % n))",
          ["c", "4", "128", "13", "3", "-3", "1"]),
@@ -51,6 +65,43 @@ def test_words_are_those_of_bash(script: str, words: list[str], tmp_path: Path) 
     run = f"c() {{ printf '%s\\0' c \"$@\" > '{told}'; }}\n{script}\nwait"  # a command may be in the background
     subprocess.run(["bash", "-c", run], check=True, timeout=240, capture_output=True, cwd=tmp_path)
     assert told.read_text(encoding="utf-8").split("\0")[:-1] == words
+
+
+def statements(draw: random.Random, depth: int) -> list[str]:
+    """Return some lines of a script whose conditions are about what it sets itself."""
+    name, value = draw.choice("XYZ"), draw.choice(["a", "b", "'a b'", '"$X"', "${Y%b}", "$Z$X", "${X:-q}", "''"])
+    one = draw.choice(["a", "'b c'", '"$X"', '"${Y%b}"', '"$Z$X"'])
+    test = draw.choice([f'[ "$X" = {one} ]', "[[ -n $Y && $X != a ]]", f"[ -z {one} -o 1 -gt 2 ]", "(( ${#A[@]} + 1 ))",
+                        '! [[ "$Z" == a* ]]', "true", "false", "((n % 2))"])  # fmt: skip
+    inner = statements(draw, depth - 1) if depth else ['c "$X"']
+    other = statements(draw, depth - 1) if depth else [":"]
+    lines: list[str] = draw.choice(
+        [
+            [f"{name}={value}"],
+            [f"{name}+={value}", 'c "$X" $Y'],
+            ['A+=("$X" $Y)', 'c "${A[@]}" ${A[*]:+--n}'],
+            [f"if {test}; then", *inner, "else", *other, "fi"],
+            [f"if {test}; then :; elif {test}", "then", *inner, "fi"],
+            [f"{test} && {{", *inner, "} || {", *other, "}"],
+            [f"{test} || {name}={value}"],
+            [f"for {name} in {value} $X k; do", *inner, "done"],
+            ["n=0", "while [ $n -lt 2 ]; do", "n=$((n + 1))", *inner, "done"],
+            [f'case "${name}" in a|b) {name}=z ;; *b) :', *inner, ";; *)", *other, ";; esac"],
+            ["f() {", "local k=$1", *inner, 'c "$k" $#', "}", f"f {value} $X"],
+            [f"for {name} in 1 2 3; do", f"{test} && continue", *inner, f"{test} && break", "done"],
+        ]
+    )
+    return lines + (statements(draw, depth - 1) if depth and draw.random() < 0.6 else [])
+
+
+def test_random_scripts_have_the_commands_that_bash_runs(tmp_path: Path) -> None:
+    draw = random.Random(0)
+    for _ in range(150):
+        script = "\n".join(["X=a Y='b c' Z= n=1 A=()", *statements(draw, 3), *statements(draw, 2), 'c "$X" "$Y" "$Z"'])
+        run = f"c() {{ printf '%s\\0' \"$@\"; printf '\\n'; }}\n{script}\n"
+        told = subprocess.run(["bash", "-c", run], timeout=240, capture_output=True, cwd=tmp_path, text=True).stdout
+        ours = [each.words[1:] for each in commands(script) if each.words[0] == "c"]
+        assert ours == [line.split("\0")[:-1] for line in told.splitlines()], script
 
 
 def test_no_script_is_a_traceback() -> None:
@@ -74,7 +125,32 @@ def test_no_script_is_a_traceback() -> None:
         (f"D=$(date)\nS=$D/x\n{OPENRLHF} --save_path $S", "save_path=$(date)/x: only bash knows what $(date) is."),
         (f"{OPENRLHF} --save_path out-$(date +%s)", "save_path=out-$(date +%s): only bash knows what $(date +%s) is."),
         (f"{OPENRLHF} --pretrain $1", "pretrain=$1: only bash knows what $1 is."),
-        (f"{OPENRLHF}\n{OPENRLHF}", "has 2 commands (OpenRLHF's dpo, OpenRLHF's dpo). Leave one in it"),
+        (
+            f"{OPENRLHF}\n{OPENRLHF}",
+            "has 2 commands (OpenRLHF's dpo in line 1, OpenRLHF's dpo in line 2). Say which one is meant: --line 2.",
+        ),
+        (
+            f"for x in 1 2; do\n{OPENRLHF}\ndone",
+            "2 commands (OpenRLHF's dpo in line 2, OpenRLHF's dpo in line 2). Leave",
+        ),
+        (
+            f"if [ -f x ]; then\n{OPENRLHF}\nelse\n{OPENRLHF}\nfi",
+            "and line 1, `if [ -f x ]` decides which of them run.",
+        ),
+        (
+            f"L=1\n# no\nif [ $M = lora ]; then L=2; fi\n{OPENRLHF} --learning_rate $L",
+            "line 3, `if [ $M = lora ]` decides what $L is, and only bash knows how. Say it: --set M=VALUE.",
+        ),
+        (f"case $1 in a) A=(--seed 1);; esac\n{OPENRLHF} ${{A[@]}}", "line 1, `case $1 in` decides what $A is"),
+        (f"for s in $(seq 3); do {OPENRLHF} --seed $s; done", "line 1, `for s in $(seq 3)` decides what $s is"),
+        (
+            f"[ -z ${{1:-}} ] && exit 1\n{OPENRLHF}",
+            "ends at line 1, before a command of a trainer. If its arguments change",
+        ),
+        (
+            f"read -d '' X <<EOF\n--save_path $1\nEOF\n{OPENRLHF} $X",
+            "save_path=$1: only bash knows what $1 is. Give the ",
+        ),
         (f"{TRL}beta: 0.1\nbeta: 0.5\n", "line 5: beta is given twice. Leave one of them out."),
         ("trl dpo --config recipe.yaml --learning_rate 1e-6", "--config=recipe.yaml: the rest of the arguments are in"),
     ],
@@ -83,6 +159,40 @@ def test_what_cannot_be_known_is_one_message(text: str, said: str) -> None:
     with pytest.raises(ConvertError) as error:
         conversion(text, "dpo" if text.startswith("model") else None, 8)
     assert said in str(error.value)
+
+
+CHOOSES = f"""if [ $MODE = lora ]; then
+{SWIFT_LORA} --lora_rank ${{1:-8}} --learning_rate $LR
+else
+{SWIFT} --learning_rate 1e-6 --output_dir "$1"
+fi
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--set", "MODE=lora", "--set", "LR=1e-3"], {"adapter": "lora", "adapter.rank": 8, "optim.lr": 1e-3}),
+        (["--set", "MODE=lora", "--set", "LR=1", "--", "32"], {"adapter.rank": 32}),
+        (["--line", "4", "--", "out"], {"optim.lr": 1e-6, "hydra.run.dir": "out"}),
+        ([], "--line 4."),
+        (["--set", "MODE=full"], "output_dir=$1: only bash knows what $1 is. Give the script's arguments behind --: "),
+        (["--set", "MODE"], "--set MODE: must be a name, = and a value. For example: --set LR=1e-6."),
+    ],
+)
+def test_a_script_is_read_as_it_is_called(
+    words: list[str], said: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("run.sh").write_text(CHOOSES)
+    monkeypatch.setattr("sys.argv", ["rlexp.convert", "run.sh", *words])
+    found = list[Conversion]()
+    monkeypatch.setattr("rlexp.convert.__main__.summarize", found.append)
+    answer = main()
+    if isinstance(said, str):
+        assert (answer, found) == (1, [])
+        assert said in capsys.readouterr().err
+    else:
+        assert said.items() <= values(found[0]).items()
 
 
 def test_a_secret_that_only_bash_knows_stops_nothing() -> None:
