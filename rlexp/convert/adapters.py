@@ -5,12 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from rlexp.base import plain_json
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, worked_out
+from rlexp.convert import model_keys
+from rlexp.convert.rules import Conversion, Fate, Rule, absent, worked_out
 
 # Words for all linear layers but the head; `[]` of ours.
 ALL_LINEAR = ("all-linear", "all")
@@ -118,6 +117,10 @@ def lora(conv: Conversion, names: Names, defaults: Defaults, *by: str) -> None:
 
 def none(conv: Conversion, names: Names, *by: str) -> None:
     """Say of the arguments of an adapter, and of those that ask for one, that they change nothing."""
+    if by and conv.get(names.rank) and not any(map(conv.name, by)):
+        switch = " or ".join(by)
+        conv.remark(Fate.INSTEAD, conv.said(names.rank), conv.get(names.rank), f"without {switch} theirs has no "
+                    f"adapter: all weights are trained, as there, at the rate that is given")  # fmt: skip
     for name in (*by, *names.shape, *filter(None, [names.path]), *names.rest.split()):
         conv.tell(Fate.NEEDLESS, name, UNWANTED)
 
@@ -136,7 +139,7 @@ def _folder(conv: Conversion, name: str, split: str | None) -> str | None:
 
 def _needed(conv: Conversion, name: str, value: float | None) -> float:
     if value is None:
-        raise ConvertError.missing(name, f"{conv.framework} has no default", f"{name}=16")
+        conv.missing(name, f"{conv.framework} has no default", "16")
     return value
 
 
@@ -156,7 +159,9 @@ def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
     if not said and not every and alone:
         conv.refuse(alone, NO_PARAMETERS, f"Name layers: {name}=[q_proj, v_proj].")
     if not said and not every:
-        raise ConvertError.missing(name, "nothing says which layers get an adapter", f"{name}=[q_proj, v_proj]")
+        conv.missing(
+            name, "nothing says which layers get an adapter", "q_proj v_proj" if conv.of_command else "[q_proj, v_proj]"
+        )
     layers = [each.rstrip(",") for each in said]
     if layers != said:
         conv.remark(Fate.OTHER, conv.said(name), said, "theirs takes the comma for a part of the name; here it is none")
@@ -202,11 +207,7 @@ def of_family(conv: Conversion, name: str) -> tuple[str, ...]:
 
 
 def _family(folder: str) -> str | None:
-    try:
-        described = plain_json.loads((Path(folder).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = described.get("model_type") if isinstance(described, dict) else None
+    found = model_keys.described(folder).get("model_type")
     return str(found) if found else None
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
 OF_DPO = "dpo ipo"
@@ -95,7 +95,7 @@ RULES: tuple[Rule, ...] = (
              "use_scattermoe use_sonicmoe quantize_moe_experts eval_batch_size push_dataset_to_hub low_cpu_mem_usage "
              "skip_prepare_dataset experimental_skip_move_to_device llama4_linearized_experts fused_attn_kernel",
              "no number depends on it here"),
-    worked_out("rl_beta", "loss.beta", "", preference.OTHERS),
+    worked_out("rl_beta dpo_beta", "loss.beta", "", preference.OTHERS),
     worked_out("trl", "loss.beta", "its beta wins over rl_beta", preference.OTHERS),
     worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", of="orpo"),
     *preference.rules(OF_PAIRS, OF_DPO),
@@ -158,10 +158,12 @@ def convert(conv: Conversion) -> None:
     huggingface.precision(conv, bf16=True)
     huggingface.saving(conv, steps, strategy="steps" if conv.get("save_steps") else "epoch", keep=KEPT)
     huggingface.device(conv)
-    huggingface.drop_last(conv)
+    packed = conv.flag("sample_packing") and not conv.flag("eval_sample_packing", True)
+    conv.put("data.drop_last", conv.flag("dataloader_drop_last", packed), "dataloader_drop_last",
+             why="without eval_sample_packing" if packed else "")  # fmt: skip
     huggingface.engine(conv, "fsdp", "fsdp_config", "fsdp_version")
     if conv.number("learning_rate") is None:
-        raise ConvertError.missing("learning_rate", "axolotl has no default", "learning_rate=5e-7")
+        conv.missing("learning_rate", "axolotl has no default", "5e-7")
     conv.put("optim.lr", conv.number("learning_rate"), "learning_rate")
     conv.choose("model", "hf")
     conv.put("model.path", conv.needed("base_model", "the model that is trained", "Qwen/Qwen3-0.6B"), "base_model")
@@ -303,7 +305,7 @@ def _data(conv: Conversion) -> None:
     texts = isinstance(conv.get(by), str) and by == "pretraining_dataset"
     sources = [{"path": conv.text(by), "type": "pretrain"}] if texts else conv.entries(by)
     if not sources:
-        raise ConvertError.missing("datasets", "it names the rows to train on", "datasets=[{path: org/pairs}]")
+        conv.missing("datasets", "it names the rows to train on", "[{path: org/pairs}]")
     for number, source in enumerate(sources, start=1):
         _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source, by)
     conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")

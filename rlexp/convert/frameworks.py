@@ -11,7 +11,7 @@ from typing import Any
 from rlexp.config.schema import KINDS
 from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl
 from rlexp.convert.launchers import STARTS
-from rlexp.convert.read import Asked, mapping_of, plain, read, refuse_unknown, text_of
+from rlexp.convert.read import Asked, is_named_value, mapping_of, named_value, plain, read, refuse_unknown, text_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
 from rlexp.convert.shell import Call
 
@@ -31,6 +31,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "LLaMA-Factory": Framework(llamafactory.RULES, llamafactory.TRAINERS, llamafactory.convert),
 }
 OF_PROFILES = ("num_processes", "num_machines", "zero_stage", "offload_optimizer_device", "offload_param_device")
+SHORTEST = 8  # letters of an argument that is shortened
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
 # Trainers whose files are recognized and refused, with the option of ours that would have them.
 NOT_YET = {"gkd": "loss=gkd", "kd": "loss=gkd", "prm": "loss=prm"}
@@ -85,7 +86,7 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
     framework, trainer = FRAMEWORKS[asked.framework], asked.trainer or ""
     rules = [rule for rule in framework.rules if not rule.trainers or trainer in rule.trainers]
     known = {name: rule for rule in rules for name in rule.names}
-    arguments = _spelled(asked.given, known)
+    arguments = _spelled(asked.given, known, shortened=asked.of_command)
     around = _spelled(asked.launcher, known)
     launcher = {name: around[name] for name in around if name not in arguments and name not in OF_PYTHON}
     variables = {name: value for name, value in asked.environment.items() if name not in arguments}
@@ -94,7 +95,8 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
         if name in known and known[name].fate is Fate.TAKEN:
             refuse_unknown(name, value)
     given = {name: plain(value) for name, value in raw.items()}
-    conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables))
+    conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables),
+                      of_command=asked.of_command)  # fmt: skip
     for name, value in asked.again:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:
@@ -107,30 +109,39 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
     return conv
 
 
-def _spelled(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Return arguments with underscores, where the trainer takes dashes for them too."""
+def _spelled(given: Mapping[str, Any], known: Iterable[str], *, shortened: bool = False) -> dict[str, Any]:
+    """Return arguments with underscores, where the trainer takes dashes for them too, and with the whole name where a
+    command may have its beginning."""
     names = {name: name if name in known else name.replace("-", "_") for name in given}
+    for name, said in names.items():
+        meant = [each for each in known if each.startswith(said)] if shortened and len(said) >= SHORTEST else []
+        names[name] = meant[0] if said not in known and len(meant) == 1 else said
     return {names[name] if names[name] in known else name: value for name, value in given.items()}
 
 
 def _with_yaml(asked: Asked, file: Path) -> Asked:
     """Put in the arguments of the yaml file that a command of TRL or ms-swift names. Those of the command win."""
     if asked.framework == "TRL" and "config" in asked.given and asked.trainer is not None:
-        named = str(asked.given["config"])
+        named = asked.given["config"]
     elif asked.framework in ("ms-swift", "LLaMA-Factory") and str(asked.positional[:1]).endswith(("yaml']", "yml']")):
         named = asked.positional[0]
     else:
         return asked
-    given = _beside(named, file)
+    refuse_unknown("the yaml file", named)
+    given, of_trl = _beside(named, file), asked.framework == "TRL"
+    for_trainer = f" --trainer {asked.trainer}" if of_trl else ""
     if given is None:
         raise ConvertError(
-            f"--config={named}: the rest of the arguments are in that file, and it is not here. Put it beside {file}, "
-            f"or convert it: python -m rlexp.convert {quote(named)} --trainer {asked.trainer}."
+            f"{'--config=' * of_trl}{named}: the rest of the arguments are in that file, and it is not here. Put it "
+            f"beside {file}, or convert it: python -m rlexp.convert {quote(named)}{for_trainer}."
         )
     variables = given.pop("env", None)
     trainer = str(given.get("stage", "sft")) if asked.framework == "LLaMA-Factory" else asked.trainer
     line = {name: value for name, value in asked.given.items() if name != "config"}
     positional = [word for word in asked.positional if word != named]
+    if asked.framework == "LLaMA-Factory":  # key=value behind the file, as OmegaConf reads them
+        line |= dict(named_value(word) for word in positional if is_named_value(word))
+        positional = [word for word in positional if not is_named_value(word)]
     environment = {**(variables if isinstance(variables, dict) else {}), **asked.environment}
     return replace(asked, trainer=trainer, given={**given, **line}, positional=positional, environment=environment)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -208,7 +209,8 @@ def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> No
     if name in OPTIMIZERS:
         conv.choose("optim", OPTIMIZERS[name], "optim")
     else:
-        fate = Fate.ABSENT if "adamw" in name else Fate.INSTEAD  # of 8 bits, or in pages: the same rule
+        same = "adamw" in name and not re.search("galore|lomo|grokadamw|schedule_free|stable", name)
+        fate = Fate.ABSENT if same else Fate.INSTEAD  # of 8 bits, or in pages: the same rule
         conv.tell(fate, "optim", "adamw and sgd are the optimizers here, in float32; adamw is taken")
     first, second = conv.number("adam_beta1", betas[0]), conv.number("adam_beta2", betas[1])
     conv.put("optim.betas", [first, second], "adam_beta1", "adam_beta2")
@@ -222,7 +224,7 @@ def precision(conv: Conversion, *, bf16: bool, name: str = "bf16") -> None:
 
 def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep: int | None = None) -> None:
     """Set when checkpoints are saved, and how many are kept; None: all."""
-    if (folder := conv.text("output_dir")) is not None:
+    if folder := conv.text("output_dir"):
         conv.on_command_line("hydra.run.dir", folder, "output_dir")
     said, count = conv.get("save_strategy", strategy), conv.number("save_steps", 500, least=0)
     if said in ("no", False):

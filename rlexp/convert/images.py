@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 
+from rlexp.convert.model_keys import described
 from rlexp.convert.rules import Conversion, Fate
 
 UNREAD = "rlexp reads texts alone."
 OF_A_MODEL = re.compile(
-    r"(?<![a-z])(?:vl|vlm|vision|omni|audio|ocr|llava|pixtral|internvl|smolvlm|voxtral)(?![a-z])", re.I
+    r"(?<![a-z])(?:vl|vlm|vision|omni|audio|ocr|llava|pixtral|internvl|smolvlm|voxtral|minicpm[-_]?v|glm[-_]?4v|mllama|"
+    r"idefics|paligemma|qvq|cogvlm|florence)(?![a-z])",
+    re.I,
 )
 # Arguments that only a model with images, videos or sound has.
 OF_A_FILE = re.compile(
@@ -22,5 +25,6 @@ def told(conv: Conversion, model: str) -> None:
     names = [name for name in conv.given if OF_A_FILE.fullmatch(name) and conv.given[name] not in (None, False)]
     for name in names:
         conv.remark(Fate.ABSENT, name, conv.given[name], "images, videos and sound are not read")
-    if names or OF_A_MODEL.search(model.rpartition("/")[2]):
+    named = (model.rstrip("/").rpartition("/")[2], str(conv.given.get("model_type") or ""))
+    if names or any(map(OF_A_MODEL.search, named)) or "vision_config" in described(model):
         conv.notes.insert(0, f"Images: the file is for a model that reads more than texts. {UNREAD}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import re
 import types
 import typing
 from enum import Enum
@@ -110,7 +111,13 @@ def finite(value: float) -> bool:
         return False
 
 
+def _unspaced(value: Any) -> Any:
+    """Return the number that a text like 20_000 is."""
+    return int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,9}(_\d{3})+", value) else value
+
+
 def whole(value: Any, least: float | None = None) -> int:
+    value = _unspaced(value)
     made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     limit = "" if least is None else f" of at least {least:g}"
     if made is None or not finite(made) or made != int(made) or (least is not None and made < least):
@@ -119,6 +126,7 @@ def whole(value: Any, least: float | None = None) -> int:
 
 
 def number(value: Any, least: float | None = None) -> float:
+    value = _unspaced(value)
     made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
     limit = "" if least is None else f" of at least {least:g}"
     if made is None or not finite(made) or (least is not None and made < least):

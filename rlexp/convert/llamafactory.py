@@ -97,9 +97,10 @@ RULES: tuple[Rule, ...] = (
                "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows",
                "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
-             "compute_accuracy include_effective_tokens_per_second", "no number depends on it here"),
+             "compute_accuracy sequence_parallel_mode include_effective_tokens_per_second", "no number depends on it here"),
     absent("pure_bf16", "trained weights are float32"),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
+    worked_out("sequence_parallel_size", "parallel.ring_size", ""),
     absent("cp_mode cp_size", "use parallel.ring_size", 1),
     worked_out("num_processes", "launch.nproc", "GPUs of all machines (accelerate)", launchers.COUNTED),
     absent("tensor_model_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
@@ -111,7 +112,10 @@ RULES: tuple[Rule, ...] = (
 
 def convert(conv: Conversion) -> None:
     gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
-    huggingface.sizes(conv, launchers.spread(conv, gpus, *SPLIT))
+    ring = int(conv.whole("sequence_parallel_size", 1, least=1))
+    if ring > 1:
+        conv.put("parallel.ring_size", ring, "sequence_parallel_size")
+    huggingface.sizes(conv, launchers.spread(conv, gpus, *SPLIT), ring=ring)
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)
     conv.put("optim.lr", conv.number("learning_rate", 5e-5), "learning_rate")
@@ -204,7 +208,7 @@ def _data(conv: Conversion) -> None:
     conv.choose("data", "hf")
     names = conv.texts("dataset", split=",")
     if not names:
-        raise ConvertError.missing("dataset", "it names the rows to train on", "dataset=dpo_en_demo")
+        conv.missing("dataset", "it names the rows to train on", "dpo_en_demo")
     folder = Path(conv.text("dataset_dir", "data"))
     known = _described(folder)
     for number, name in enumerate(names, start=1):

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
 
+from rlexp.base import plain_json
 from rlexp.convert.rules import Conversion, Fate
 
 # Their names of templates that write the same text as ours: `tests/files/chat_templates.json` has what each wrote.
@@ -57,3 +59,12 @@ def rope(conv: Conversion, argument: str, said: Any, reach: str | None = None) -
         conv.put("model.rope", "yarn", argument)
     else:
         conv.tell(Fate.OTHER, argument, "give its factor: model.rope=yarn:4")
+
+
+def described(model: str) -> Mapping[str, Any]:
+    """Return config.json of a model that is a folder here; nothing for any other."""
+    try:
+        found = plain_json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 
 from rlexp.convert import adapters, answers, huggingface, launchers, preference
 from rlexp.convert import openrlhf_rollouts as rollouts
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, taken, worked_out
+from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "ppo", "sft", "rm", "kto")
 OF_PAIRS, OF_ANSWERS = "dpo rm", "sft kto"
@@ -264,7 +264,7 @@ def _data(conv: Conversion) -> None:
     paths = conv.texts("dataset", split=",")
     if not paths:
         said = "prompt_data" if conv.trainer == "ppo" else "dataset"
-        raise ConvertError.missing(said, "it names the rows to train on", f"--{said} org/rows", "command")
+        conv.missing(said, "it names the rows to train on", "org/rows")
     conv.choose("data", "hf")
     weights = _probabilities(conv, len(paths))
     split, most = conv.text("dataset_split"), conv.whole("max_samples", least=1)
@@ -297,7 +297,7 @@ def _columns(conv: Conversion) -> dict[str, tuple[str, str | None]]:
     bare, templated = conv.trainer == "sft" and answer is None, conv.flag("apply_chat_template")
     if bare and not templated and not conv.flag("pretrain_mode"):
         why = "OpenRLHF leaves out every row without an answer"
-        raise ConvertError.missing("output_key", why, "--output_key output", "command")
+        conv.missing("output_key", why, "output")
     if bare:
         return {"messages" if templated else "text": ("prompt_key", asked)}
     columns = {"prompt": ("prompt_key", asked)}

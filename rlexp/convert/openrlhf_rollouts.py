@@ -216,7 +216,7 @@ def _reward(conv: Conversion) -> None:
                     "Give a reward model, or a function of Python.")  # fmt: skip
     elif not models:
         why = "so is remote_rm_url; without them nothing scores an answer"
-        raise ConvertError.missing("reward_pretrain", why, "--reward_pretrain org/reward", "command")
+        conv.missing("reward_pretrain", why, "org/reward")
     elif len(models) == 1:
         conv.choose("reward", "model", "reward_pretrain")
         conv.put("reward.path", models[0], "reward_pretrain")

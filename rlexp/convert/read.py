@@ -22,6 +22,8 @@ TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 OF_SWIFT = ("rlhf", "sft", "pt")
 OF_MEGATRON = "tensor_model_parallel_size"  # an argument of Megatron-SWIFT alone
 LARGEST = 1 << 18  # bytes of a file
+OF_TRAINING = {"per_device_train_batch_size", "gradient_accumulation_steps", "num_train_epochs", "model_name_or_path",
+               "output_dir", "learning_rate", "max_steps", "deepspeed", "train_batch_size"}  # fmt: skip
 SHOWN = 4  # commands in a message
 MOST_DIGITS = 300  # of a number: a float has no more
 NUMBER = re.compile(r"-?(?:(?:0|[1-9]\d*)(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?")
@@ -39,6 +41,7 @@ class Asked:
     positional: list[str] = field(default_factory=list)  # words of the command that are no argument's value
     around: list[str] = field(default_factory=list)  # words of a command around this one: srun … bash -c
     again: list[tuple[str, Any]] = field(default_factory=list)  # values of arguments that a later one overrides
+    of_command: bool = False
 
 
 def read(file: Path, call: Call | None = None) -> Asked:
@@ -64,7 +67,28 @@ def read(file: Path, call: Call | None = None) -> Asked:
             f"{file}: ends at line {every[-1].line}, before a command of a trainer. If its arguments change that, give "
             f"them behind --, as: python -m rlexp.convert {quote(str(file))} -- ARGUMENT."
         )
+    if own := next(filter(None, map(_own_program, every)), ""):
+        raise ConvertError(f"{file}: {own}")
     raise ConvertError(f"{file}{_wrong_line(text)}: {_UNKNOWN}")
+
+
+def _own_program(command: Command) -> str:
+    """Say what can be done with a command that starts a program of the author's own, with arguments of a trainer."""
+    place = next((place for place, word in enumerate(command.words) if word.endswith(".py")), None)
+    if place is None:
+        return ""
+    line = _Arguments(command.words[place + 1 :])
+    files = [each for each in (line.given.get("config"), *line.positional) if str(each).endswith((".yaml", ".yml"))]
+    if not files and len(OF_TRAINING & line.given.keys()) < 2:
+        return ""
+    said = (
+        f"line {command.line} starts {command.words[place]}, a program of its own, whose code decides what is trained."
+    )
+    if files:
+        return (
+            f"{said} If it reads {files[0]} as TRL does: python -m rlexp.convert {quote(str(files[0]))} --trainer NAME."
+        )
+    return f"{said} Write its arguments as those of a trainer: trl dpo …, or a yaml file of TRL."
 
 
 def _several(found: Sequence[tuple[Command, Asked]]) -> str:
@@ -215,7 +239,7 @@ def _asked(command: Command) -> Asked | None:
             if framework == "LLaMA-Factory":
                 trainer = str(line.given.get("stage", "sft"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
-                         command.around, line.again)  # fmt: skip
+                         command.around, line.again, of_command=True)  # fmt: skip
     return None
 
 
@@ -251,7 +275,9 @@ def _factory(words: Sequence[str], place: int, word: str) -> tuple[str, str, int
         return "LLaMA-Factory", "", place + 2
     script = re.fullmatch(r"(?:\S*/)?(train_bash|train)\.py", word)
     rest = words[place + 1 :]
-    return ("LLaMA-Factory", "", place + 1) if script and "--stage" in rest and "--finetuning_type" in rest else None
+    reads = rest[:1] and rest[0].endswith((".yaml", ".yml"))
+    flags = "--stage" in rest and "--finetuning_type" in rest
+    return ("LLaMA-Factory", "", place + 1) if script and (flags or reads) else None
 
 
 class _Arguments:
@@ -285,6 +311,16 @@ class _Arguments:
             before.append(value)
         else:
             self.given[name] = value if before is True else [before, value]
+
+
+def is_named_value(word: str) -> bool:
+    return re.match(r"[A-Za-z_]\w*=", word) is not None
+
+
+def named_value(word: str) -> tuple[str, str]:
+    """Return the name and the value of a word like learning_rate=1e-7."""
+    name, _, value = word.partition("=")
+    return str(name), _like(word, value)
 
 
 def _like(word: str, value: str) -> str:

@@ -23,10 +23,6 @@ class Fate(Enum):
 class ConvertError(UserError):
     """A file that cannot be converted."""
 
-    @classmethod
-    def missing(cls, name: str, why: str, given: str, where: str = "file") -> ConvertError:
-        return cls(f"{name}: is missing, and {why}. Add it to the {where}, as {given}.")
-
 
 UNSAID = object()  # an argument without a default that has to be written
 NOTHING = "it sets nothing here"  # of an argument that no code read: a test refuses it
@@ -112,6 +108,7 @@ class Conversion:
     gpus: int | None = None  # from the command line
     raw: Mapping[str, Any] = field(default_factory=dict)  # texts that `given` has as numbers
     environment: frozenset[str] = frozenset()  # names in `given` that are variables of the environment
+    of_command: bool = False  # the arguments are a command's
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value
     command: dict[str, Value] = field(default_factory=dict)  # keys that belong on the command line
@@ -191,6 +188,7 @@ class Conversion:
         if not isinstance(value, list):
             single = self.text(name)
             value = [] if single is None else single.split(split) if split else [single]
+        value = [each for each in value if each is not None]
         return [str(each).strip() for each in self._checked(name, None, lambda _: [kinds.text(v) for v in value]) or []]
 
     def mapping(self, name: str) -> dict[str, Any]:
@@ -215,8 +213,13 @@ class Conversion:
         """Return a text without which there is no run."""
         value = self.text(name)
         if value is None:
-            raise ConvertError.missing(name, f"it names {what}", f"{name}={example}")
+            self.missing(name, f"it names {what}", example)
         return str(value)
+
+    def missing(self, name: str, why: str, example: str) -> NoReturn:
+        """Refuse a file without an argument, in the form that the file has."""
+        where, given = ("command", f"--{name} {example}") if self.of_command else ("file", f"{name}={example}")
+        raise ConvertError(f"{name}: is missing, and {why}. Add it to the {where}, as {given}.")
 
     # ---- saying what becomes of arguments ----
 

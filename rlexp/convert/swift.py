@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.read import text_of
+from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm", "grpo")
 OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm grpo"
@@ -82,7 +84,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("truncation_strategy", "data.too_long", ""),
     taken("packing padding_free", "data.packing",
           "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows"),
-    taken("system", "data.system"),
+    worked_out("system", "data.system", ""),
+    absent("loss_type", "all tokens weigh the same", "cross_entropy", of=SUPERVISED, fate=Fate.INSTEAD),
     taken("streaming", "data.streaming"),
     worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
@@ -212,7 +215,7 @@ def _data(conv: Conversion) -> None:
         why = "{{NAME}} and {{AUTHOR}} in rows of self-cognition are not replaced here: write the names into them"
         conv.remark(Fate.OTHER, "dataset", conv.get("dataset"), why)
     if not names:
-        raise ConvertError.missing("dataset", "it names the rows to train on", "--dataset org/pairs", "command")
+        conv.missing("dataset", "it names the rows to train on", "org/pairs")
     for number, name in enumerate(names, start=1):
         key = "data" if len(names) == 1 else f"data.sources.source{number}"
         found = re.fullmatch(r"(?:hf::|ms::)?((?:\w+://)?[^:#]+)(?::([^#]+))?(?:#(\d+))?", name)
@@ -236,5 +239,18 @@ def _data(conv: Conversion) -> None:
         conv.remark(Fate.OTHER, "max_length", None, why)
     else:
         conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
+    _system(conv)
     if not conv.flag("use_chat_template", True):
         conv.put("data.template", "never", "use_chat_template")
+
+
+def _system(conv: Conversion) -> None:
+    """Set the system prompt, which theirs reads from a file that ends in .txt."""
+    said = conv.text("system")
+    if said is not None and said.endswith(".txt"):
+        if not Path(said).is_file():
+            conv.tell(Fate.INSTEAD, "system", "theirs reads the text of this file, which is not here: data.system")
+            return
+        said = text_of(Path(said))
+    if said is not None:
+        conv.put("data.system", said, "system")

@@ -8,7 +8,7 @@ from typing import Any
 
 from rlexp.convert import adapters, answers, engines, huggingface, launchers, mixtures, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
@@ -273,7 +273,7 @@ def _data(conv: Conversion) -> bool:
         _source(conv, key, source, mixtures.said(conv))
     if not sources and conv.get("dataset_name") is None:
         why = "so is datasets; without them nothing says what to train on"
-        raise ConvertError.missing("dataset_name", why, "dataset_name=trl-lib/ultrafeedback_binarized")
+        conv.missing("dataset_name", why, "trl-lib/ultrafeedback_binarized")
     if not sources:
         conv.put("data.path", conv.text("dataset_name"), "dataset_name")
         for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):

@@ -185,7 +185,7 @@ def _rewards(conv: Conversion) -> None:
         terms[_unused(terms, "model")] = {"kind": "model", "path": model}
     if not terms:
         why = "so is a reward model; without them nothing scores an answer"
-        raise ConvertError.missing("reward_funcs", why, "reward_funcs=my_rewards.score")
+        conv.missing("reward_funcs", why, "my_rewards.score")
     names = ["reward_funcs"] * bool(functions) + ["reward_model_name_or_path"] * (model is not None)
     if functions:
         named = {term["function"].partition(":")[0] for term in terms.values() if "path" not in term}

@@ -1,0 +1,86 @@
+"""What users write in files of their own, and what a trainer makes of it: each of these was once converted wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlexp.convert.rules import ConvertError, Fate
+from tests.convert.texts import AXOLOTL, COMMAND, FACTORY, OPENRLHF, SWIFT, TRL, conversion, named, values, written
+
+SFT = SWIFT.replace("rlhf --rlhf_type dpo", "sft")
+FACTORY_COMMAND = "FORCE_TORCHRUN=1 llamafactory-cli train theirs.yaml"
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("system.txt").write_text("Be brief.\nBe kind.")
+    Path("theirs.yaml").write_text(FACTORY.replace("dpo", "sft") + "dataset_dir: .\n")
+    Path("dataset_info.json").write_text('{"d1": {"hf_hub_url": "org/d"}}')
+    Path("sees").mkdir()
+    Path("sees/config.json").write_text('{"model_type": "own", "vision_config": {}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "wanted"),
+    [
+        (f"{SFT} --system system.txt", None, {"data.system": "Be brief.\nBe kind."}),
+        (f"{SFT} --system 'Be brief.'", None, {"data.system": "Be brief."}),
+        (f"{FACTORY_COMMAND} learning_rate=1e-7 per_device_train_batch_size=2", None,
+         {"optim.lr": 1e-7, "train.micro_batch_size": 2, "loss": "sft"}),
+        ("accelerate launch /opt/LLaMA-Factory/src/train.py theirs.yaml", None, {"loss": "sft", "data.path": "org/d"}),
+        (f"{FACTORY}dataset_dir: .\nsequence_parallel_size: 4\n", None,
+         {"parallel.ring_size": 4, "train.batch_size": 16}),
+        (f"{AXOLOTL}dpo_beta: 0.3\n", None, {"loss.beta": 0.3}),
+        (f"{AXOLOTL}sample_packing: true\neval_sample_packing: false\n", None, {"data.drop_last": True}),
+        (f"{AXOLOTL}sample_packing: true\n", None, {"data.drop_last": False}),
+        (f"{TRL}report_to: [none]\noutput_dir: ''\n", "dpo", {"logger": "none"}),
+        (f"{COMMAND} --max_steps 20_000 --per_device_train_batch 2", None,
+         {"train.max_steps": 20_000, "train.micro_batch_size": 2}),
+        (f"{OPENRLHF} --seed 3 \\", None, {"seed": 3}),
+    ],
+)  # fmt: skip
+def test_it_is_read_as_the_trainer_reads_it(text: str, trainer: str | None, wanted: dict[str, object]) -> None:
+    conv = conversion(text, trainer, 8)
+    assert wanted.items() <= values(conv).items()
+    assert "hydra.run.dir" not in conv.command or conv.command["hydra.run.dir"].value
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "name"),
+    [
+        (f"{SFT} --loss_type channel_loss", None, "loss_type"),
+        (f"{SFT} --system not_here.txt", None, "system"),
+        (f"{TRL}lora_r: 16\n", "dpo", "lora_r"),
+        (f"{AXOLOTL}lora_r: 16\n", None, "lora_r"),
+        (f"{TRL}optim: galore_adamw\n", "dpo", "optim"),
+    ],
+)
+def test_what_trains_otherwise_stands_in_the_first_lines(text: str, trainer: str | None, name: str) -> None:
+    conv = conversion(text, trainer, 8)
+    assert name in named(conv, Fate.INSTEAD)
+    assert f"#   {name}: " in "\n".join(written(conv).splitlines()[:8])
+
+
+@pytest.mark.parametrize("model", ["sees", "/data/Qwen2.5-VL-7B/", "org/m --model_type qwen2_vl", "org/MiniCPM-V-2_6"])
+def test_a_model_that_sees_is_noticed(model: str) -> None:
+    assert "Images: " in written(conversion(SFT.replace("--model org/m", f"--model {model}")))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("accelerate launch --num_processes 8 \\\n  my/train.py --learning_rate 1e-6 --output_dir out",
+         "line 1 starts my/train.py, a program of its own, whose code decides what is trained. Write its arguments as"),
+        ("cd /x\ntorchrun src/grpo.py --config recipes/a.yaml", "line 2 starts src/grpo.py, a program of its own, "
+         "whose code decides what is trained. If it reads recipes/a.yaml as TRL does: python -m rlexp.convert "),
+        ("swift sft --dataset org/d", "model: is missing, and it names the model that is trained. Add it to the "),
+        ("llamafactory-cli train cfg/$1.yaml", "the yaml file=cfg/$1.yaml: only bash knows what $1 is. Give the "),
+    ],
+)  # fmt: skip
+def test_a_refusal_is_true_and_says_what_to_do(text: str, said: str) -> None:
+    with pytest.raises(ConvertError) as error:
+        conversion(text, None, 8)
+    assert said in str(error.value)
