@@ -97,7 +97,8 @@ RULES: tuple[Rule, ...] = (
                "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows",
                "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
-             "compute_accuracy sequence_parallel_mode include_effective_tokens_per_second", "no number depends on it here"),
+             "compute_accuracy sequence_parallel_mode include_effective_tokens_per_second",
+             "no number depends on it here"),
     absent("pure_bf16", "trained weights are float32"),
     worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
     worked_out("sequence_parallel_size", "parallel.ring_size", ""),
