@@ -4,8 +4,8 @@ python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, 
 python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL, ms-swift, LLaMA-Factory
 python -m rlexp.convert train.sh --set LR=1e-6 -- ARGUMENT        as `LR=1e-6 bash train.sh ARGUMENT` would run
 
-It prints an experiment file that has every argument of theirs: taken over, or with the reason why it means something
-else, is missing, or needs nothing. With --name it is written to conf/experiment/NAME.yaml, where
+It prints an experiment file. Its first lines say what is trained otherwise, means something else or is missing; with
+--verbose, what became of every argument. With --name it is written to conf/experiment/NAME.yaml, where
 `python -m rlexp +experiment=NAME` finds it. The exit code is 0 if the experiment composes, else 1.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from rlexp.base.command import Parser, exit_code
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
-from rlexp.base.printable import printable, printable_lines
+from rlexp.base.printable import fitted, printable, printable_lines
 from rlexp.convert.rules import Conversion, Fate
 from rlexp.convert.shell import Call
 
@@ -38,6 +38,7 @@ def main() -> int:
     parser.add_argument("--name", metavar="NAME", help="write it to conf/experiment/NAME.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE", help="a variable of the "
                         "script, whatever it sets itself; may be repeated")  # fmt: skip
+    parser.add_argument("--verbose", action="store_true", help="say of every argument what became of it")
     parser.add_argument("--line", type=int, metavar="N", help="the line of the command, where a script has several")
     words = sys.argv[1:]
     place = words.index("--") if "--" in words else len(words)
@@ -67,15 +68,16 @@ def run(options: argparse.Namespace, arguments: list[str] | None = None) -> int:
         raise ConfigError(f"--name={options.name}: there is such an experiment, {where}. Give another name.")
     conv = converted(options.file, options.trainer, options.gpus, _call(options, arguments))
     name = options.name or FIRST
-    text = text_of(conv, name, options.file.name)
+    text = text_of(conv, name, options.file.name, verbose=options.verbose)
     if options.name is None:
         sys.stdout.write(text)
     else:
         file = Path("conf/experiment") / f"{name}.yaml"
         file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file, text)
-        sys.stderr.write(f"wrote {file}: {printable(command(conv, name))}\n")
     summarize(conv)
+    if options.name is not None:
+        sys.stderr.write(f"wrote {file}\ntrain by it: {printable(command(conv, name))}\n")
     try:
         composed(text, name, overrides(conv))
     except Exception as error:
@@ -88,13 +90,18 @@ def run(options: argparse.Namespace, arguments: list[str] | None = None) -> int:
 
 
 def summarize(conv: Conversion) -> None:
-    """Name on the terminal what was not taken over."""
-    for fate in (Fate.INSTEAD, Fate.OTHER, Fate.ABSENT):
+    """Say on the terminal what is trained otherwise, and name what else was not taken over."""
+    from rlexp.convert.experiment import LONGEST, MOST, explained
+
+    if lines := conv.lines[Fate.INSTEAD]:
+        said = [each.removeprefix("#") for line in lines[:MOST] for each in explained(line, LONGEST)]
+        sys.stderr.write(fitted("\n".join([f"{Fate.INSTEAD.value}:", *map(printable, said), ""]), sys.stderr))
+    for fate in (Fate.OTHER, Fate.ABSENT):
         if lines := conv.lines[fate]:
             names = ", ".join(dict.fromkeys(line.name for line in lines))
-            sys.stderr.write(f"{fate.value}: {printable(names)}\n")
+            sys.stderr.write(fitted(f"{fate.value}: {printable(names)}\n", sys.stderr))
     for note in conv.notes:
-        sys.stderr.write(f"{printable(note)}\n")
+        sys.stderr.write(fitted(f"{printable(note)}\n", sys.stderr))
 
 
 if __name__ == "__main__":

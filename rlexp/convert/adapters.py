@@ -120,7 +120,7 @@ def none(conv: Conversion, names: Names, *by: str) -> None:
     if by and conv.get(names.rank) and not any(map(conv.name, by)):
         switch = " or ".join(by)
         conv.remark(Fate.INSTEAD, conv.said(names.rank), conv.get(names.rank), f"without {switch} theirs has no "
-                    f"adapter: all weights are trained, as there, at the rate that is given")  # fmt: skip
+                    f"adapter: all weights are trained, as there, at the given rate")  # fmt: skip
     for name in (*by, *names.shape, *filter(None, [names.path]), *names.rest.split()):
         conv.tell(Fate.NEEDLESS, name, UNWANTED)
 

@@ -19,26 +19,23 @@ from rlexp.config.elsewhere import composed_for
 from rlexp.config.literals import literal
 from rlexp.config.options import quoted
 from rlexp.config.schema import Config
+from rlexp.config.schema.cadence import plural
 from rlexp.convert.rules import UNKNOWN_VARIABLE, Conversion, ConvertError, Fate, Line, Value
 
 WIDTH = 116
+MOST, LONGEST = 10, 60  # arguments that are trained otherwise, and characters of a value, where not all is said
 NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes
 # The order of the groups: the one in which people think of a run. Other groups come last.
 ORDER = ("seed", "launch", "parallel", "engine", "model", "adapter", "data", "rollout", "reward", "loss", "reference",
          "train", "optim", "memory", "checkpoint", "logger")  # fmt: skip
 
 
-def text_of(conv: Conversion, name: str, file: str) -> str:
-    """Return the experiment as yaml, with a comment for every argument."""
+def text_of(conv: Conversion, name: str, file: str, *, verbose: bool = True) -> str:
+    """Return the experiment as yaml. If it is `verbose`, it has a comment for every argument, else for those that
+    matter."""
     said = wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert.")
-    lines = ["# @package _global_", *said, f"# Command:  {command(conv, name)}", *_listed(conv, Fate.INSTEAD)]
-    for note in conv.notes:
-        lines += wrapped(note)
-    for fate in (Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS):
-        lines += _listed(conv, fate)
-    if conv.off:
-        lines += ["#", *wrapped(f"Null, false, empty or 0, and nothing is asked for: {', '.join(conv.off)}.", "    ")]
-    lines += ["", "defaults:"]
+    lines = ["# @package _global_", *said, f"# Command:  {command(conv, name)}"]
+    lines += [*(_all_said(conv) if verbose else _what_matters(conv)), "", "defaults:"]
     for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
         lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))
     lines += ["", *_groups(conv)]
@@ -48,10 +45,37 @@ def text_of(conv: Conversion, name: str, file: str) -> str:
     return text
 
 
-def _listed(conv: Conversion, fate: Fate) -> list[str]:
+def _all_said(conv: Conversion) -> Iterator[str]:
+    yield from _listed(Fate.INSTEAD, conv.lines[Fate.INSTEAD])
+    for note in conv.notes:
+        yield from wrapped(note)
+    for fate in (Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS):
+        yield from _listed(fate, conv.lines[fate], apart=True)
+    if conv.off:
+        yield from ["#", *wrapped(f"Null, false, empty or 0, and nothing is asked for: {', '.join(conv.off)}.", "    ")]
+
+
+def _what_matters(conv: Conversion) -> Iterator[str]:
+    """Yield what is trained otherwise, then what else differs or is missing; the rest is counted."""
+    otherwise, missing = conv.lines[Fate.INSTEAD], [line for line in conv.lines[Fate.ABSENT] if line.known]
+    yield from _listed(Fate.INSTEAD, otherwise[:MOST], longest=LONGEST)
+    if otherwise[MOST:]:
+        yield f"#   and {len(otherwise) - MOST} more: --verbose names them"
+    for note in conv.notes:
+        yield from wrapped(note)
+    yield from _listed(Fate.OTHER, conv.lines[Fate.OTHER], longest=LONGEST)
+    yield from _listed(Fate.ABSENT, missing, longest=LONGEST)
+    unknown = [line.name for line in conv.lines[Fate.ABSENT] if not line.known]
+    if unknown:
+        yield from wrapped(f"Not known here: {', '.join(unknown)}.", "  ")
+    if count := len(conv.lines[Fate.NEEDLESS]) + len(conv.off):
+        yield f"# {plural(count, 'other argument')} {'changes' if count == 1 else 'change'} nothing: see --verbose."
+
+
+def _listed(fate: Fate, lines: Sequence[Line], *, apart: bool = False, longest: int | None = None) -> list[str]:
     """Return the lines of one fate, the worst of which are the first lines of the file."""
-    head = ["#"] * (fate is not Fate.INSTEAD) + [f"# {fate.value[0].upper()}{fate.value[1:]}:"]
-    return [*head, *(each for line in conv.lines[fate] for each in _explained(line))] if conv.lines[fate] else []
+    head = ["#"] * apart + [f"# {fate.value[0].upper()}{fate.value[1:]}:"]
+    return [*head, *(each for line in lines for each in explained(line, longest))] if lines else []
 
 
 def command(conv: Conversion, name: str) -> str:
@@ -80,8 +104,10 @@ def wrapped(text: str, indent: str = "") -> list[str]:
                          break_on_hyphens=False)  # fmt: skip
 
 
-def _explained(line: Line) -> list[str]:
+def explained(line: Line, longest: int | None = None) -> list[str]:
+    """Return what is said of an argument, as comments. A value may be cut to its first characters."""
     value = HIDDEN if line.why == UNKNOWN_VARIABLE else scalar(masked(line.name.rpartition(": ")[2], line.value))
+    value = f"{value[:longest]} …" if longest is not None and len(value) > longest else value
     return wrapped(f"  {line.name}: {value}   {line.why}", indent="      ")
 
 

@@ -89,6 +89,7 @@ class Line:
     name: str
     value: Any
     why: str
+    known: bool = True  # as an argument of the trainer
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,8 @@ class Conversion:
     def text(self, name: str, default: str | None = None) -> Any:
         """Return a text as the file writes it: `007`, though that is a number too."""
         said = self.name(name)
+        if self.of_command and said is not None and self.raw.get(said) is True:
+            self.refuse(name, "has no value", f"Give one, or leave {said} out.")
         if said is not None and isinstance(self.raw.get(said), str) and self.given[said] is not None:
             return self.raw[said]
         return self._checked(name, default, kinds.text)
@@ -259,7 +262,9 @@ class Conversion:
         if off and not self.given[name]:
             self.off.append(name)
         else:
-            self.lines[fate].append(Line(name, self.given[name], why))
+            self.lines[fate].append(
+                Line(name, self.given[name], why, name in self.elsewhere or name in self.environment)
+            )
 
     def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:
         """Add a line on an argument that is taken over in part, or on a part of one."""

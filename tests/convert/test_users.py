@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rlexp.convert.experiment import text_of
 from rlexp.convert.rules import ConvertError, Fate
 from tests.convert.texts import AXOLOTL, COMMAND, FACTORY, OPENRLHF, SWIFT, TRL, conversion, named, values, written
 
@@ -77,6 +78,7 @@ def test_a_model_that_sees_is_noticed(model: str) -> None:
         ("cd /x\ntorchrun src/grpo.py --config recipes/a.yaml", "line 2 starts src/grpo.py, a program of its own, "
          "whose code decides what is trained. If it reads recipes/a.yaml as TRL does: python -m rlexp.convert "),
         ("swift sft --dataset org/d", "model: is missing, and it names the model that is trained. Add it to the "),
+        (f"{SWIFT} --dataset --beta 0.1", "dataset=True: has no value. Give one, or leave dataset out."),
         ("llamafactory-cli train cfg/$1.yaml", "the yaml file=cfg/$1.yaml: only bash knows what $1 is. Give the "),
     ],
 )  # fmt: skip
@@ -84,3 +86,20 @@ def test_a_refusal_is_true_and_says_what_to_do(text: str, said: str) -> None:
     with pytest.raises(ConvertError) as error:
         conversion(text, None, 8)
     assert said in str(error.value)
+
+
+def test_the_head_says_what_matters_and_counts_the_rest() -> None:
+    long = "x" * 300
+    text = f"{AXOLOTL}lora_r: 16\neot_tokens: {long}\nweird: 1\nstrange: {long}\nflash_attention: true\nstrict: false\n"
+    conv = conversion(text, None, 8)
+    head = text_of(conv, "mine", "theirs", verbose=False).partition("\ndefaults:")[0].splitlines()
+    assert head[3:] == [
+        "# Trains something else than the file asks for:",
+        "#   lora_r: 16   without adapter theirs has no adapter: all weights are trained, as there, at the given rate",
+        "# Missing:", f"#   eot_tokens: {'x' * 60} …   the template ends a turn", "# Not known here: weird, strange.",
+        "# 4 other arguments change nothing: see --verbose.",
+    ]  # fmt: skip
+    for number in range(12):
+        conv.remark(Fate.INSTEAD, f"a{number}", 1, "why")
+    assert "#   and 3 more: --verbose names them" in text_of(conv, "mine", "theirs", verbose=False).splitlines()
+    assert written(conv).count("   why\n") == 12
