@@ -29,7 +29,8 @@ SOURCE = {"name": "subset", "split": "split", "revision": "revision", "field_mes
 OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_input": "input",
             "field_output": "completion", "field_completion": "completion", "field_label": "label",
             "field_chosen": "chosen", "field_rejected": "rejected", "field_system": "system"}  # fmt: skip
-TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train", *SOURCE}
+TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train",
+        "system_prompt", *SOURCE}  # fmt: skip
 OF_LORA = adapters.Names(
     rank="lora_r", targets="lora_target_modules", also="lora_modules_to_save", rslora="peft_use_rslora",
     path="lora_model_dir", every="lora_target_linear",
@@ -52,7 +53,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("chat_template", "model.chat_template", "by default the tokenizer's own", "it is the tokenizer's own"),
     absent("chat_template_jinja", "use model.chat_template=FILE"),
     taken("chat_template_kwargs", "data.template_options"),
-    absent("special_tokens", "the tokenizer's own are used"),
+    absent("special_tokens", "the tokenizer's own are used; new ones: model.add_tokens"),
     taken("tokens", "model.add_tokens"),
     worked_out("overrides_of_model_config model_config", "model.rope", "YaRN in its rope_scaling or rope_parameters",
                "each of its keys is told"),
@@ -126,7 +127,8 @@ RULES: tuple[Rule, ...] = (
                "sft: theirs counts blocks of rows in a batch, rlexp counts rows"),
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
     worked_out("datasets", "data=hf, data.path or data.sources", ""),
-    absent("test_datasets", "use data.eval_path"),
+    worked_out("test_datasets", "data.eval_path, data.eval_split", ""),
+    taken("default_system_message", "data.system", to=lambda value: value or None),
     worked_out("val_set_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     needless("dataset_prepared_path dataset_processes dataset_exact_deduplication", "rows are tokenized once and kept"),
     worked_out("evals_per_epoch", "train.eval_every", "a share of an epoch", "no rows are held out"),
@@ -179,7 +181,7 @@ def convert(conv: Conversion) -> None:
     if conv.flag("sample_packing") and conv.trainer == "sft":
         conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
     _data(conv)
-    rows = huggingface.held_out(conv, "val_set_size")
+    rows = _held_out(conv) or huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
     for what, key, wanted in (("eval", "train.eval_every", rows), ("save", "checkpoint.save_every", True)):
         if wanted and (times := conv.whole(f"{what}s_per_epoch", 0, least=0)):
@@ -308,6 +310,11 @@ def _data(conv: Conversion) -> None:
         conv.missing("datasets", "it names the rows to train on", "[{path: org/pairs}]")
     for number, source in enumerate(sources, start=1):
         _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source, by)
+    prompts = {str(source.get("system_prompt") or "") for source in sources}
+    if len(prompts) == 1 and (prompt := prompts.pop()):
+        conv.put("data.system", prompt, by, why="its system_prompt")
+    elif prompts - {""}:
+        conv.remark(Fate.OTHER, f"{by}: system_prompt", sorted(prompts), "data.system is one for all sets")
     conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")
     strategy = conv.text("excess_length_strategy", "drop")
     if strategy not in TOO_LONG:
@@ -315,6 +322,15 @@ def _data(conv: Conversion) -> None:
     cut = any(source.get("type") == SCORED for source in sources)
     why = "theirs cuts the end of an answer of this type" if cut else ""
     conv.put("data.too_long", "truncate" if cut else TOO_LONG[strategy], "excess_length_strategy", why=why)
+
+
+def _held_out(conv: Conversion) -> bool:
+    sets = conv.entries("test_datasets")
+    files = [each.get("data_files") or each.get("path") for each in sets]
+    return bool(sets) and huggingface.held_out_set(
+        conv, "test_datasets", files[0], sets[0].get("split") if files[0] == sets[0].get("path") else None,
+        several=len(sets) > 1 or isinstance(files[0], list),
+    )  # fmt: skip
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:

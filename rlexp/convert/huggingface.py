@@ -279,6 +279,18 @@ def held_out(conv: Conversion, name: str, *, share: bool = False) -> bool:
     return bool(size)
 
 
+def held_out_set(conv: Conversion, name: str, path: Any, split: Any = None, *, several: bool = False) -> bool:
+    """Hold out the rows of a set of their own, if there is one for the one set to train on; return whether there is."""
+    if several or "data.path" not in conv.values:
+        conv.tell(Fate.OTHER, name, "of several sets each has its own: data.sources.NAME.eval_path")
+        return False
+    if path != conv.values["data.path"].value or split is None:
+        conv.put("data.eval_path", path, name)
+    if split is not None:
+        conv.put("data.eval_split", split, name)
+    return True
+
+
 def evaluation(
     conv: Conversion, steps: int | None, rows: bool, *, strategy: str = "no", every: float | None = None
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,7 @@ RULES: tuple[Rule, ...] = (
                of="dpo"),
     worked_out("dataset", "data=hf, data.path or data.sources", "by dataset_info.json"),
     worked_out("dataset_dir", "data.path", ""),
-    absent("eval_dataset", "use data.eval_path"),
+    worked_out("eval_dataset", "data.eval_path", ""),
     worked_out("val_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn"),
@@ -136,8 +137,8 @@ def convert(conv: Conversion) -> None:
     _reference(conv)
     if conv.flag("disable_shuffling"):
         conv.put("data.shuffle", False, "disable_shuffling")
-    _data(conv)
-    huggingface.evaluation(conv, steps, huggingface.held_out(conv, "val_size"))
+    known = _data(conv)
+    huggingface.evaluation(conv, steps, _held_out(conv, known) or huggingface.held_out(conv, "val_size"))
 
 
 def _adapter(conv: Conversion) -> None:
@@ -205,7 +206,21 @@ def _preference(conv: Conversion) -> None:
                           bco="pref_bco_weight")  # fmt: skip
 
 
-def _data(conv: Conversion) -> None:
+def _held_out(conv: Conversion, known: Mapping[str, Mapping[str, Any]]) -> bool:
+    names = conv.texts("eval_dataset", split=",")
+    described = known.get(names[0], {}) if names else {}
+    file, hub = described.get("file_name"), described.get("hf_hub_url")
+    if names and not (file or hub):
+        conv.tell(Fate.OTHER, "eval_dataset", "dataset_info.json here does not describe it: data.eval_path")
+        return False
+    path = str(Path(conv.text("dataset_dir", "data")) / str(file)) if file else hub
+    return bool(names) and huggingface.held_out_set(
+        conv, "eval_dataset", path, None if file else described.get("split", "train"), several=len(names) > 1
+    )
+
+
+def _data(conv: Conversion) -> Mapping[str, Mapping[str, Any]]:
+    """Set the rows; return what describes all sets that are known here."""
     conv.choose("data", "hf")
     names = conv.texts("dataset", split=",")
     if not names:
@@ -224,6 +239,7 @@ def _data(conv: Conversion) -> None:
     if conv.trainer == "pt" and conv.flag("packing", True):
         why = "their default; a long text goes on in the next block there, here its end is cut: split it first"
         conv.remark(Fate.OTHER, "packing", True, why)
+    return known
 
 
 def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path) -> None:

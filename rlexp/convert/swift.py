@@ -77,7 +77,7 @@ RULES: tuple[Rule, ...] = (
     absent("loss_scale", "all tokens weigh the same", "default"),
     worked_out("dataset", "data=hf, data.path or data.sources",
                "columns: prompt, chosen, rejected; for kto prompt, completion, label; for sft messages"),
-    absent("val_dataset", "use data.eval_path"),
+    worked_out("val_dataset", "data.eval_path", ""),
     worked_out("split_dataset_ratio", "data.eval_size", ""),
     other("columns", "data.columns", "rlexp maps field to column"),
     taken("max_length", "data.max_length", "tokens of prompt and answer; their default is the model's limit"),
@@ -148,7 +148,7 @@ def convert(conv: Conversion) -> None:
         _loss(conv)
     _reference(conv)
     _data(conv)
-    rows = huggingface.held_out(conv, "split_dataset_ratio", share=True)
+    rows = _held_out(conv) or huggingface.held_out(conv, "split_dataset_ratio", share=True)
     huggingface.evaluation(conv, steps, rows, strategy="steps" if rows else "no", every=conv.number("save_steps", 500))
 
 
@@ -242,6 +242,12 @@ def _data(conv: Conversion) -> None:
     _system(conv)
     if not conv.flag("use_chat_template", True):
         conv.put("data.template", "never", "use_chat_template")
+
+
+def _held_out(conv: Conversion) -> bool:
+    names = conv.texts("val_dataset")
+    path = names[0].partition("#")[0].removeprefix("hf::").removeprefix("ms::") if names else ""
+    return bool(names) and huggingface.held_out_set(conv, "val_dataset", path, several=len(names) > 1)
 
 
 def _system(conv: Conversion) -> None:
