@@ -32,8 +32,9 @@ def main() -> int:
     )
     parser.add_argument("file", type=Path, metavar="FILE", help="a yaml file, or a shell script with the command")
     parser.add_argument(
-        "--trainer", metavar="NAME", help="dpo, sft, kto, reward, grpo, …, where the file does not say it (TRL)"
-    )
+        "--trainer", action="append", metavar="NAME", help="dpo, sft, kto, reward, grpo, …, where the file does not "
+        "say it (TRL); or the version whose defaults it means: trl==0.15"
+    )  # fmt: skip
     parser.add_argument("--gpus", type=int, metavar="N", help="all GPUs of the run, where the file does not say it")
     parser.add_argument("--name", metavar="NAME", help="write it to conf/experiment/NAME.yaml")
     parser.add_argument("--set", action="append", default=[], metavar="VARIABLE=VALUE", help="a variable of the "

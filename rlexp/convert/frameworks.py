@@ -9,11 +9,12 @@ from shlex import quote
 from typing import Any
 
 from rlexp.config.schema import KINDS
-from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl
+from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl, versions
 from rlexp.convert.launchers import STARTS
 from rlexp.convert.read import Asked, is_named_value, mapping_of, named_value, plain, read, refuse_unknown, text_of
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
 from rlexp.convert.shell import Call
+from rlexp.convert.versions import Versions
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,16 @@ FORMS = {
 OURS = {"pt": "sft", "rm": "reward"}
 
 
-def converted(file: Path, trainer: str | None, gpus: int | None, call: Call | None = None) -> Conversion:
-    """Read a file and decide what becomes of each of its arguments."""
+def converted(
+    file: Path, trainer: str | Sequence[str] | None, gpus: int | None, call: Call | None = None
+) -> Conversion:
+    """Read a file and decide what becomes of each of its arguments. `trainer` may name a version too: trl==0.15."""
     asked = _with_profile(_with_yaml(read(file, call), file), file)
+    trainer, version = versions.asked_for([trainer] if isinstance(trainer, str) else trainer or [])
+    if version is not None and version[0] != asked.framework:
+        raise ConvertError(
+            f"--trainer: names a version of {version[0]}, and {file} is {asked.framework}'s. Leave it out."
+        )
     framework = FRAMEWORKS[asked.framework]
     chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)
     if chosen is None:
@@ -58,7 +66,8 @@ def converted(file: Path, trainer: str | None, gpus: int | None, call: Call | No
         raise ConvertError(f"--trainer={trainer}: {file} is for {chosen}. Leave --trainer out.")
     if chosen not in framework.trainers:
         raise ConvertError(f"{file}: {_unread(asked.framework, chosen)}")
-    return of_asked(replace(asked, trainer=chosen), gpus)
+    known = version[1] if version is not None else versions.told(asked.framework, file, asked.given)
+    return of_asked(replace(asked, trainer=chosen), gpus, known)
 
 
 def _unread(framework: str, trainer: str) -> str:
@@ -81,7 +90,7 @@ def _unread(framework: str, trainer: str) -> str:
     return f"is for {framework}'s {trainer}, which rlexp does not have yet. It has {read} of {framework}."
 
 
-def of_asked(asked: Asked, gpus: int | None) -> Conversion:
+def of_asked(asked: Asked, gpus: int | None, known_versions: Versions | None = None) -> Conversion:
     """Convert what a file asks for."""
     framework, trainer = FRAMEWORKS[asked.framework], asked.trainer or ""
     rules = [rule for rule in framework.rules if not rule.trainers or trainer in rule.trainers]
@@ -96,7 +105,7 @@ def of_asked(asked: Asked, gpus: int | None) -> Conversion:
             refuse_unknown(name, value)
     given = {name: plain(value) for name, value in raw.items()}
     conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables),
-                      of_command=asked.of_command)  # fmt: skip
+                      of_command=asked.of_command, versions=known_versions or Versions())  # fmt: skip
     for name, value in asked.again:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:

@@ -163,7 +163,9 @@ def _loss(conv: Conversion) -> None:
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
     if gspo and estimator != "group_norm":
         conv.remark(Fate.INSTEAD, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
-    conv.put("loss.normalize", "token", why="the mean over all tokens of the batch, as theirs")
+    divisor = conv.dated("loss.normalize", "token")
+    of = "all tokens of the batch" if divisor == "token" else "each answer's tokens"
+    conv.put("loss.normalize", divisor, why=f"the mean over {of}, as theirs")
     conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
     conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")

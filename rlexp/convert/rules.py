@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 from rlexp.base.errors import UserError
 from rlexp.base.secrets import masked
 from rlexp.convert import kinds
+from rlexp.convert.versions import PACKAGES, Change, Versions, changes_of
 
 
 class Fate(Enum):
@@ -110,6 +111,8 @@ class Conversion:
     raw: Mapping[str, Any] = field(default_factory=dict)  # texts that `given` has as numbers
     environment: frozenset[str] = frozenset()  # names in `given` that are variables of the environment
     of_command: bool = False  # the arguments are a command's
+    versions: Versions = Versions()  # noqa: RUF009  # of the framework
+    undated: dict[Change, Any] = field(default_factory=dict)  # defaults that an older version has otherwise
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value
     command: dict[str, Value] = field(default_factory=dict)  # keys that belong on the command line
@@ -139,7 +142,18 @@ class Conversion:
     def get(self, name: str, default: Any = None) -> Any:
         """Return the value of an argument, or its default."""
         said = self.name(name)
-        return default if said is None or self.given[said] is None else self.given[said]
+        return self.dated(name, default) if said is None or self.given[said] is None else self.given[said]
+
+    def dated(self, name: str, default: Any) -> Any:
+        """Return a default of the version that the file is for, as far as that is known."""
+        rule = self.by_name.get(name)
+        for change in changes_of(self.framework, self.trainer, rule.names if rule else (name,)):
+            older = self.versions.older(change.until)
+            if older:
+                return change.before
+            if older is None:
+                self.undated[change] = default
+        return default
 
     def refuse(self, name: str, rule: str, remedy: str) -> NoReturn:
         """Refuse the value of an argument, which the message names as the file does."""
@@ -282,14 +296,24 @@ class Conversion:
         for rule in self.rules:
             if rule.fate is Fate.TAKEN and rule.convert is not None:
                 self._take(rule, rule.convert)
+        self._tell_undated()
         told = {line.name for lines in self.lines.values() for line in lines}
         for name, value in self.given.items():
             if name not in self.done | told:
                 self._explain(name, value)
 
+    def _tell_undated(self) -> None:
+        """Say in the first lines which defaults are those of newer versions alone."""
+        others = [f"{change.name.rpartition('.')[2]}={change.before} before {change.until}" for change in self.undated]
+        if others:
+            package = next(name for name, of in PACKAGES.items() if of == self.framework)
+            self.notes.insert(0, f"Versions: the newest defaults of {self.framework} are taken. Older ones had "
+                                 f"{', '.join(others)}: give yours as --trainer {package}==VERSION.")  # fmt: skip
+
     def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
         said = self.name(rule.names[0])
-        value = rule.default if said is None or self.given[said] is None else self.given[said]
+        missing = said is None or self.given[said] is None
+        value = self.dated(rule.names[0], rule.default) if missing else self.given[said or ""]
         if said in self.done or value is UNSAID or rule.key in self.values:
             return
         chosen = self.choices.get(rule.key.partition(".")[0])

@@ -274,9 +274,9 @@ def _importance(conv: Conversion, vllm: bool) -> None:
     """Weigh samples of vLLM as TRL does by default; only the mode token_truncate is here."""
     names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
              "vllm_importance_sampling_clip_max")  # fmt: skip
-    mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
     if not vllm or names[0] not in conv.by_name or not conv.flag(names[0], True):
         return
+    mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
     if mode == "token_truncate":
         conv.put("rollout.importance_cap", cap, *names)
     else:

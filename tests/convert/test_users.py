@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from rlexp.base.errors import UserError
 from rlexp.convert.experiment import text_of
 from rlexp.convert.rules import ConvertError, Fate
-from tests.convert.texts import AXOLOTL, COMMAND, FACTORY, OPENRLHF, SWIFT, TRL, conversion, named, values, written
+from tests.convert.texts import (
+    AXOLOTL,
+    COMMAND,
+    FACTORY,
+    GRPO,
+    OPENRLHF,
+    RAY,
+    SWIFT,
+    TRL,
+    conversion,
+    named,
+    values,
+    written,
+)
 
 SFT = SWIFT.replace("rlhf --rlhf_type dpo", "sft")
 FACTORY_COMMAND = "FORCE_TORCHRUN=1 llamafactory-cli train theirs.yaml"
@@ -112,3 +127,38 @@ def test_the_head_says_what_matters_and_counts_the_rest() -> None:
         conv.remark(Fate.INSTEAD, f"a{number}", 1, "why")
     assert "#   and 3 more: --verbose names them" in text_of(conv, "mine", "theirs", verbose=False).splitlines()
     assert written(conv).count("   why\n") == 12
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "beside", "wanted"),
+    [
+        (GRPO, ["grpo", "trl==0.15"], "", {"loss.beta": 0.04, "rollout.temperature": 0.9, "loss.normalize": "sequence",
+                                              "train.precision": "fp32"}),
+        (GRPO, ["grpo"], "torch\ntrl==0.18.1\n", {"loss.beta": 0.04, "rollout.temperature": 1.0}),
+        (f"# pip install trl==0.25\n{GRPO}", ["grpo"], "", {"loss.beta": 0.0, "data.max_length": 1024}),
+        (SFT.replace("tuner_type", "train_type"), ["ms-swift==3.5.1"], "", {"data.eval_size": 0.01}),
+        (SWIFT, ["ms-swift==3.7"], "", {"loss.sft_weight": 1.0}),
+        (f"{RAY} --init_kl_coef 0", ["openrlhf==0.6.3"], "", {"loss.normalize": "sequence", "loss.lam": 0.95}),
+        (f"{RAY} --actor.dual_clip 3", None, "", {"loss.normalize": "token", "loss.value_clip": 0.5}),
+    ],
+)  # fmt: skip
+def test_defaults_are_those_of_the_version(
+    text: str, trainer: list[str] | None, beside: str, wanted: dict[str, object]
+) -> None:
+    Path("requirements.txt").write_text(beside)
+    conv = conversion(text, trainer, 8)
+    assert wanted.items() <= values(conv).items()
+    assert "Versions: " not in written(conv) or "==3.5" in str(trainer)
+
+
+def test_where_the_version_is_not_known_the_first_lines_say_what_others_had() -> None:
+    head = " ".join(written(conversion(GRPO, "grpo", 8)).replace("\n#", "").splitlines()[:6])
+    assert "Versions: the newest defaults of TRL are taken. Older ones had bf16=False before 0.19, " in head
+    assert "beta=0.04 before 0.19" in head
+    assert "--trainer trl==VERSION" in head
+    for wrong, said in (
+        ("trl==x", "--trainer trl==x: must be one of trl, ms-swift, "),
+        ("axolotl==0.5", "a version of axo"),
+    ):
+        with pytest.raises(UserError, match=re.escape(said)):
+            conversion(GRPO, ["grpo", wrong], 8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from rlexp.convert.experiment import text_of
@@ -27,7 +28,7 @@ SWIFT_LORA = SWIFT.replace("--tuner_type full ", "")
 COMMAND = "trl dpo --model_name_or_path org/m --dataset_name org/d "
 
 
-def conversion(text: str, trainer: str | None = None, gpus: int | None = None) -> Conversion:
+def conversion(text: str, trainer: str | Sequence[str] | None = None, gpus: int | None = None) -> Conversion:
     """Convert a text as a file. Other files are looked for where the test runs."""
     handle, name = tempfile.mkstemp(dir=Path.cwd(), text=True)
     with os.fdopen(handle, "w", encoding="utf-8") as file:

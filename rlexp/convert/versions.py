@@ -1,0 +1,107 @@
+"""Defaults of trainers that changed, and what tells which version a file was written for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlexp.base.errors import ConfigError
+
+Version = tuple[int, ...]
+PACKAGES = {"trl": "TRL", "ms-swift": "ms-swift", "openrlhf": "OpenRLHF", "axolotl": "axolotl",
+            "llamafactory": "LLaMA-Factory"}  # fmt: skip
+LATEST: Version = (9999,)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A default that was another one before a version."""
+
+    framework: str
+    trainers: str  # empty: all
+    name: str  # the newest of the argument's
+    until: str
+    before: Any
+
+
+# By the releases of each, the oldest first; only those that change a number.
+CHANGES: Sequence[Change] = (
+    Change("TRL", "", "bf16", "0.19", False),
+    Change("TRL", "grpo", "loss_type", "0.17", "grpo"),
+    Change("TRL", "grpo", "loss_type", "0.22", "bnpo"),
+    Change("TRL", "grpo", "temperature", "0.18", 0.9),
+    Change("TRL", "grpo", "top_k", "0.18", 50),
+    Change("TRL", "grpo", "beta", "0.19", 0.04),
+    Change("TRL", "grpo", "max_prompt_length", "0.26", 512),
+    Change("TRL", "grpo", "vllm_importance_sampling_clip_max", "0.26", 2.0),
+    Change("ms-swift", "", "split_dataset_ratio", "3.6", 0.01),
+    Change("ms-swift", "dpo", "rpo_alpha", "3.8", 1.0),
+    Change("ms-swift", "grpo", "top_p", "4.0", 0.9),
+    Change("ms-swift", "grpo", "top_k", "4.0", 50),
+    Change("OpenRLHF", "ppo", "loss.normalize", "0.6.4", "sequence"),
+    Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.5.7", 0.95),
+    Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.0", 1.0),
+    Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.4", 0.95),
+    Change("OpenRLHF", "ppo", "critic.value_clip", "0.8.2", 0.2),
+)
+
+
+def parsed(text: str) -> Version:
+    return tuple(int(each) for each in text.split("."))
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of a trainer that a file may be for."""
+
+    low: Version = ()
+    high: Version = LATEST
+
+    def older(self, until: str) -> bool | None:
+        """Say whether it is one before a version; None: it may be either."""
+        if self.high < parsed(until):
+            return True
+        return False if self.low >= parsed(until) else None
+
+
+def changes_of(framework: str, trainer: str, names: Iterable[str]) -> list[Change]:
+    known = set(names)
+    return [each for each in CHANGES if each.framework == framework and each.name in known
+            and each.trainers in ("", trainer)]  # fmt: skip
+
+
+def asked_for(words: Sequence[str]) -> tuple[str | None, tuple[str, Versions] | None]:
+    """Take --trainer apart: the trainer (dpo), and the framework with its version (trl==0.15)."""
+    trainer, versions = None, None
+    for word in words:
+        package, equals, version = word.partition("==")
+        if not equals:
+            trainer = word
+        elif package not in PACKAGES or not re.fullmatch(r"\d+(\.\d+)*", version):
+            raise ConfigError(f"--trainer {word}: must be one of {', '.join(PACKAGES)}, == and a version. For example: "
+                              f"--trainer trl==0.15.")  # fmt: skip
+        else:
+            versions = PACKAGES[package], Versions(parsed(version), parsed(version))
+    return trainer, versions
+
+
+def told(framework: str, file: Path, given: Iterable[str]) -> Versions:
+    """Return the versions that a file may be for: by a requirement in it or beside it, or by its arguments' names."""
+    package = next(name for name, of in PACKAGES.items() if of == framework)
+    for each in (file, *sorted(file.parent.glob("*requirements*.txt")), file.parent / "uv.lock"):
+        try:
+            text = each.read_text(encoding="utf-8", errors="replace")
+        except OSError:
+            continue
+        pattern = rf'(?<![\w-]){package}(?:==|"\nversion = ")(\d+(?:\.\d+)*)'
+        if (found := re.search(pattern, text)) is not None:
+            return Versions(parsed(found[1]), parsed(found[1]))
+    names = set(given)
+    if framework == "ms-swift" and names & {"train_type", "tuner_type"}:
+        return Versions((3,), (3, 9999)) if "train_type" in names else Versions((4,))
+    if framework == "OpenRLHF":
+        return Versions((0, 10, 2)) if any("." in name for name in names) else Versions((), (0, 10, 1))
+    return Versions()
