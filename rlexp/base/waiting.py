@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,12 +16,14 @@ EVERY = 8.0  # seconds
 
 @contextlib.contextmanager
 def told(doing: str | Callable[[], str | None], tell: Callable[[str], None] = say) -> Iterator[threading.Event]:
-    """While the block runs, say now and then what is being done. It may change; with None, or once the event that is
-    returned is set, nothing is said any more.
+    """While the block runs, say now and then on a terminal what is being done. It may change; with None, or once the
+    event that is returned is set, nothing is said any more.
 
     A thread says it, since the block may be an import, or wait for a process.
     """
     over, began = threading.Event(), time.monotonic()
+    if not sys.stderr.isatty():
+        over.set()
 
     def tell_of_it() -> None:
         while not over.wait(EVERY):

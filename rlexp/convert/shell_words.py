@@ -112,7 +112,7 @@ class Words:
                 yield word
                 word = Word()
             elif char in " \t\r":
-                self.at += 1
+                self.at, word = self.at + 1, Word()
             elif char == "#" and not word.begun:
                 self.at = _end(self.text, "\n", self.at)
             elif self.text.startswith(("\\\n", "\\\r\n"), self.at):
@@ -123,7 +123,7 @@ class Words:
                 self.at = redirection.end()
                 yield from self._redirected(redirection[0])
             elif operator := self._operator():
-                self.at += len(operator)
+                self.at, word = self.at + len(operator), Word()
                 yield Operator(operator)
             else:
                 made = self._part(word)
@@ -384,7 +384,7 @@ def _spread(word: Word, elements: Sequence[str], quoted: bool, *, whole: bool) -
     else:
         pieces = [piece for each in elements for piece in _split(each)]
     if not pieces:
-        word.begun = quoted or bool(word.text)
+        word.begun = (quoted and not whole) or bool(word.text)
         return [word]
     word.add(pieces[0])
     rest = [Word(begun=True, quoted=quoted) for _ in pieces[1:]]

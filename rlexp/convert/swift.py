@@ -153,7 +153,9 @@ def convert(conv: Conversion) -> None:
 
 
 def _task(conv: Conversion) -> None:
-    """Refuse what trains another head, or has no rows."""
+    """Refuse what trains another head, has no rows, or is for ms-swift 2."""
+    for name in sorted({"sft_type", "model_id_or_path"} & conv.given.keys()):
+        conv.refuse(name, "is an argument of ms-swift before 3, which is not converted", "Write it for a newer one.")
     if (task := conv.text("task_type", "causal_lm")) != "causal_lm":
         conv.refuse(
             "task_type", f"trains {task}, which is missing in rlexp", "rlexp trains answers, or a reward model."

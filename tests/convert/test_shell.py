@@ -77,9 +77,10 @@ def statements(draw: random.Random, depth: int) -> list[str]:
     other = statements(draw, depth - 1) if depth else [":"]
     lines: list[str] = draw.choice(
         [
-            [f"{name}={value}"],
+            [f"{name}={value}", "A=()"],
             [f"{name}+={value}", 'c "$X" $Y'],
             ['A+=("$X" $Y)', 'c "${A[@]}" ${A[*]:+--n}'],
+            ['c "${A[@]}" "$Z" x"${A[@]}"'],
             [f"if {test}; then", *inner, "else", *other, "fi"],
             [f"if {test}; then :; elif {test}", "then", *inner, "fi"],
             [f"{test} && {{", *inner, "} || {", *other, "}"],

@@ -102,6 +102,7 @@ def test_a_model_that_sees_is_noticed(model: str) -> None:
         ("cd /x\ntorchrun src/grpo.py --config recipes/a.yaml", "line 2 starts src/grpo.py, a program of its own, "
          "whose code decides what is trained. If it reads recipes/a.yaml as TRL does: python -m rlexp.convert "),
         ("swift sft --dataset org/d", "model: is missing, and it names the model that is trained. Add it to the "),
+        (f"{SWIFT} --sft_type lora", "sft_type=lora: is an argument of ms-swift before 3, which is not converted."),
         (f"{SWIFT} --dataset --beta 0.1", "dataset=True: has no value. Give one, or leave dataset out."),
         ("llamafactory-cli train cfg/$1.yaml", "the yaml file=cfg/$1.yaml: only bash knows what $1 is. Give the "),
     ],

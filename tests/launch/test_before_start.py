@@ -233,6 +233,7 @@ def test_who_waits_for_a_rehearsal_is_told_that_it_goes_on(tmp_path: Path, monke
 
     monkeypatch.setattr(preflight_check, "print_line", print_line)
     monkeypatch.setattr(waiting, "EVERY", 0.01)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     slow = (
         "import pathlib, sys, time\nquestion = sys.stdin.read()\n"
         "while not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.01)\nprint(question * 2, end='')"

@@ -242,6 +242,7 @@ def test_a_rank_of_another_launcher_says_so_itself() -> None:
 def test_who_waits_is_told_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Until it is over, by the block's end or because nothing more is to be said."""
     monkeypatch.setattr(waiting, "EVERY", 0.001)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     said, doing = list[str](), iter(["starts 8 ranks", "builds the model", None])
     with told(lambda: next(doing), said.append):
         for thread in [each for each in threading.enumerate() if each.name == "told"]:
@@ -254,6 +255,10 @@ def test_who_waits_is_told_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys:
         while not capsys.readouterr().err.startswith("rlexp: evaluates, 0 s so far\n"):
             time.sleep(0.001)
     assert "told" not in {each.name for each in threading.enumerate()}
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    with told("evaluates", said.append) as over:
+        assert over.is_set()
+    assert len(said) == 2
 
 
 def test_what_a_run_does_before_its_header_is_told(tmp_path: Path) -> None:
