@@ -19,6 +19,7 @@ RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch
 RENAMED = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
 
 KEPT = 4  # checkpoints
+BACKENDS = ("flash_attention", "attn_implementation", "flex_attention", "xformers_attention", "sdp_attention")
 OBJECTIVES = ("integrations.diffusion", "integrations.kd")  # plugins that train something else
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # Keys of a source, and of a data set's columns.
@@ -41,6 +42,11 @@ OF_LORA = adapters.Names(
 OF_PAIRS = preference.Names("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", tau="", lengths="",
                             weighting="dpo_use_weighting")  # fmt: skip
 SCORED = "bradley_terry.chat_template"
+# The columns of some of its types, by our fields.
+COLUMNS = {"chatml.intel": {"prompt": "question"}, "chatml.icr": {"prompt": "input"},
+           "chatml.argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
+           "alpaca_chat.load_qa": {"prompt": "question", "completion": "answer"},
+           "oasst": {"prompt": "INSTRUCTION", "completion": "RESPONSE"}}  # fmt: skip
 TEMPLATES = ("chat_template", SCORED, "completion", "pretrain")  # types that write rows as we do
 
 RULES: tuple[Rule, ...] = (
@@ -91,6 +97,8 @@ RULES: tuple[Rule, ...] = (
     absent("use_eaft", "all tokens weigh the same", of="sft", fate=Fate.INSTEAD),
     needless("eaft_alpha eaft_k diffusion", "only with an objective that rlexp lacks", of="sft"),
     absent("eot_tokens", "the template ends a turn"),
+    absent("unfrozen_parameters", "all weights are trained: model.freeze", fate=Fate.INSTEAD),
+    absent("early_stopping_patience", "no early stopping"),
     needless("liger_rms_norm liger_rms_norm_gated liger_glu_activation liger_layer_norm liger_rope use_kernels "
              "liger_fused_linear_cross_entropy loss_watchdog_threshold loss_watchdog_patience experts_implementation "
              "use_scattermoe use_sonicmoe quantize_moe_experts eval_batch_size push_dataset_to_hub low_cpu_mem_usage "
@@ -180,6 +188,8 @@ def convert(conv: Conversion) -> None:
     conv.put("data.packing", conv.flag("sample_packing"), "sample_packing")
     if conv.flag("sample_packing") and conv.trainer == "sft":
         conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
+    if conv.flag("sample_packing") and not any(conv.get(name) for name in BACKENDS):
+        conv.remark(Fate.OTHER, "sample_packing", True, "without flash_attention, rows of a block see each other there")
     _data(conv)
     rows = _held_out(conv) or huggingface.held_out(conv, "val_set_size")
     huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
@@ -187,11 +197,22 @@ def convert(conv: Conversion) -> None:
         if wanted and (times := conv.whole(f"{what}s_per_epoch", 0, least=0)):
             every = "1 epoch" if times == 1 else f"1/{times} epoch"
             conv.put(key, every, f"{what}s_per_epoch", f"{what}_strategy", f"{what}_steps")
+    if rows and conv.get("load_best_model_at_end") is None and _in_step(conv):
+        conv.put("checkpoint.keep_best", 1)
+        why = "their default: the best model is what they leave; the run exports its last one, and keeps the best too"
+        conv.remark(Fate.OTHER, "load_best_model_at_end", True, why)
     project = conv.text("wandb_project")
     huggingface.progress(conv)
     conv.choose("logger", "wandb" if project else "none", "wandb_project")
     if project:
         conv.put("logger.project", project, "wandb_project")
+
+
+def _in_step(conv: Conversion) -> bool:
+    """Return whether theirs saves only where it evaluates: then it loads the best model at the end."""
+    saves, evals = (conv.number(f"{what}s_per_epoch") for what in ("save", "eval"))
+    steps, every = conv.number("save_steps"), conv.number("eval_steps")
+    return bool(saves and evals and evals % saves == 0) or bool(steps and every and steps % every == 0)
 
 
 def _model_config(conv: Conversion) -> None:
@@ -226,6 +247,10 @@ def _adapter(conv: Conversion) -> None:
         if kind:
             conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
         adapters.none(conv, OF_LORA, "adapter")
+        if conv.get("bf16") is True and not conv.get("deepspeed"):
+            conv.remark(
+                Fate.OTHER, "bf16", True, "weights that are trained are float32, theirs bfloat16 without DeepSpeed"
+            )
         return
     adapters.lora(conv, OF_LORA, adapters.Defaults(None, None), "adapter")
     if conv.flag("merge_lora"):
@@ -310,11 +335,14 @@ def _data(conv: Conversion) -> None:
         conv.missing("datasets", "it names the rows to train on", "[{path: org/pairs}]")
     for number, source in enumerate(sources, start=1):
         _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source, by)
-    prompts = {str(source.get("system_prompt") or "") for source in sources}
+    prompts = {_prompt_of(source) for source in sources}
     if len(prompts) == 1 and (prompt := prompts.pop()):
         conv.put("data.system", prompt, by, why="its system_prompt")
     elif prompts - {""}:
         conv.remark(Fate.OTHER, f"{by}: system_prompt", sorted(prompts), "data.system is one for all sets")
+    if any(str(source.get("type")).startswith(("completion", "pretrain")) for source in sources):
+        why = "a text that is longer goes on in the next block there, here it is left out: split it first"
+        conv.remark(Fate.OTHER, "sequence_len", conv.get("sequence_len"), why)
     conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")
     strategy = conv.text("excess_length_strategy", "drop")
     if strategy not in TOO_LONG:
@@ -331,6 +359,12 @@ def _held_out(conv: Conversion) -> bool:
         conv, "test_datasets", files[0], sets[0].get("split") if files[0] == sets[0].get("path") else None,
         several=len(sets) > 1 or isinstance(files[0], list),
     )  # fmt: skip
+
+
+def _prompt_of(source: dict[str, Any]) -> str:
+    """Return the system prompt of a set, or of its own type."""
+    kind = source.get("type")
+    return str(source.get("system_prompt") or (kind.get("system_prompt") if isinstance(kind, dict) else "") or "")
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:
@@ -359,5 +393,8 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
                 conv.put(f"{key}.columns.{OWN_TYPE[theirs]}", kind[theirs], by)
     if roles not in (None, ["assistant"], ["gpt", "assistant"]):
         conv.remark(Fate.OTHER, "datasets: roles_to_train", roles, "the assistant's turns are trained on")
+    for ours, theirs in COLUMNS.get(str(kind), {}).items():
+        conv.put(f"{key}.columns.{ours}", theirs, by)
     if not str(kind).startswith(TEMPLATES):
-        conv.remark(Fate.OTHER, "datasets: type", source["type"], "rows are written by the tokenizer's template")
+        whose = "model.chat_template" if "model.chat_template" in conv.values else "the tokenizer's template"
+        conv.remark(Fate.OTHER, "datasets: type", source["type"], f"rows are written by {whose}")

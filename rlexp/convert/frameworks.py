@@ -87,7 +87,10 @@ def _unread(framework: str, trainer: str) -> str:
             f"is for {framework}'s {trainer}, whose files are not converted, but those of {read}. rlexp has it: "
             f"loss={ours}, whose keys are in docs/keys.md."
         )
-    return f"is for {framework}'s {trainer}, which rlexp does not have yet. It has {read} of {framework}."
+    return (
+        f"is for {framework}'s {trainer}, or one of that name in a fork, which rlexp does not have. It has {read} of "
+        f"{framework}."
+    )
 
 
 def of_asked(asked: Asked, gpus: int | None, known_versions: Versions | None = None) -> Conversion:
@@ -98,7 +101,8 @@ def of_asked(asked: Asked, gpus: int | None, known_versions: Versions | None = N
     arguments = _spelled(asked.given, known, shortened=asked.of_command)
     around = _spelled(asked.launcher, known)
     launcher = {name: around[name] for name in around if name not in arguments and name not in OF_PYTHON}
-    variables = {name: value for name, value in asked.environment.items() if name not in arguments}
+    variables = {name: value for name, value in asked.environment.items()
+                 if name not in arguments and (name in known or name not in asked.used)}  # fmt: skip
     raw = {**launcher, **variables, **arguments}
     for name, value in raw.items():
         if name in known and known[name].fate is Fate.TAKEN:
@@ -135,14 +139,18 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
     elif asked.framework in ("ms-swift", "LLaMA-Factory") and str(asked.positional[:1]).endswith(("yaml']", "yml']")):
         named = asked.positional[0]
     else:
+        if asked.framework == "LLaMA-Factory" and not asked.given and asked.positional:
+            refuse_unknown("the yaml file", asked.positional[0])
         return asked
     refuse_unknown("the yaml file", named)
     given, of_trl = _beside(named, file), asked.framework == "TRL"
+    more = f", and add {', '.join(given_too)}" if (given_too := [*asked.given, *asked.positional[1:]]) else ""
     for_trainer = f" --trainer {asked.trainer}" if of_trl else ""
     if given is None:
         raise ConvertError(
-            f"{'--config=' * of_trl}{named}: the rest of the arguments are in that file, and it is not here. Put it "
-            f"beside {file}, or convert it: python -m rlexp.convert {quote(named)}{for_trainer}."
+            f"{'--config=' * of_trl}{named}: the rest of the arguments are in that file, and there is none at "
+            f"{file.parent / named}. Put it there, or convert it: python -m rlexp.convert {quote(named)}{for_trainer}"
+            f"{more}."
         )
     variables = given.pop("env", None)
     trainer = str(given.get("stage", "sft")) if asked.framework == "LLaMA-Factory" else asked.trainer

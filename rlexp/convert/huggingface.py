@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from rlexp.config.schema.bounds import WEEK
@@ -13,6 +14,7 @@ from rlexp.convert.read import plain
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, one_of, other, taken, worked_out
 
 KEEP_ALL = 1_000_000
+FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
           "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
@@ -58,7 +60,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
     absent("optim_args optim_target_modules", "use the keys of optim"),
     worked_out("bf16", "train.precision", "trained weights stay float32"),
-    absent("fp16", "use bf16, fp32 or fp64"),
+    absent("fp16", "bf16 is taken"),
     absent("tf32", "there is no key for it", until="tf32"),
     taken("activation_checkpointing gradient_checkpointing", "memory.checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
@@ -102,7 +104,7 @@ RULES: tuple[Rule, ...] = (
     needless("remove_unused_columns no_remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
              "ddp_backend use_liger_kernel average_tokens_across_devices torch_empty_cache_steps local_rank "
              "overwrite_output_dir", "no number depends on it here"),
-    absent("group_by_length", "samples keep their order"),
+    absent("group_by_length", "no sample is moved by its length"),
     taken("train_sampling_strategy", "data.shuffle", "random is true, sequential is false",
           to=one_of({"random": True, "sequential": False}, "the order")),
     absent("label_smoothing_factor", "no smoothing of tokens"),
@@ -151,8 +153,8 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     passes = conv.number("num_train_epochs", epochs, least=0)
     if passes != int(passes):
         conv.tell(Fate.OTHER, "num_train_epochs",
-                  "only whole epochs are counted here: give train.max_steps, once `python -m rlexp.data` has said how "
-                  "many steps an epoch has")  # fmt: skip
+                  f"only whole epochs are counted here, and {max(1, math.floor(passes))} is taken: give "
+                  "train.max_steps, once `python -m rlexp.data` has said how many steps an epoch has")  # fmt: skip
         passes = max(1, math.floor(passes))
     conv.put("train.epochs", int(passes), "num_train_epochs")
     return None
@@ -218,8 +220,11 @@ def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> No
 
 def precision(conv: Conversion, *, bf16: bool, name: str = "bf16") -> None:
     """Set the precision: of `bf16`, else of the argument that `name` says has a default."""
-    half = conv.flag("bf16", bf16 and not conv.flag("fp16")) or conv.flag("fp16")
-    conv.put("train.precision", "bf16" if half else "fp32", "bf16", *([] if name == "bf16" else [name]))
+    half = conv.flag("bf16", bf16 and not conv.flag("fp16"))
+    if conv.flag("fp16") and not half:
+        conv.put("train.precision", "bf16", why="in place of fp16")
+    else:
+        conv.put("train.precision", "bf16" if half else "fp32", "bf16", *([] if name == "bf16" else [name]))
 
 
 def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep: int | None = None) -> None:
@@ -284,7 +289,12 @@ def held_out_set(conv: Conversion, name: str, path: Any, split: Any = None, *, s
     if several or "data.path" not in conv.values:
         conv.tell(Fate.OTHER, name, "of several sets each has its own: data.sources.NAME.eval_path")
         return False
-    if path != conv.values["data.path"].value or split is None:
+    same, split = path == conv.values["data.path"].value, None if Path(str(path)).suffix in FILES else split
+    trained = conv.values.get("data.split")
+    if (same and split == (trained.value if trained else "train")) or (same and split is None):
+        conv.tell(Fate.OTHER, name, "theirs evaluates rows that it trains on: hold out others by data.eval_size")
+        return False
+    if not same or split is None:
         conv.put("data.eval_path", path, name)
     if split is not None:
         conv.put("data.eval_split", split, name)

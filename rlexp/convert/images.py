@@ -23,6 +23,11 @@ OF_A_FILE = re.compile(
 def told(conv: Conversion, model: str) -> None:
     """Say first that only texts are trained on, where a model or an argument is made for more."""
     names = [name for name in conv.given if OF_A_FILE.fullmatch(name) and conv.given[name] not in (None, False)]
+    theirs = conv.framework == "LLaMA-Factory"  # whose defaults these are
+    frozen = [name for name in names if theirs and name.startswith("freeze_") and conv.given[name] is True]
+    names = [name for name in names if name not in frozen]
+    for name in frozen:
+        conv.tell(Fate.NEEDLESS, name, "only with a model that reads images")
     for name in names:
         conv.remark(Fate.ABSENT, name, conv.given[name], "images, videos and sound are not read")
     named = (model.rstrip("/").rpartition("/")[2], str(conv.given.get("model_type") or ""))

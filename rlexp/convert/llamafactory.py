@@ -113,6 +113,8 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(conv: Conversion) -> None:
+    if conv.flag("do_predict") and not conv.flag("do_train"):
+        conv.refuse("do_predict", "predicts, and trains nothing", "Convert a file that has do_train.")
     gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
     ring = int(conv.whole("sequence_parallel_size", 1, least=1))
     if ring > 1:
@@ -257,6 +259,8 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
     columns, fields = described.get("columns"), FIELDS[conv.trainer]
     for theirs, column in (columns if isinstance(columns, dict) else {}).items():
         ours = fields.get(theirs)
+        if theirs in ("images", "videos", "audios") and column:
+            conv.remark(Fate.INSTEAD, f"dataset: {theirs}", column, "only texts are read")
         if theirs == "history" and column:
             conv.remark(Fate.OTHER, "dataset: history", column, "earlier turns in a column of their own are not read")
         if ours and column and column != ours:

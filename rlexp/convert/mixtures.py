@@ -35,5 +35,6 @@ def _as_trl(conv: Conversion, one: dict[str, Any]) -> dict[str, Any]:
     share, split = one.get("weight"), str(one.get("split") or "train")
     if isinstance(share, int | float) and 0 < share < 1:
         split = f"{split}[:{max(1, round(100 * share))}%]"
-        conv.remark(Fate.OTHER, f"{said(conv)}: weight", share, "the first rows of a set; theirs are drawn")
+        drawn = "; theirs are drawn" * (said(conv) == "dataset_mixture")
+        conv.remark(Fate.OTHER, f"{said(conv)}: weight", share, f"the first rows of a set{drawn}")
     return {"path": one.get("id"), "split": split} | ({"name": one["config"]} if one.get("config") else {})

@@ -19,7 +19,6 @@ LENGTHS = {"dpo": 512, "ppo": 2048, "sft": 2048, "rm": 512, "kto": 2048}
 EPOCHS = {"dpo": 1, "sft": 2, "rm": 1, "kto": 1}
 HELD_OUT = {"dpo": "test", "ppo": "train", "sft": "test", "rm": "train", "kto": "test"}
 PROMPTS = {"ppo": "input", "sft": "input", "kto": "input"}
-FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 
 EVERY = "rlexp trains on every answer"
 FOUND, NO_SPLITS = "the column is found by its name", "a file has no splits"
@@ -209,7 +208,11 @@ def _supervised(conv: Conversion) -> None:
     answers.supervised(conv, "", answers.OF_MICRO_BATCHES)
     if conv.flag("pretrain_mode") and (conv.flag("apply_chat_template") or conv.get("output_key") is not None):
         conv.tell(Fate.OTHER, "pretrain_mode", "rlexp never trains on prompts")
-    if not conv.flag("multiturn") and conv.flag("apply_chat_template") and conv.name("multiturn") is None:
+    if not conv.flag("apply_chat_template") and conv.get("output_key") is not None:
+        why = "theirs writes a prompt into it; here it stays as it is: write the rows so"
+        conv.remark(Fate.OTHER, conv.said("input_template"), conv.get("input_template", "User: {}\nAssistant: "), why)
+    bare = conv.flag("apply_chat_template") and conv.get("output_key") is None
+    if bare and not conv.flag("multiturn") and conv.name("multiturn") is None:
         why = "without it theirs trains the last answer of a conversation; here every one is trained on"
         conv.remark(Fate.OTHER, "multiturn", False, why)
 
@@ -276,7 +279,7 @@ def _data(conv: Conversion) -> None:
             conv.remark(Fate.ABSENT, "dataset", path, "a folder within a set of the hub is not read (@)")
         if weights:
             conv.put(f"{key}.weight", weights[number - 1], "dataset_probs")
-        if split and PurePosixPath(path).suffix not in FILES:
+        if split and PurePosixPath(path).suffix not in huggingface.FILES:
             conv.put(f"{key}.split", split, "dataset_split")
         for ours, (name, theirs) in columns.items():
             if theirs and theirs != ours:
@@ -329,11 +332,11 @@ def _template(conv: Conversion) -> None:
     template = conv.text("tokenizer_chat_template")
     if template is None:
         return
-    if "{" in template:
+    if template.endswith((".jinja", ".jinja2")):
+        conv.put("model.chat_template", template, "tokenizer_chat_template")
+    else:
         conv.tell(Fate.OTHER, "tokenizer_chat_template", "the template itself there, a file with it here: write it to "
                   "a file, and give model.chat_template=FILE")  # fmt: skip
-    else:
-        conv.put("model.chat_template", template, "tokenizer_chat_template")
 
 
 def _lengths(conv: Conversion) -> None:
@@ -361,7 +364,7 @@ def _held_out(conv: Conversion, paths: list[str]) -> None:
         conv.tell(Fate.OTHER, "eval_split", "of several sets each has its own: data.sources.NAME.eval_split")
         return
     split = conv.text("eval_split", HELD_OUT[conv.trainer])
-    if PurePosixPath(path).suffix not in FILES:
+    if PurePosixPath(path).suffix not in huggingface.FILES:
         conv.put("data.eval_split", split, "eval_split", "eval_dataset")
 
 

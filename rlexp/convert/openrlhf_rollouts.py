@@ -157,7 +157,8 @@ def _importance(conv: Conversion) -> None:
 def _loss(conv: Conversion) -> None:
     estimator, in_loss = conv.text("advantage_estimator", "gae"), conv.flag("use_kl_loss")
     if estimator not in ESTIMATORS:
-        conv.refuse("advantage_estimator", "is missing", f"Known are {', '.join(ESTIMATORS)}.")
+        also = " (group_norm is GRPO's)" if estimator == "grpo" else ""
+        conv.refuse("advantage_estimator", "is none of OpenRLHF's", f"Known are {', '.join(ESTIMATORS)}{also}.")
     gspo = conv.text("policy_loss_type", "ppo") == "gspo"
     loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
@@ -166,7 +167,8 @@ def _loss(conv: Conversion) -> None:
     divisor = conv.dated("loss.normalize", "token")
     of = "all tokens of the batch" if divisor == "token" else "each answer's tokens"
     conv.put("loss.normalize", divisor, why=f"the mean over {of}, as theirs")
-    conv.put("loss.whiten", estimator in ("gae", "reinforce", "reinforce_baseline"), "advantage_estimator")
+    whitens = estimator in ("gae", "reinforce", "reinforce_baseline")
+    conv.put("loss.whiten", whitens, "advantage_estimator", why="over a train batch; theirs over the rollout" * whitens)
     conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
     conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")
     if estimator in BY_GROUP and not in_loss and conv.number("init_kl_coef", 0.01):

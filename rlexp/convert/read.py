@@ -42,6 +42,7 @@ class Asked:
     around: list[str] = field(default_factory=list)  # words of a command around this one: srun … bash -c
     again: list[tuple[str, Any]] = field(default_factory=list)  # values of arguments that a later one overrides
     of_command: bool = False
+    used: frozenset[str] = frozenset()  # variables of the environment that the script reads too
 
 
 def read(file: Path, call: Call | None = None) -> Asked:
@@ -67,28 +68,35 @@ def read(file: Path, call: Call | None = None) -> Asked:
             f"{file}: ends at line {every[-1].line}, before a command of a trainer. If its arguments change that, give "
             f"them behind --, as: python -m rlexp.convert {quote(str(file))} -- ARGUMENT."
         )
-    if own := next(filter(None, map(_own_program, every)), ""):
+    count, own = max(map(_own_program, every), default=(0, ""))
+    if count:
         raise ConvertError(f"{file}: {own}")
-    raise ConvertError(f"{file}{_wrong_line(text)}: {_UNKNOWN}")
+    where = _wrong_line(text)
+    if where and file.suffix in (".yaml", ".yml"):
+        raise ConvertError(f"{file}{where}: is no yaml. Correct it there, or in the line before.")
+    raise ConvertError(f"{file}{where}: {_UNKNOWN}")
 
 
-def _own_program(command: Command) -> str:
-    """Say what can be done with a command that starts a program of the author's own, with arguments of a trainer."""
+def _own_program(command: Command) -> tuple[int, str]:
+    """Say what can be done with a command that starts a program of the author's own, and how many arguments of a
+    trainer it has."""
     place = next((place for place, word in enumerate(command.words) if word.endswith(".py")), None)
     if place is None:
-        return ""
+        return 0, ""
     line = _Arguments(command.words[place + 1 :])
     files = [each for each in (line.given.get("config"), *line.positional) if str(each).endswith((".yaml", ".yml"))]
-    if not files and len(OF_TRAINING & line.given.keys()) < 2:
-        return ""
+    count = len(OF_TRAINING & line.given.keys())
+    if not files and count < 2:
+        return 0, ""
     said = (
         f"line {command.line} starts {command.words[place]}, a program of its own, whose code decides what is trained."
     )
     if files:
-        return (
-            f"{said} If it reads {files[0]} as TRL does: python -m rlexp.convert {quote(str(files[0]))} --trainer NAME."
-        )
-    return f"{said} Write its arguments as those of a trainer: trl dpo …, or a yaml file of TRL."
+        rest = ", ".join(name for name in line.given if name != "config")
+        more = f" Then add what the command gives: {rest}." if rest else ""
+        ask = f"python -m rlexp.convert {quote(str(files[0]))} --trainer NAME."
+        return count + 2, f"{said} If it reads {files[0]} as TRL does: {ask}{more}"
+    return count, f"{said} Write its arguments as those of a trainer: trl dpo …, or a yaml file of TRL."
 
 
 def _several(found: Sequence[tuple[Command, Asked]]) -> str:
@@ -99,6 +107,8 @@ def _several(found: Sequence[tuple[Command, Asked]]) -> str:
     decides = f", and {unsure} decides which of them run" if unsure else ""
     if len({command.line for command, _ in found}) > 1:
         remedy = f"Say which one is meant: --line {found[-1][0].line}."
+    elif loop := found[0][0].loop:
+        remedy = f"Say which one is meant by the loop's variable: --set {loop}=VALUE."
     else:
         remedy = "Leave one in it, and convert them in turn."
     return f"{len(found)} commands ({listed}){decides}. {remedy}"
@@ -239,7 +249,7 @@ def _asked(command: Command) -> Asked | None:
             if framework == "LLaMA-Factory":
                 trainer = str(line.given.get("stage", "sft"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
-                         command.around, line.again, of_command=True)  # fmt: skip
+                         command.around, line.again, of_command=True, used=command.used)  # fmt: skip
     return None
 
 

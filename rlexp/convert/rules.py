@@ -122,7 +122,9 @@ class Conversion:
     done: set[str] = field(default_factory=set)  # arguments whose fate is known
 
     def __post_init__(self) -> None:
-        self.elsewhere = {name for rule in self.rules for name in rule.names}  # of the framework's other trainers too
+        # of the framework's other trainers too; TRL's PPO is one of earlier versions, and has common names
+        self.elsewhere = {name for rule in self.rules for name in rule.names
+                          if self.framework != "TRL" or rule.trainers != ("ppo",) or self.trainer == "ppo"}  # fmt: skip
         self.rules = [rule for rule in self.rules if not rule.trainers or self.trainer in rule.trainers]
         self.by_name = {name: rule for rule in self.rules for name in rule.names}
 
@@ -194,7 +196,7 @@ class Conversion:
         """Return a text as the file writes it: `007`, though that is a number too."""
         said = self.name(name)
         if self.of_command and said is not None and self.raw.get(said) is True:
-            self.refuse(name, "has no value", f"Give one, or leave {said} out.")
+            self.refuse(name, "has no value", "Give one.")
         if said is not None and isinstance(self.raw.get(said), str) and self.given[said] is not None:
             return self.raw[said]
         return self._checked(name, default, kinds.text)
@@ -235,7 +237,7 @@ class Conversion:
 
     def missing(self, name: str, why: str, example: str) -> NoReturn:
         """Refuse a file without an argument, in the form that the file has."""
-        where, given = ("command", f"--{name} {example}") if self.of_command else ("file", f"{name}={example}")
+        where, given = ("command", f"--{name} {example}") if self.of_command else ("file", f"`{name}: {example}`")
         raise ConvertError(f"{name}: is missing, and {why}. Add it to the {where}, as {given}.")
 
     # ---- saying what becomes of arguments ----

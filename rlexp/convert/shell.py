@@ -35,6 +35,8 @@ class Command:
     around: list[str] = field(default_factory=list)  # words of the command that has this one in quotes: srun bash -c
     line: int = 0
     unsure: str = ""  # the line that decides whether it runs, where that is not known
+    loop: str = ""  # the variable of the loop that runs it several times
+    used: frozenset[str] = frozenset()  # variables of the environment that the script reads too
 
 
 @dataclass(frozen=True)
@@ -365,6 +367,7 @@ class _Reader(Words):
                 self.before.setdefault(found[1], self.known.get(found[1]))
             if declares or not _follows(rest):
                 self._assign(found[1], value, more=bool(found[2]), array=word.array is not None)
+                self.used.discard(found[1])
         if declares or not rest:
             if words[0].text == "export":
                 names = [*given, *(word.text for word in rest)]
@@ -381,10 +384,11 @@ class _Reader(Words):
             self.script.exported = before
         if inner:
             return
-        every = (self.script.exported | given).items()
-        environment = {name: value for name, value in every if name not in self.used}
+        environment = self.script.exported | given
         self.room.take([*environment])
-        yield Command([word.made() for word in rest], environment, line=self.line, unsure=self._decides())
+        loop = next((frame.subject for frame in reversed(self.frames) if frame.kind == "for"), "")
+        yield Command([word.made() for word in rest], environment, line=self.line, unsure=self._decides(), loop=loop,
+                      used=frozenset(self.used))  # fmt: skip
 
     def _assign(self, name: str, value: list[str], *, more: bool, array: bool = False) -> None:
         if name in self.script.given or self.live is False:

@@ -298,13 +298,11 @@ class Words:
         return _spread(word, [Unknown.of(said, said) if shaped is None else shaped], quoted, whole=False)
 
     def _default(self, word: Word, text: str, quoted: bool) -> list[Word]:
+        if quoted:
+            word.add(self._filled(text.replace('"', "")))
+            return [word]
         every = [token.made() for token in self._inner(text).tokens() if isinstance(token, Word)]
-        if not quoted:
-            return _spread(word, every, True, whole=True)
-        for place, each in enumerate(every):
-            word.add(each if not place else Unknown.of(f" {each}", each.part, each.why) if isinstance(each, Unknown)
-                     else f" {each}")  # fmt: skip
-        return [word]
+        return _spread(word, every, True, whole=True)
 
     def _shaped(self, value: str, rest: str) -> str | None:
         """Return a value without its start (#, ##) or its end (%, %%), or with another part (/, //)."""

@@ -49,7 +49,7 @@ RULES: tuple[Rule, ...] = (
              "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,
              of="grpo"),
     worked_out("rlhf_type", "loss", "swift sft and swift pt are loss=sft", "the loss is chosen", of=OF_RLHF),
-    worked_out("model", "model=hf, model.path", ""),
+    worked_out("model ckpt_dir", "model=hf, model.path", ""),
     taken("model_revision", "model.revision"),
     taken("ref_model", "reference.path", of="dpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
@@ -87,6 +87,8 @@ RULES: tuple[Rule, ...] = (
     worked_out("system", "data.system", ""),
     absent("loss_type", "all tokens weigh the same", "cross_entropy", of=SUPERVISED, fate=Fate.INSTEAD),
     taken("streaming", "data.streaming"),
+    taken("dataset_shuffle", "data.shuffle", of="grpo"),
+    taken("train_dataloader_shuffle", "data.shuffle", of="sft pt dpo cpo orpo simpo kto rm"),
     worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
@@ -228,7 +230,9 @@ def _data(conv: Conversion) -> None:
         if subset:
             conv.put(f"{key}.subset", subset, "dataset")
         if most:
-            conv.put(f"{key}.max_samples", int(most), "dataset", why="the first rows; theirs are drawn")
+            conv.put(
+                f"{key}.max_samples", int(most), "dataset", why="the first rows; theirs are drawn, or repeated up to it"
+            )
     conv.remark(
         Fate.OTHER, "dataset", conv.get("dataset"), f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's"
     )

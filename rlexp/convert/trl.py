@@ -79,7 +79,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("dataset_mixer", "data.sources", "alignment-handbook until 0.4", "datasets decides"),
     worked_out("dataset_splits", "data.split, data.eval_split", "of dataset_mixer", "nothing is evaluated"),
     taken("dataset_prompt_column", "data.columns.prompt", "of open-r1", of=rollouts.DRAWING),
-    taken("system_prompt", "data.system", "of open-r1"),
+    taken("system_prompt", "data.system", "of open-r1", of=rollouts.DRAWING),
     other("chat_template", "model.chat_template", "rlexp takes a file"),
     worked_out("test_split_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     taken("dataset_num_proc preprocessing_num_workers", "data.workers"),

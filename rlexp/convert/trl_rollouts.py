@@ -171,7 +171,10 @@ def _ppo(conv: Conversion) -> None:
     if (penalty := conv.number("missing_eos_penalty")) is not None:
         conv.put("rollout.overlong", "penalty", "missing_eos_penalty")
         conv.put("rollout.overlong_penalty", penalty, "missing_eos_penalty")
-    conv.notes.append("PPO: TRL's critic begins as the reward model, ours with the policy's weights (loss.critic).")
+    whole = " Theirs is trained whole, ours has an adapter too." if conv.flag("use_peft") else ""
+    conv.notes.append(
+        f"PPO: TRL's critic begins as the reward model, ours with the policy's weights (loss.critic).{whole}"
+    )
 
 
 def _rewards(conv: Conversion) -> None:

@@ -357,7 +357,12 @@ def test_every_argument_of_trl_has_a_rule(name: str) -> None:
     [
         ("trl_grpo.yaml", None, None, "does not say which trainer it is for. Say --trainer dpo, or one of "),
         ("trl_dpo.yaml", "dpo", None, "does not say how many GPUs there are. Say how many: --gpus=8."),
-        ("trl_grpo.yaml", "gkd", None, "is for TRL's gkd, which rlexp does not have yet. It has dpo, "),
+        (
+            "trl_grpo.yaml",
+            "gkd",
+            None,
+            "is for TRL's gkd, or one of that name in a fork, which rlexp does not have. It has dpo, ",
+        ),
         ("openrlhf_dapo.sh", "dpo", None, "--trainer=dpo: "),
         ("axolotl_dpo.yaml", None, 6, "context_parallel_size=4: does not divide the 6 GPUs. "),
         ("llamafactory_dpo.yaml", None, 8, "dataset_info.json, and there is none here"),

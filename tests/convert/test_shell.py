@@ -132,7 +132,7 @@ def test_no_script_is_a_traceback() -> None:
         ),
         (
             f"for x in 1 2; do\n{OPENRLHF}\ndone",
-            "2 commands (OpenRLHF's dpo in line 2, OpenRLHF's dpo in line 2). Leave",
+            "2 commands (OpenRLHF's dpo in line 2, OpenRLHF's dpo in line 2). Say which one is meant by the loop",
         ),
         (
             f"if [ -f x ]; then\n{OPENRLHF}\nelse\n{OPENRLHF}\nfi",

@@ -34,7 +34,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("system.txt").write_text("Be brief.\nBe kind.")
     Path("theirs.yaml").write_text(FACTORY.replace("dpo", "sft") + "dataset_dir: .\n")
-    Path("dataset_info.json").write_text('{"d1": {"hf_hub_url": "org/d"}}')
+    Path("dataset_info.json").write_text(
+        '{"d1": {"hf_hub_url": "org/d"}, "d2": {"hf_hub_url": "org/e", "split": "val"}}'
+    )
     Path("sees").mkdir()
     Path("sees/config.json").write_text('{"model_type": "own", "vision_config": {}}')
 
@@ -52,14 +54,20 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{AXOLOTL}dpo_beta: 0.3\n", None, {"loss.beta": 0.3}),
         (f"{AXOLOTL}sample_packing: true\neval_sample_packing: false\n", None, {"data.drop_last": True}),
         (f"{AXOLOTL}sample_packing: true\n", None, {"data.drop_last": False}),
+        (f"{SFT} --system \"${{P:-a (b); c\nd}}\"", None, {"data.system": "a (b); c\nd"}),
+        (f"{AXOLOTL}fp16: true\nbf16: false\n", None, {"train.precision": "bf16"}),
+        (AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "alpaca_chat.load_qa"), None,
+         {"data.columns.prompt": "question", "data.columns.completion": "answer"}),
+        (AXOLOTL.replace("chat_template.default", "{system_prompt: Be kind., field_instruction: q}"), None,
+         {"data.system": "Be kind.", "data.columns.prompt": "q"}),
         (f"{SFT} --val_dataset held.jsonl --eval_steps 50", None,
          {"data.eval_path": "held.jsonl", "train.eval_every": 50}),
         (f"{AXOLOTL}eval_steps: 5\ntest_datasets: [{{path: org/d, split: test}}]\n", None,
          {"data.eval_split": "test", "train.eval_every": 5}),
         (f"{AXOLOTL}test_datasets: [{{path: org/e, split: val}}]\n", None,
          {"data.eval_path": "org/e", "data.eval_split": "val"}),
-        (f"{FACTORY}dataset_dir: .\neval_dataset: d1\neval_strategy: epoch\n", None,
-         {"data.eval_split": "train", "train.eval_every": "1 epoch"}),
+        (f"{FACTORY}dataset_dir: .\neval_dataset: d2\neval_strategy: epoch\n", None,
+         {"data.eval_path": "org/e", "data.eval_split": "val", "train.eval_every": "1 epoch"}),
         (AXOLOTL.replace("path: org/d", "path: org/d, system_prompt: Be kind."), None, {"data.system": "Be kind."}),
         (f"{TRL}report_to: [none]\noutput_dir: ''\n", "dpo", {"logger": "none"}),
         (f"{COMMAND} --max_steps 20_000 --per_device_train_batch 2", None,
@@ -77,6 +85,7 @@ def test_it_is_read_as_the_trainer_reads_it(text: str, trainer: str | None, want
     ("text", "trainer", "name"),
     [
         (f"{SFT} --loss_type channel_loss", None, "loss_type"),
+        (f"{AXOLOTL}unfrozen_parameters: [lm_head]\n", None, "unfrozen_parameters"),
         (f"{SFT} --system not_here.txt", None, "system"),
         (f"{TRL}lora_r: 16\n", "dpo", "lora_r"),
         (f"{AXOLOTL}lora_r: 16\n", None, "lora_r"),
@@ -102,8 +111,11 @@ def test_a_model_that_sees_is_noticed(model: str) -> None:
         ("cd /x\ntorchrun src/grpo.py --config recipes/a.yaml", "line 2 starts src/grpo.py, a program of its own, "
          "whose code decides what is trained. If it reads recipes/a.yaml as TRL does: python -m rlexp.convert "),
         ("swift sft --dataset org/d", "model: is missing, and it names the model that is trained. Add it to the "),
+        (f"for s in 1 2; do {SWIFT} --seed $s; done", "Say which one is meant by the loop's variable: --set s=VALUE."),
+        ("llamafactory-cli train $1", "the yaml file=$1: only bash knows what $1 is."),
+        (f"{FACTORY}dataset_dir: .\ndo_predict: true\n", "do_predict=True: predicts, and trains nothing."),
         (f"{SWIFT} --sft_type lora", "sft_type=lora: is an argument of ms-swift before 3, which is not converted."),
-        (f"{SWIFT} --dataset --beta 0.1", "dataset=True: has no value. Give one, or leave dataset out."),
+        (f"{SWIFT} --dataset --beta 0.1", "dataset=True: has no value. Give one."),
         ("llamafactory-cli train cfg/$1.yaml", "the yaml file=cfg/$1.yaml: only bash knows what $1 is. Give the "),
     ],
 )  # fmt: skip
@@ -163,3 +175,27 @@ def test_where_the_version_is_not_known_the_first_lines_say_what_others_had() ->
     ):
         with pytest.raises(UserError, match=re.escape(said)):
             conversion(GRPO, ["grpo", wrong], 8)
+
+
+@pytest.mark.parametrize(
+    ("text", "trainer", "said"),
+    [
+        (f"{AXOLOTL}val_set_size: 0.1\nsaves_per_epoch: 1\nevals_per_epoch: 4\n", None, "load_best_model_at_end: true"),
+        (f"{AXOLOTL}sample_packing: true\n", None, "rows of a block see each other there"),
+        (f"{AXOLOTL}bf16: true\n", None, "weights that are trained are float32, theirs bfloat16 without DeepSpeed"),
+        (AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "completion"), None,
+         "a text that is longer goes on in the next block there"),
+        (f"{TRL}num_train_epochs: 0.1\n", "sft", "only whole epochs are counted here, and 1 is taken"),
+        (f"{FACTORY}dataset_dir: .\neval_dataset: d1\n", None, "theirs evaluates rows that it trains on"),
+        (OPENRLHF.replace("train_dpo", "train_sft") + "--input_key q --output_key a", None, "input_template: "),
+    ],
+)  # fmt: skip
+def test_what_differs_is_said(text: str, trainer: str | None, said: str) -> None:
+    conv = conversion(text, trainer, 8)
+    assert said in text_of(conv, "mine", "theirs", verbose=False).replace("\n#       ", " ")
+
+
+def test_a_variable_that_the_script_reads_too_is_given_to_the_command() -> None:
+    conv = conversion(f"export NPROC_PER_NODE=2 X=1\nNPROC_PER_NODE=$NPROC_PER_NODE {SFT.partition(' ')[2]} --seed $X")
+    assert {"launch.nproc": 2, "seed": 1}.items() <= values(conv).items()
+    assert "X" not in named(conv, Fate.OTHER)

@@ -329,7 +329,7 @@ def test_ranks_that_only_sample_are_given_a_number_that_suffices(monkeypatch: py
 
 def test_the_report_says_what_vllm_holds(tmp_path: Path) -> None:
     file = tmp_path / "answer.json"
-    said = preflight(*SMALL, "hardware=h100", "model=tiny", "--json", str(file), fresh=False).stdout
+    said = preflight(*SMALL, "hardware=h100", "model=tiny", "--verbose", "--json", str(file), fresh=False).stdout
     answer = json.loads(file.read_text(encoding="utf-8"))
     vllm, beside = answer["vllm"], sum(answer["beside_bytes"].values())
     assert beside < 2.5 * GIB, "the reserve suffices, so auto leaves no more"
