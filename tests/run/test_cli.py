@@ -186,7 +186,7 @@ def test_torchruns_on_two_nodes_make_a_run_on_two_nodes(tmp_path: Path) -> None:
     said = "rlexp: launch.nodes=1: torchrun has started 4 ranks, 2 on each of 2 nodes. Use launch.nodes=2, or "
     for code, told in on_two_nodes(tmp_path, *quick, "launch.nodes=1", "hydra.run.dir=refused"):
         assert code == 1
-        assert told.count(said) == 2, "each of its ranks"
+        assert told.count(said) in (1, 2), "each of its ranks that torchrun did not end before"
         assert "Traceback" not in told.split(said)[0]
     assert not (tmp_path / "refused").exists()
 
