@@ -18,8 +18,7 @@ class Progress:
     """Says what is rehearsed. It is asked at least once a second, and seldom has something to say."""
 
     def __init__(self, since: float) -> None:
-        self.since = since
-        self.said = time.monotonic()
+        self.since = self.said = since
 
     def __call__(self, running: Sequence[Call], done: int) -> None:
         now = time.monotonic()

@@ -150,7 +150,7 @@ def test_the_report_says_what_a_change_is() -> None:
     said = dict(zip((PRECOMPUTE, KEPT, WITHOUT_MODEL, "engine=zero3"), lines.splitlines()[3:], strict=True))
     assert lines.splitlines()[2].split() == ["(as", "it", "is)", "0.0", "MiB", "1.0", "s"]
     assert said[PRECOMPUTE].endswith("500 ms  and a pass before training")
-    assert said[KEPT].endswith("and copies from the host")
+    assert said[KEPT].endswith("and copies from the host, not counted")
     assert said[WITHOUT_MODEL].endswith("trains other weights")
     assert said["engine=zero3"].endswith("500 ms")
     assert OTHERWISE in remedy.otherwise([Change(WITHOUT_MODEL, predicted(10, 0.5))], LIMIT)

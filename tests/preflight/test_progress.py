@@ -31,7 +31,7 @@ def test_a_line_every_five_seconds_says_what_is_rehearsed(
         said([call, call], seconds - 100)
     assert capsys.readouterr().err.splitlines() == [
         f"rlexp preflight: rehearses zero2, a ring of 2, 4,096 tokens (3 layers); {done} done, {at} s so far"
-        for at, done in ((15, 5), (20, 10))
+        for at, done in ((10, 0), (15, 5), (20, 10))
     ]
     assert progress.doing([(len, ("a text",))]) == "other rings"
 
