@@ -111,7 +111,7 @@ class Conversion:
     raw: Mapping[str, Any] = field(default_factory=dict)  # texts that `given` has as numbers
     environment: frozenset[str] = frozenset()  # names in `given` that are variables of the environment
     of_command: bool = False  # the arguments are a command's
-    versions: Versions = Versions()  # noqa: RUF009  # of the framework
+    versions: Versions = field(default_factory=Versions)  # of the framework
     undated: dict[Change, Any] = field(default_factory=dict)  # defaults that an older version has otherwise
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value

@@ -265,8 +265,10 @@ class _Reader(Words):
         ran = frame.live is True or frame.goes_on
         frame.status = (self.status, self.tested) if ran else frame.status
         again = frame.kind in ("while", "until") and frame.said not in ("while true", "while :")
-        if ran and (again or frame.items) and self.script.rounds > 0:
+        if ran and (again or frame.items):
             self.script.rounds -= 1
+            if self.script.rounds < 0:
+                raise TooMuch(f"its loops take more than {MOST_ROUNDS} rounds")
             self.at, frame.live, frame.taken, frame.goes_on = frame.start, frame.outer, False, False
             if not again:
                 self.known[frame.subject], frame.items = frame.items[:1], frame.items[1:]
@@ -315,10 +317,16 @@ class _Reader(Words):
         self.status, self.tested = (None, True) if unsure or name in ASKING else (True, False)
         if name in TESTS or name in ("true", "false", ":"):
             self.status, self.tested = None if unsure else self._test(words), True
-        elif name in ("echo", "printf", "unset", "trap", "alias"):
+        elif name == "unset":
+            for word in words[1:]:
+                self.known.pop(word.text, None)
+                self.script.exported.pop(word.text, None)
+        elif name in ("echo", "printf", "trap", "alias"):
             return
         elif name in ("exit", "return", "break", "continue"):
             self._leave(name)
+        elif self.live is None and (name == "shift" or (name == "set" and "--" in [word.text for word in words[1:2]])):
+            self.args = None  # only bash knows whether they are changed
         elif name == "shift" and self.args is not None:
             self.args = self.args[int(words[1].text) if words[1:] and words[1].text.isdecimal() else 1 :]
         elif name == "set" and words[1:2] and words[1].text == "--":

@@ -154,6 +154,9 @@ def test_no_script_is_a_traceback() -> None:
         ),
         (f"{TRL}beta: 0.1\nbeta: 0.5\n", "line 5: beta is given twice. Leave one of them out."),
         ("trl dpo --config recipe.yaml --learning_rate 1e-6", "--config=recipe.yaml: the rest of the arguments are in"),
+        (f"i=0\nwhile [ $i -lt 900 ]; do i=$((i + 1)); done\n{OPENRLHF}", "since its loops take more than 200 rounds."),
+        (f"X=1\nunset X\n{OPENRLHF} --seed $X", "seed=$X: X has no value in the script."),
+        (f"set -- a\n[ -f x ] && shift\n{OPENRLHF} --seed $1", "seed=$1: only bash knows what $1 is."),
     ],
 )
 def test_what_cannot_be_known_is_one_message(text: str, said: str) -> None:

@@ -48,7 +48,7 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (f"{SFT} --system 'Be brief.'", None, {"data.system": "Be brief."}),
         (f"{FACTORY_COMMAND} learning_rate=1e-7 per_device_train_batch_size=2", None,
          {"optim.lr": 1e-7, "train.micro_batch_size": 2, "loss": "sft"}),
-        ("accelerate launch /opt/LLaMA-Factory/src/train.py theirs.yaml", None, {"loss": "sft", "data.path": "org/d"}),
+        ("accelerate launch LLaMA-Factory/src/train.py theirs.yaml", None, {"loss": "sft", "data.path": "org/d"}),
         (f"{FACTORY}dataset_dir: .\nsequence_parallel_size: 4\n", None,
          {"parallel.ring_size": 4, "train.batch_size": 16}),
         (f"{AXOLOTL}dpo_beta: 0.3\n", None, {"loss.beta": 0.3}),
