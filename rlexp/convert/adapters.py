@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
+from typing import Any
 
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
 from rlexp.convert import model_keys
-from rlexp.convert.rules import Conversion, Fate, Rule, absent, worked_out
+from rlexp.convert.rules import UNSAID, Conversion, Fate, Rule, absent, worked_out
 
 # Words for all linear layers but the head; `[]` of ours.
 ALL_LINEAR = ("all-linear", "all")
@@ -32,108 +33,89 @@ OF_FAMILIES = {family: layers for layers, families in BY_PEFT.items() for family
 NO_DROPOUT = "no dropout (0 is used)"
 QUANTIZED = "weights stay in the dtype that computes (no QLoRA): that takes more memory"
 OF_QUANTIZED = "only with weights that are quantized"
-NO_DORA = "no DoRA: plain LoRA is used"
-NO_PARAMETERS = "an adapter is on linear layers only"
-ONE_RATE = "no LoRA+"
 OF_START = "always peft's default start"
+PARAMETERS = ("target_parameters", "lora_target_parameters")
 LACKING = {
-    **dict.fromkeys(("use_dora", "peft_use_dora"), (NO_DORA, "dora")),
-    **dict.fromkeys(("target_parameters", "lora_target_parameters"), (NO_PARAMETERS, "parameters")),
-    **dict.fromkeys(("lorap_lr_ratio", "loraplus_lr_ratio"), (ONE_RATE, "adapter.lr_ratio")),
+    **dict.fromkeys(("use_dora", "peft_use_dora"), "no DoRA: plain LoRA is used"),
+    **dict.fromkeys(PARAMETERS, "an adapter is on linear layers only"),
+    **dict.fromkeys(("lorap_lr_ratio", "loraplus_lr_ratio"), "no LoRA+"),
 }
 ONE_REFERENCE = "the reference is the trained model without its adapter, as theirs, and no second model is loaded"
 UNREAD = "an adapter of a reference model is not read: merge it into its model, and give reference.path=FOLDER"
 MERGED = "the run writes the merged model at its end"
 MERGE_FIRST = "merge it into its model first, and train that: model.path=FOLDER"
 UNWANTED = "no adapter is asked for"
-OF_FOLDER = "the adapter's folder says it"
 STARTS_WITHOUT = "theirs compares with the model without any adapter"
-
-
-@dataclass(frozen=True)
-class Names:
-    """The names of their arguments. `every` asks for all linear layers; `rest` change nothing without an adapter."""
-
-    rank: str = "lora_rank"
-    alpha: str = "lora_alpha"
-    dropout: str = "lora_dropout"
-    targets: str = "target_modules"
-    also: str = ""
-    rslora: str = ""
-    path: str = ""
-    every: str = ""
-    rest: str = ""
-
-    @property
-    def shape(self) -> Sequence[str]:
-        """What makes an adapter, and is read from the folder of one that is there."""
-        return [each for each in (self.rank, self.alpha, self.dropout, self.targets, self.also, self.rslora, self.every)
-                if each]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Defaults:
-    """Their defaults. Without a rank or an alpha, a file must have them; without targets, it names the layers."""
-
-    rank: int | None
-    alpha: float | None
-    dropout: float = 0.0
-    targets: tuple[str, ...] = ()
-    split: str | None = None  # what separates names in one text
-
-
-def rules(names: Names, *, rank: str = "", alpha: str = "", dropout: str = "", targets: str = "") -> Sequence[Rule]:
-    """Return the rules that every trainer has under names of its own, with what is said of its defaults."""
-    return (
-        worked_out(names.rank, "adapter.rank", rank),
-        worked_out(names.alpha, "adapter.alpha", alpha),
-        worked_out(names.dropout, "adapter.dropout", f"{dropout}{NO_DROPOUT}"),
-        worked_out(names.targets, "adapter.targets", targets),
-        worked_out(names.also, "adapter.also", ""),
-        worked_out(names.rslora, "adapter.rslora", ""),
-        *(absent(name, LACKING[name][0], until=LACKING[name][1]) for name in names.rest.split() if name in LACKING),
-    )
-
-
-def lora(conv: Conversion, names: Names, defaults: Defaults, *by: str) -> None:
-    """Set an adapter, which the arguments `by` ask for: a new one, or the one in a folder."""
-    conv.choose("adapter", "lora", *by)
-    if names.path and (folder := _folder(conv, names.path, defaults.split)) is not None:
-        conv.put("adapter.path", folder, names.path, why="its rank, alpha and layers are as there, its dropout is 0")
-        for name in names.shape:
-            conv.tell(Fate.NEEDLESS, name, OF_FOLDER)
-        return
-    rank = conv.whole(names.rank, defaults.rank, least=1)
-    conv.put("adapter.rank", _needed(conv, names.rank, rank), names.rank)
-    alpha = conv.number(names.alpha, defaults.alpha, least=0)
-    conv.put("adapter.alpha", _needed(conv, names.alpha, alpha), names.alpha)
-    _dropout(conv, names.dropout, defaults.dropout)
-    _targets(conv, names, defaults)
-    if names.rslora and conv.flag(names.rslora):
-        conv.put("adapter.rslora", True, names.rslora)
-    if names.also:
-        _also(conv, names.also, defaults.split)
-
-
-def none(conv: Conversion, names: Names, *by: str) -> None:
-    """Say of the arguments of an adapter, and of those that ask for one, that they change nothing."""
-    if by and conv.get(names.rank) and not any(map(conv.name, by)):
-        switch = " or ".join(by)
-        conv.remark(Fate.INSTEAD, conv.said(names.rank), conv.get(names.rank), f"without {switch} theirs has no "
-                    f"adapter: all weights are trained, as there, at the given rate")  # fmt: skip
-    for name in (*by, *names.shape, *filter(None, [names.path]), *names.rest.split()):
-        conv.tell(Fate.NEEDLESS, name, UNWANTED)
+# What makes an adapter, by our keys: the names by which code that several trainers share asks for it.
+SHAPE = {"rank": "lora_rank", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules",
+         "also": "modules_to_save", "rslora": "use_rslora"}  # fmt: skip
+FOLDER, EVERY = "adapter_path", "lora_target_linear"
 
 
 def has(conv: Conversion) -> bool:
     return "adapter" in conv.choices
 
 
-def _folder(conv: Conversion, name: str, split: str | None) -> str | None:
+def rules(
+    names: Mapping[str, str], defaults: Mapping[str, Any], lacks: Mapping[str, str], *, split: str | None = None,
+    **texts: str,
+) -> Sequence[Rule]:  # fmt: skip
+    """Return the rules of what makes an adapter, by their names and defaults, with what is said of some of our keys;
+    and of what is missing, by their names and what would have it."""
+    made = []
+    for key, alias in SHAPE.items():
+        default = defaults.get(key, UNSAID)
+        text = texts.get(key, f"their default is {default:g}" if isinstance(default, int | float) else "")
+        text = "; ".join(filter(None, [text, NO_DROPOUT])) if key == "dropout" else text
+        apart = split if key in ("targets", "also") else None
+        if name := names.get(key):
+            least = {"rank": 1, "alpha": 0, "dropout": 0}.get(key)
+            made.append(
+                worked_out(name, f"adapter.{key}", text, default=default, alias=alias, split=apart, least=least)
+            )
+    made += [absent(name, LACKING[name], until=until) for name, until in lacks.items()]
+    return of_adapter(*made)
+
+
+def of_adapter(*rules: Rule) -> Sequence[Rule]:
+    """Return rules of arguments that change nothing without an adapter."""
+    return [replace(rule, when=has, rest=UNWANTED) for rule in rules]
+
+
+def lora(
+    conv: Conversion, *by: str, alpha: float | None = None, targets: tuple[str, ...] = (), folder: bool = True
+) -> None:
+    """Set an adapter, which the arguments `by` ask for: a new one, or the one in a folder. Where a file names no
+    layers, it has `targets`."""
+    conv.choose("adapter", "lora", *by)
+    if folder and (path := _folder(conv)) is not None:
+        conv.put("adapter.path", path, FOLDER, why="its rank, alpha and layers are as there, its dropout is 0")
+        for name in (*SHAPE.values(), EVERY):
+            conv.tell(Fate.NEEDLESS, name, "the adapter's folder says it")
+        return
+    conv.put("adapter.rank", _needed(conv, "lora_rank", conv.whole("lora_rank")), "lora_rank")
+    conv.put("adapter.alpha", _needed(conv, "lora_alpha", conv.number("lora_alpha", alpha)), "lora_alpha")
+    conv.put("adapter.dropout", 0.0, "lora_dropout")
+    if conv.number("lora_dropout", 0.0):
+        conv.differs("lora_dropout", NO_DROPOUT)
+    _targets(conv, targets)
+    if conv.flag("use_rslora"):
+        conv.put("adapter.rslora", True, "use_rslora")
+    _also(conv)
+
+
+def none(conv: Conversion, *by: str) -> None:
+    """Say of an adapter's rank that it changes nothing without the arguments that ask for one."""
+    if conv.get("lora_rank") and conv.name("lora_rank") and not any(map(conv.name, by)):
+        why = f"without {' or '.join(by)} theirs has no adapter: all weights are trained, as there, at the given rate"
+        conv.differs("lora_rank", why, Fate.INSTEAD)
+
+
+def _folder(conv: Conversion) -> str | None:
     """Return the folder of an adapter to go on from, the last one that is named."""
-    folders = [each for each in conv.texts(name, split) if each]
+    folders = [each for each in conv.texts(FOLDER) if each]
     if folders[:-1]:
-        conv.remark(Fate.ABSENT, conv.said(name), folders[:-1], MERGE_FIRST)
+        conv.remark(Fate.ABSENT, conv.spelled(FOLDER), folders[:-1], MERGE_FIRST)
     return folders[-1] if folders else None
 
 
@@ -143,72 +125,60 @@ def _needed(conv: Conversion, name: str, value: float | None) -> float:
     return value
 
 
-def _dropout(conv: Conversion, name: str, default: float) -> None:
-    share = conv.number(name, default, least=0)
-    conv.put("adapter.dropout", 0.0, name)
-    if share:
-        why = NO_DROPOUT if conv.name(name) else f"their default: {NO_DROPOUT}"
-        conv.remark(Fate.OTHER, conv.said(name), share, why)
-
-
-def _targets(conv: Conversion, names: Names, defaults: Defaults) -> None:
+def _targets(conv: Conversion, default: tuple[str, ...]) -> None:
     """Set the layers that get an adapter; all linear layers but the head are `[]` here."""
-    name, every = names.targets, bool(names.every) and conv.flag(names.every)
-    said = [each for each in conv.texts(name, defaults.split) if each] or [*defaults.targets]
-    alone = next((each for each in names.rest.split() if "parameters" in each and conv.get(each)), None)
-    if not said and not every and alone:
-        conv.refuse(alone, NO_PARAMETERS, f"Name layers: {name}=[q_proj, v_proj].")
-    if not said and not every:
-        conv.missing(
-            name, "nothing says which layers get an adapter", "q_proj v_proj" if conv.of_command else "[q_proj, v_proj]"
-        )
-    layers = [each.rstrip(",") for each in said]
-    if layers != said:
-        conv.remark(Fate.OTHER, conv.said(name), said, "theirs takes the comma for a part of the name; here it is none")
-    other = [each for each in layers if each in NO_ADAPTER]
+    name, every = "target_modules", conv.flag(EVERY)
+    given = [each for each in conv.texts(name) if each] or [*default]
+    alone = next((each for each in PARAMETERS if conv.get(each)), None)
+    if not given and not every and alone:
+        conv.refuse(alone, LACKING[alone], f"Name layers: {conv.spelled(name)}=[q_proj, v_proj].")
+    if not given and not every:
+        example = "q_proj v_proj" if conv.of_command else "[q_proj, v_proj]"
+        conv.missing(name, "nothing says which layers get an adapter", example)
+    layers = [each.rstrip(",") for each in given]
+    if layers != given:
+        why = "theirs takes the comma for a part of the name; here it is none"
+        conv.remark(Fate.OTHER, conv.spelled(name), given, why)
+    heads = [each for each in layers if each in NO_ADAPTER]
     patterns = [each for each in layers if re.fullmatch(r"[\w.-]+", each) is None]
     if every or patterns or any(each in ALL_LINEAR for each in layers):
-        why = "all linear layers but the head"
-        conv.put("adapter.targets", [], name, *filter(None, [names.every * every]), why=why)
-    elif named := [each for each in layers if each not in other]:
+        by = [name, *[EVERY] * every]
+        conv.put("adapter.targets", [], *by, why="all linear layers but the head")
+    elif named := [each for each in layers if each not in heads]:
         conv.put("adapter.targets", named, name)
     else:
         conv.refuse(name, "names the head or embeddings alone, which take no adapter here", "Name linear layers too.")
     if patterns:
         why = "all linear layers get an adapter: name others by adapter.targets"
-        conv.remark(Fate.ABSENT, conv.said(name), patterns, why)
-    if other:
+        conv.remark(Fate.ABSENT, conv.spelled(name), patterns, why)
+    if heads:
         why = "head and embeddings take no adapter here; adapter.also trains them whole"
-        conv.remark(Fate.ABSENT, conv.said(name), other, why)
+        conv.remark(Fate.ABSENT, conv.spelled(name), heads, why)
 
 
-def _also(conv: Conversion, name: str, split: str | None) -> None:
+def _also(conv: Conversion) -> None:
     """Set the modules that are trained whole beside the adapter."""
-    said = [each.rstrip(",") for each in conv.texts(name, split) if each]
-    words = [each for each in said if each.startswith("all-")]
+    name = "modules_to_save"
+    given = [each.rstrip(",") for each in conv.texts(name) if each]
+    words = [each for each in given if each.startswith("all-")]
     if words:
-        conv.remark(Fate.ABSENT, conv.said(name), words, "adapter.also takes names of modules, as lm_head")
-    if modules := [each for each in said if each not in words]:
+        conv.remark(Fate.ABSENT, conv.spelled(name), words, "adapter.also takes names of modules, as lm_head")
+    if modules := [each for each in given if each not in words]:
         conv.put("adapter.also", modules, name)
 
 
-def of_family(conv: Conversion, name: str) -> tuple[str, ...]:
+def of_family(conv: Conversion) -> tuple[str, ...]:
     """Return the layers that peft takes by itself. Only a folder that is here says which family its model is of."""
-    family = _family(str(conv.values["model.path"].value))
-    if conv.texts(name) or family in OF_FAMILIES:
-        return OF_FAMILIES.get(family or "", QUERIES_AND_VALUES)
+    family = str(model_keys.described(str(conv.values["model.path"].value)).get("model_type") or "")
+    if conv.texts("target_modules") or family in OF_FAMILIES:
+        return OF_FAMILIES.get(family, QUERIES_AND_VALUES)
     known = f"and peft has none for {family}" if family else "which no config.json here says"
     why = (
         f"their default depends on the model's family, {known}; q_proj and v_proj are taken, those of Llama, Mistral, "
         f"Qwen2, Qwen3 and Gemma; for another family give adapter.targets"
     )
-    conv.remark(Fate.OTHER, name, None, why)
+    conv.remark(Fate.OTHER, conv.spelled("target_modules"), None, why)
     return QUERIES_AND_VALUES
-
-
-def _family(folder: str) -> str | None:
-    found = model_keys.described(folder).get("model_type")
-    return str(found) if found else None
 
 
 # ---- references ----
@@ -216,13 +186,13 @@ def _family(folder: str) -> str | None:
 
 def compared(conv: Conversion) -> bool:
     """Return whether the chosen loss compares the policy with a reference, whatever its weight is."""
-    loss = str(conv.choices["loss"].value)
+    loss = conv.chosen("loss")
     return loss == "mpo" or compares(KINDS["loss"][loss]())
 
 
 def precomputed(conv: Conversion, name: str = "precompute_ref_log_probs") -> None:
     """Choose a reference that is computed once before training, where theirs is, and where one can be here."""
-    loss = conv.choices["loss"].value
+    loss = conv.chosen("loss")
     if not conv.flag(name):
         return
     if not compared(conv):
@@ -238,8 +208,8 @@ def precomputed(conv: Conversion, name: str = "precompute_ref_log_probs") -> Non
         conv.choose("reference", "precompute", name)
 
 
-def compare_without(conv: Conversion, path: str) -> None:
+def compare_without(conv: Conversion) -> None:
     """Compare with the model itself where training starts from an adapter in a folder, and theirs leaves it out then.
     Ours would be the adapter at the start."""
     if "adapter.path" in conv.values and compared(conv):
-        conv.put("reference.path", conv.values["model.path"].value, path, why=STARTS_WITHOUT)
+        conv.put("reference.path", conv.values["model.path"].value, FOLDER, why=STARTS_WITHOUT)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.rules import Conversion, Fate, Rule, taken
 
 # Where theirs means something else, in one note each.
 OF_CONVERSATIONS = (
@@ -40,23 +40,15 @@ SUPERVISED: Mapping[str, str] = {"nll": "sft", "chunked_nll": "sft"}  # TRL's na
 SINGLE: Mapping[str, str] = {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"}
 
 
-def supervised(conv: Conversion, by: str, *notes: str) -> None:
-    conv.choose("loss", "sft", *filter(None, [by]))
-    conv.notes.extend(notes)
+def weights(good: str, bad: str, of: str) -> Sequence[Rule]:
+    """Return the rules of the weights of single answers, by their names."""
+    return [taken(name, f"loss.{key}", default=1.0, of=of)
+            for key, name in (("desirable_weight", good), ("undesirable_weight", bad))]  # fmt: skip
 
 
-def single(
-    conv: Conversion, loss: str, by: str, *, good: str = "desirable_weight", bad: str = "undesirable_weight",
-    beta: str = "beta", scale: float = 0.1,
-) -> None:  # fmt: skip
-    """Set a loss on single answers. `good`, `bad` and `beta` are their names of its weights and its scale, whose
-    default is `scale`."""
-    conv.choose("loss", loss, *filter(None, [by]))
-    if "loss.beta" not in conv.values:
-        conv.put("loss.beta", conv.number(beta, scale), beta)
-    for key, name in (("desirable_weight", good), ("undesirable_weight", bad)):
-        if name in conv.by_name:
-            conv.put(f"loss.{key}", conv.number(name, 1.0), name)
+def single(conv: Conversion, loss: str, *by: str) -> None:
+    """Set a loss on single answers."""
+    conv.choose("loss", loss, *by)
     if loss == "kto":
         conv.notes.append(OF_MISMATCHES)
     if loss == "bco":
@@ -66,17 +58,15 @@ def single(
 
 def chosen_of(conv: Conversion, known: Mapping[str, str], default: str) -> str:
     """Return our loss by their loss_type; the default one's for a type that rlexp lacks."""
-    said = conv.text("loss_type", default)
-    if said not in known:
-        conv.tell(Fate.INSTEAD, "loss_type", f"{said} is missing; {default} is used")
-    return known.get(said, known[default])
+    name = conv.text("loss_type", default)
+    if name not in known:
+        conv.tell(Fate.INSTEAD, "loss_type", f"{name} is missing; {default} is used")
+    return known.get(name, known[default])
 
 
-def reward_model(conv: Conversion, by: str, *notes: str, center: str = "", margins: bool = True) -> None:
-    """Set the loss of a reward model. `center` is their name of its coefficient; without `margins`, theirs has none."""
-    conv.choose("loss", "reward", *filter(None, [by]))
-    if center:
-        conv.put("loss.center", conv.number(center, 0.0), center)
+def reward_model(conv: Conversion, *by: str, notes: Sequence[str] = (), margins: bool = True) -> None:
+    """Set the loss of a reward model; without `margins`, theirs has none."""
+    conv.choose("loss", "reward", *by)
     if not margins:
         conv.put("loss.margin_weight", 0.0, why="theirs has no margins")
     conv.notes.extend(notes)

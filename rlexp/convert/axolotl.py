@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
-from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import Conversion, Fate, Rule, absent, extended, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
 OF_DPO = "dpo ipo"
 OF_TRL = ("dpo", "ipo", "orpo", "simpo", "kto")  # with a beta
 TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch_ring": "contiguous"}
-# Their names of arguments that transformers has too.
-RENAMED = {"num_epochs": "num_train_epochs", "lr_scheduler": "lr_scheduler_type", "optimizer": "optim"}
-
-KEPT = 4  # checkpoints
 BACKENDS = ("flash_attention", "attn_implementation", "flex_attention", "xformers_attention", "sdp_attention")
 OBJECTIVES = ("integrations.diffusion", "integrations.kd")  # plugins that train something else
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
@@ -32,15 +28,6 @@ OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_inpu
             "field_chosen": "chosen", "field_rejected": "rejected", "field_system": "system"}  # fmt: skip
 TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train",
         "system_prompt", *SOURCE}  # fmt: skip
-OF_LORA = adapters.Names(
-    rank="lora_r", targets="lora_target_modules", also="lora_modules_to_save", rslora="peft_use_rslora",
-    path="lora_model_dir", every="lora_target_linear",
-    rest="peft_use_dora lora_target_parameters lora_rank_pattern lora_alpha_pattern peft "
-    "lora_exclude_modules peft_layers_to_transform peft_layers_pattern peft_init_lora_weights peft_layer_replication "
-    "peft_trainable_token_indices loraplus_lr_ratio relora",
-)  # fmt: skip
-OF_PAIRS = preference.Names("dpo_loss_type", "dpo_loss_weights", "dpo_label_smoothing", tau="", lengths="",
-                            weighting="dpo_use_weighting")  # fmt: skip
 SCORED = "bradley_terry.chat_template"
 # The columns of some of its types, by our fields.
 COLUMNS = {"chatml.intel": {"prompt": "question"}, "chatml.icr": {"prompt": "input"},
@@ -49,10 +36,10 @@ COLUMNS = {"chatml.intel": {"prompt": "question"}, "chatml.icr": {"prompt": "inp
            "oasst": {"prompt": "INSTRUCTION", "completion": "RESPONSE"}}  # fmt: skip
 TEMPLATES = ("chat_template", SCORED, "completion", "pretrain")  # types that write rows as we do
 
-RULES: tuple[Rule, ...] = (
-    *(rule for rule in huggingface.RULES if not {"per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type",
-      "optim", "run_name", "report_to", "deepspeed"} & set(rule.names)),
-    worked_out("base_model", "model=hf, model.path", ""),
+RULES: tuple[Rule, ...] = extended(
+    [rule for rule in huggingface.RULES if rule.names[0] not in ("run_name", "report_to", "warmup_ratio")],
+    worked_out("warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", rest=huggingface.NO_WARMUP, least=0),
+    worked_out("base_model", "model=hf, model.path"),
     taken("revision_of_model", "model.revision"),
     huggingface.TRUST,
     needless("base_model_config tokenizer_config model_type tokenizer_type", "the model's folder has them"),
@@ -66,30 +53,35 @@ RULES: tuple[Rule, ...] = (
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     worked_out("adapter", "adapter=lora", "lora, and qlora without quantization; others are missing",
                until="adapter=llama"),
-    *adapters.rules(OF_LORA),
-    worked_out("lora_target_linear", "adapter.targets=[]", "all linear layers but the head"),
-    worked_out("lora_model_dir", "adapter.path", "the reference is this adapter"),
-    absent("lora_rank_pattern lora_alpha_pattern", "all layers have one rank and one alpha",
-           until="rank_pattern alpha_pattern"),
-    absent("lora_exclude_modules peft_layers_to_transform peft_layers_pattern", "use adapter.targets",
-           until="exclude adapter.layers"),
-    absent("peft peft_init_lora_weights", adapters.OF_START, True, until="adapter.init"),
-    absent("peft_layer_replication peft_trainable_token_indices", "use adapter.also to train a module whole",
-           until="replication token_indices"),
-    absent("relora", "no ReLoRA", until="relora"),
+    *adapters.rules(
+        {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target_modules",
+         "also": "lora_modules_to_save", "rslora": "peft_use_rslora"}, {},
+        {"peft_use_dora": "dora", "lora_target_parameters": "parameters", "loraplus_lr_ratio": "adapter.lr_ratio"},
+    ),
+    *adapters.of_adapter(
+        worked_out("lora_target_linear", "adapter.targets=[]", "all linear layers but the head"),
+        worked_out("lora_model_dir", "adapter.path", "the reference is this adapter", alias=adapters.FOLDER),
+        absent("lora_rank_pattern lora_alpha_pattern", "all layers have one rank and one alpha",
+               until="rank_pattern alpha_pattern"),
+        absent("lora_exclude_modules peft_layers_to_transform peft_layers_pattern", "use adapter.targets",
+               until="exclude adapter.layers"),
+        absent("peft peft_init_lora_weights", adapters.OF_START, True, until="adapter.init"),
+        absent("peft_layer_replication peft_trainable_token_indices", "use adapter.also to train a module whole",
+               until="replication token_indices"),
+        absent("relora", "no ReLoRA", until="relora"),
+        worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED),
+    ),
     absent("load_in_8bit load_in_4bit gptq", adapters.QUANTIZED, until="quant"),
     needless("bnb_config_kwargs qlora_sharded_model_loading", adapters.OF_QUANTIZED),
-    worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED, adapters.UNWANTED),
     needless("merge_method", "the adapter is added to the weights"),
     needless("rl_adapter_ref_model", adapters.ONE_REFERENCE),
     needless("loraplus_lr_embedding lora_fan_in_fan_out lora_on_cpu lora_mlp_kernel lora_qkv_kernel lora_o_kernel "
              "lora_embedding_kernel peft_ensure_weight_tying peft_autocast_adapter_dtype relora_prune_ratio "
              "relora_prune_method relora_cpu_offload", "no number depends on it here"),
     worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft", "the loss is chosen"),
-    worked_out("reward_model", "loss=reward", "", "rl says what is trained"),
-    worked_out("kto_desirable_weight", "loss.desirable_weight", "", of="kto"),
-    worked_out("kto_undesirable_weight", "loss.undesirable_weight", "", of="kto"),
-    worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
+    worked_out("reward_model", "loss=reward", rest="rl says what is trained"),
+    *answers.weights("kto_desirable_weight", "kto_undesirable_weight", "kto"),
+    taken("center_rewards_coefficient", "loss.center", default=0.0, of="reward"),
     needless("num_labels", "an answer has one score", of="reward"),
     other("train_on_inputs", "loss=sft", "rlexp never trains on prompts", of="sft"),
     worked_out("pretraining_dataset", "data=hf, data.path or data.sources", "rows that are texts",
@@ -104,79 +96,79 @@ RULES: tuple[Rule, ...] = (
              "use_scattermoe use_sonicmoe quantize_moe_experts eval_batch_size push_dataset_to_hub low_cpu_mem_usage "
              "skip_prepare_dataset experimental_skip_move_to_device llama4_linearized_experts fused_attn_kernel",
              "no number depends on it here"),
-    worked_out("rl_beta dpo_beta", "loss.beta", "", preference.OTHERS),
+    worked_out("rl_beta dpo_beta", "loss.beta", rest=preference.OTHERS, default=0.1, alias="beta"),
     worked_out("trl", "loss.beta", "its beta wins over rl_beta", preference.OTHERS),
-    worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", of="orpo"),
-    *preference.rules(OF_PAIRS, OF_DPO),
-    worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", of="simpo"),
-    worked_out("simpo_gamma", "loss.gamma", "", of="simpo"),
+    worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", default=0.1, of="orpo"),
+    *preference.rules(OF_DPO, loss_type="dpo_loss_type", loss_weights="dpo_loss_weights", discopop_tau="", ld_alpha="",
+                      label_smoothing="dpo_label_smoothing", use_weighting="dpo_use_weighting"),
+    worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", default=1.0, least=0, of="simpo"),
+    worked_out("simpo_gamma", "loss.gamma", default=0.5, of="simpo"),
     absent("dpo_label_smoothing_mode", "it has no counterpart", of=OF_DPO),
     worked_out("precompute_ref_log_probs", "reference=precompute", "of dpo and ipo", "only rl: dpo and ipo read it"),
     needless("dpo_use_logits_to_keep dpo_padding_free dpo_use_liger_kernel", "the numbers are the same"),
     worked_out("context_parallel_size sequence_parallel_degree", "parallel.ring_size",
-               "the curve is the same for any size"),
-    worked_out("ring_attn_func", "parallel.layout", "", "there is no ring"),
+               "the curve is the same for any size", default=1),
+    worked_out("ring_attn_func", "parallel.layout", rest="there is no ring"),
     needless("heads_k_stride dp_shard_size dp_replicate_size", "the layout and the engine decide"),
     absent("tensor_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
     worked_out("batch_size", "train.batch_size", "of one GPU, without gradient_accumulation_steps",
                "batch_size / micro_batch_size are the accumulated steps, as before axolotl 0.4"),
     worked_out("micro_batch_size", "train.micro_batch_size, train.batch_size",
-               "train.batch_size counts all GPUs together"),
-    worked_out("num_epochs", "train.epochs", "whole passes over the data", "max_steps decides"),
-    worked_out("lr_scheduler", "optim.decay", "linear, cosine, constant"),
-    worked_out("cosine_min_lr_ratio", "optim.min_lr_ratio", ""),
+               "train.batch_size counts all GPUs together", default=1, least=1, alias="per_device_train_batch_size"),
+    worked_out("num_epochs", "train.epochs", "whole passes over the data", "max_steps decides", default=1.0, least=0,
+               alias="num_train_epochs"),
+    worked_out("lr_scheduler", "optim.decay", "linear, cosine, constant", default="cosine", alias="lr_scheduler_type"),
+    worked_out("cosine_min_lr_ratio", "optim.min_lr_ratio", default=0, least=0),
     absent("cosine_constant_lr_ratio", "the rate decays until the end"),
-    worked_out("optimizer", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
-    worked_out("sequence_len", "data.max_length", "tokens of prompt and answer"),
-    worked_out("excess_length_strategy", "data.too_long", ""),
+    worked_out("optimizer", "optim", "adamw and sgd", default="adamw_torch", alias="optim",
+               until="optim=muon optim=adafactor optim=adamw_8bit"),
+    taken("sequence_len", "data.max_length", "tokens of prompt and answer", default=512, least=1),
+    worked_out("excess_length_strategy", "data.too_long", default="drop"),
     taken("curriculum_sampling", "data.shuffle", "rows in their order", to=lambda value: not value),
     needless("sample_packing_sequentially", "samples are packed in their order"),
-    worked_out("sample_packing", "data.packing",
-               "sft: theirs counts blocks of rows in a batch, rlexp counts rows"),
+    worked_out("sample_packing", "data.packing", "sft: theirs counts blocks of rows in a batch, rlexp counts rows"),
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
-    worked_out("datasets", "data=hf, data.path or data.sources", ""),
-    worked_out("test_datasets", "data.eval_path, data.eval_split", ""),
+    worked_out("datasets", "data=hf, data.path or data.sources"),
+    worked_out("test_datasets", "data.eval_path, data.eval_split"),
     taken("default_system_message", "data.system", to=lambda value: value or None),
     worked_out("val_set_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     needless("dataset_prepared_path dataset_processes dataset_exact_deduplication", "rows are tokenized once and kept"),
-    worked_out("evals_per_epoch", "train.eval_every", "a share of an epoch", "no rows are held out"),
-    worked_out("saves_per_epoch", "checkpoint.save_every", "a share of an epoch"),
+    worked_out("evals_per_epoch", "train.eval_every", "a share of an epoch", "no rows are held out", least=0),
+    worked_out("saves_per_epoch", "checkpoint.save_every", "a share of an epoch", least=0),
     needless("flash_attention attn_implementation sdp_attention eager_attention xformers_attention",
              "the fastest kernel is taken"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage chooses the engine"),
-    worked_out("fsdp_version", "engine=fsdp2", ""),
+    worked_out("fsdp_version", "engine=fsdp2"),
     absent("activation_offloading", "use memory.checkpointing", until="activation_offload"),
-    worked_out("wandb_project", "logger=wandb, logger.project", ""),
+    worked_out("wandb_project", "logger=wandb, logger.project"),
     taken("wandb_entity", "logger.entity", to=lambda value: value or None),
     taken("wandb_name", "logger.run_name"),
     needless("wandb_watch wandb_log_model wandb_run_id strict plugins special auto_resume_from_checkpoints",
              "no number depends on it"),
     *launchers.VARIABLES,
+    save_total_limit=4,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
-    _like_transformers(conv)
-    gpus = launchers.asked_for("micro_batch_size", launchers.ranks(conv))
-    ring = int(conv.whole("context_parallel_size", 1, least=1))
-    _ring(conv, ring)
-    spread = launchers.spread(conv, gpus, "tensor_parallel_size")
-    huggingface.sizes(conv, spread, batch=1, name="micro_batch_size", ring=ring, ring_name="context_parallel_size")
-    steps = huggingface.length(conv, 1.0)
+    _normalize(conv)
+    gpus = launchers.needed(conv)
+    huggingface.sizes(conv, launchers.spread(conv, gpus, "tensor_parallel_size"), "context_parallel_size")
+    _ring(conv)
+    steps = huggingface.length(conv)
     _schedule(conv, steps)
     huggingface.optimizer(conv)
     huggingface.precision(conv, bf16=True)
-    huggingface.saving(conv, steps, strategy="steps" if conv.get("save_steps") else "epoch", keep=KEPT)
-    huggingface.device(conv)
-    packed = conv.flag("sample_packing") and not conv.flag("eval_sample_packing", True)
-    conv.put("data.drop_last", conv.flag("dataloader_drop_last", packed), "dataloader_drop_last",
-             why="without eval_sample_packing" if packed else "")  # fmt: skip
+    huggingface.saving(conv, steps, "steps" if conv.given_value("save_steps") else "epoch")
+    packed = conv.flag("sample_packing")
+    conv.put("data.packing", packed, "sample_packing")
+    split = packed and not conv.flag("eval_sample_packing", True)
+    huggingface.drop_last(conv, split, why="without eval_sample_packing" if split else "")
     huggingface.engine(conv, "fsdp", "fsdp_config", "fsdp_version")
-    if conv.number("learning_rate") is None:
+    if conv.given_value("learning_rate") is None:
         conv.missing("learning_rate", "axolotl has no default", "5e-7")
-    conv.put("optim.lr", conv.number("learning_rate"), "learning_rate")
     conv.choose("model", "hf")
-    conv.put("model.path", conv.needed("base_model", "the model that is trained", "Qwen/Qwen3-0.6B"), "base_model")
+    conv.put("model.path", conv.needed("base_model", model_keys.TRAINED, "Qwen/Qwen3-0.6B"), "base_model")
     model_keys.template(conv, "chat_template", model_keys.AXOLOTL, "tokenizer_default")
     _model_config(conv)
     _adapter(conv)
@@ -185,53 +177,53 @@ def convert(conv: Conversion) -> None:
     _loss(conv)
     if conv.trainer in OF_DPO.split():
         adapters.precomputed(conv)
-    conv.put("data.packing", conv.flag("sample_packing"), "sample_packing")
-    if conv.flag("sample_packing") and conv.trainer == "sft":
-        conv.remark(Fate.OTHER, "sample_packing", True, answers.OF_BLOCKS)
-    if conv.flag("sample_packing") and not any(conv.get(name) for name in BACKENDS):
-        conv.remark(Fate.OTHER, "sample_packing", True, "without flash_attention, rows of a block see each other there")
+    if packed and conv.trainer == "sft":
+        conv.differs("sample_packing", answers.OF_BLOCKS)
+    if packed and not any(conv.get(name) for name in BACKENDS):
+        conv.differs("sample_packing", "without flash_attention, rows of a block see each other there")
     _data(conv)
-    rows = _held_out(conv) or huggingface.held_out(conv, "val_set_size")
-    huggingface.evaluation(conv, steps, rows, strategy="steps" if conv.get("eval_steps") else "no")
-    for what, key, wanted in (("eval", "train.eval_every", rows), ("save", "checkpoint.save_every", True)):
-        if wanted and (times := conv.whole(f"{what}s_per_epoch", 0, least=0)):
-            every = "1 epoch" if times == 1 else f"1/{times} epoch"
-            conv.put(key, every, f"{what}s_per_epoch", f"{what}_strategy", f"{what}_steps")
-    if rows and conv.get("load_best_model_at_end") is None and _in_step(conv):
-        conv.put("checkpoint.keep_best", 1)
-        why = "their default: the best model is what they leave; the run exports its last one, and keeps the best too"
-        conv.remark(Fate.OTHER, "load_best_model_at_end", True, why)
+    _evaluation(conv, steps, _held_out(conv) or huggingface.held_out(conv, "val_set_size"))
     project = conv.text("wandb_project")
-    huggingface.progress(conv)
     conv.choose("logger", "wandb" if project else "none", "wandb_project")
     if project:
         conv.put("logger.project", project, "wandb_project")
 
 
-def _in_step(conv: Conversion) -> bool:
-    """Return whether theirs saves only where it evaluates: then it loads the best model at the end."""
+def _evaluation(conv: Conversion, steps: int | None, rows: bool) -> None:
+    """Set when held-out rows are evaluated, and checkpoints saved; by default theirs leaves the best model."""
+    huggingface.evaluation(conv, steps, rows, default="steps" if conv.get("eval_steps") else "no")
+    for what, key, wanted in (("eval", "train.eval_every", rows), ("save", "checkpoint.save_every", True)):
+        if wanted and (times := conv.whole(f"{what}s_per_epoch", 0)):
+            every = "1 epoch" if times == 1 else f"1/{times} epoch"
+            conv.put(key, every, f"{what}s_per_epoch", f"{what}_strategy", f"{what}_steps")
     saves, evals = (conv.number(f"{what}s_per_epoch") for what in ("save", "eval"))
-    steps, every = conv.number("save_steps"), conv.number("eval_steps")
-    return bool(saves and evals and evals % saves == 0) or bool(steps and every and steps % every == 0)
+    save, every = conv.given_value("save_steps"), conv.number("eval_steps")
+    in_step = (saves and evals and evals % saves == 0) or (save and every and conv.number("save_steps") % every == 0)
+    if rows and conv.get("load_best_model_at_end") is None and in_step:
+        conv.put("checkpoint.keep_best", 1)
+        why = "their default: the best model is what they leave; the run exports its last one, and keeps the best too"
+        conv.remark(Fate.OTHER, "load_best_model_at_end", True, why)
 
 
 def _model_config(conv: Conversion) -> None:
     """Take YaRN from what the model's configuration is overridden with."""
-    options = conv.mapping("overrides_of_model_config")
-    said = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or conv.get("rope_scaling")
-    if said is not None:
-        model_keys.rope(conv, "rope_scaling" if conv.get("rope_scaling") else "overrides_of_model_config", said)
+    options, apart = conv.mapping("overrides_of_model_config"), conv.get("rope_scaling")
+    rope = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or apart
+    if rope is not None:
+        model_keys.rope(conv, "rope_scaling" if apart else "overrides_of_model_config", rope)
     for name, value in options.items():
-        conv.remark(Fate.OTHER, f"{conv.said('overrides_of_model_config')}: {name}", value, "write it into config.json")
+        conv.remark(
+            Fate.OTHER, f"{conv.spelled('overrides_of_model_config')}: {name}", value, "write it into config.json"
+        )
 
 
 def _schedule(conv: Conversion, steps: int | None) -> None:
     """Set decay and warm-up: by default of 3 % of the steps, at most 100, and 2 in place of 1."""
-    huggingface.schedule(conv, steps, decay="cosine", rounded=math.floor)
-    least, decay = conv.number("cosine_min_lr_ratio", 0, least=0), conv.values.get("optim.decay")
+    huggingface.schedule(conv, steps, rounded=math.floor)
+    least, decay = conv.number("cosine_min_lr_ratio"), conv.values.get("optim.decay")
     if least and decay is not None and decay.value == "cosine":
         conv.put("optim.min_lr_ratio", least, "cosine_min_lr_ratio")
-    if conv.get("warmup_steps") is not None or conv.get("warmup_ratio") is not None:
+    if conv.given_value("warmup_steps") is not None or conv.given_value("warmup_ratio") is not None:
         return
     if steps is not None:
         count = min(int(0.03 * steps), 100)
@@ -243,43 +235,39 @@ def _schedule(conv: Conversion, steps: int | None) -> None:
 
 def _adapter(conv: Conversion) -> None:
     kind = conv.text("adapter")
-    if not kind or kind not in ("lora", "qlora"):
-        if kind:
-            conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
-        adapters.none(conv, OF_LORA, "adapter")
-        if conv.get("bf16") is True and not conv.get("deepspeed"):
-            conv.remark(
-                Fate.OTHER, "bf16", True, "weights that are trained are float32, theirs bfloat16 without DeepSpeed"
-            )
+    if kind in ("lora", "qlora"):
+        adapters.lora(conv, "adapter")
+        if conv.flag("merge_lora"):
+            conv.put("checkpoint.export", "merged", "merge_lora")
+        if kind == "qlora":
+            conv.differs("adapter", f"lora is taken: {adapters.QUANTIZED}", Fate.INSTEAD)
         return
-    adapters.lora(conv, OF_LORA, adapters.Defaults(None, None), "adapter")
-    if conv.flag("merge_lora"):
-        conv.put("checkpoint.export", "merged", "merge_lora")
-    if kind == "qlora":
-        conv.remark(Fate.INSTEAD, "adapter", kind, f"lora is taken: {adapters.QUANTIZED}")
+    if kind:
+        conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
+    adapters.none(conv, "adapter")
+    if conv.get("bf16") is True and not conv.get("deepspeed"):
+        conv.differs("bf16", "weights that are trained are float32, theirs bfloat16 without DeepSpeed")
 
 
-def _like_transformers(conv: Conversion) -> None:
-    """Let arguments that have another name here be found by the name that transformers has for them."""
-    for theirs, general in RENAMED.items():
-        conv.by_name[general] = conv.by_name[theirs]
+def _normalize(conv: Conversion) -> None:
+    """Write some arguments as transformers has them."""
     given = {**conv.given}
     if conv.get("batch_size") is not None and conv.get("gradient_accumulation_steps") is None:
-        steps = conv.whole("batch_size", least=1) // conv.whole("micro_batch_size", 1, least=1)
+        steps = conv.whole("batch_size", least=1) // conv.whole("micro_batch_size")
         given["gradient_accumulation_steps"] = max(1, steps)
     for name in [each for each in OBJECTIVES if each in str(conv.get("plugins", ""))]:
         conv.remark(Fate.INSTEAD, "plugins", name, "the plugin has an objective of its own; answers are trained on")
     if given.get("bf16") in ("auto", "full"):
         if given["bf16"] == "full":
-            conv.remark(Fate.OTHER, "bf16", "full", "weights that are trained are float32; bf16 computes with them")
+            conv.differs("bf16", "weights that are trained are float32; bf16 computes with them")
         given["bf16"] = True
     if given.get("gradient_checkpointing") == "offload":
-        conv.remark(Fate.ABSENT, "gradient_checkpointing", "offload", "activations stay on the GPU")
+        conv.differs("gradient_checkpointing", "activations stay on the GPU", Fate.ABSENT)
         given["gradient_checkpointing"] = True
-    if given.get("save_steps") and "save_strategy" in given:
-        conv.remark(Fate.NEEDLESS, "save_strategy", given.pop("save_strategy"), "save_steps decides")
-    if given.get("eval_steps") and "eval_strategy" in given:
-        conv.remark(Fate.NEEDLESS, "eval_strategy", given.pop("eval_strategy"), "eval_steps decides")
+    for what in ("save", "eval"):
+        if given.get(f"{what}_steps") and f"{what}_strategy" in given:
+            name = f"{what}_strategy"
+            conv.remark(Fate.NEEDLESS, name, given.pop(name), f"{what}_steps decides")
     conv.given = given
 
 
@@ -288,10 +276,9 @@ def _beta(conv: Conversion) -> None:
     section = conv.mapping("trl")
     if section.get("beta") is not None:
         conv.put("loss.beta", section["beta"], "trl", why="its beta")
-    elif conv.trainer == "orpo" and conv.get("rl_beta") is None:
-        conv.put("loss.beta", conv.number("orpo_alpha", 0.1), "orpo_alpha")
     else:
-        conv.put("loss.beta", conv.number("rl_beta", 0.1), "rl_beta")
+        name = "orpo_alpha" if conv.trainer == "orpo" and conv.given_value("rl_beta") is None else "rl_beta"
+        conv.put("loss.beta", conv.number(name), name)
     for name in sorted(section.keys() - {"beta"}):
         conv.remark(Fate.ABSENT, f"trl: {name}", section[name], f"no argument of rl: {conv.trainer}")
 
@@ -299,30 +286,28 @@ def _beta(conv: Conversion) -> None:
 def _loss(conv: Conversion) -> None:
     match conv.trainer:
         case "ipo":
-            preference.choose(conv, OF_PAIRS, types=["ipo"], by="rl")
+            preference.choose(conv, types=["ipo"], by="rl")
         case "orpo":
-            preference.without_reference(conv, "orpo", by="rl", told=preference.OF_PROMPTS)
+            preference.without_reference(conv, "orpo", "rl", note=preference.OF_PROMPTS)
         case "simpo":
-            preference.without_reference(conv, "simpo", by="rl", weight_name="cpo_alpha")
+            preference.without_reference(conv, "simpo", "rl", likelihood="cpo_alpha")
         case "kto":
-            answers.single(conv, "kto", "rl", good="kto_desirable_weight", bad="kto_undesirable_weight")
+            answers.single(conv, "kto", "rl")
         case "reward":
-            answers.reward_model(conv, "reward_model", answers.OF_ENDS, center="center_rewards_coefficient",
-                                 margins=False)  # fmt: skip
+            answers.reward_model(conv, "reward_model", notes=[answers.OF_ENDS], margins=False)
         case "sft":
-            answers.supervised(conv, "")
+            conv.choose("loss", "sft")
         case _:
-            preference.choose(conv, OF_PAIRS, smoothed=preference.SMOOTHED | {"dpo"})
-            if not kinds.has("loss.beta", str(conv.choices["loss"].value)):
+            preference.choose(conv, smoothed=preference.SMOOTHED | {"dpo"})
+            if not kinds.has("loss.beta", conv.chosen("loss")):
                 del conv.values["loss.beta"]
                 conv.done -= {"rl_beta", "trl"}
 
 
-def _ring(conv: Conversion, ring: int) -> None:
-    conv.put("parallel.ring_size", ring, "context_parallel_size")
-    if (function := conv.text("ring_attn_func")) is not None and ring > 1:
+def _ring(conv: Conversion) -> None:
+    if (function := conv.text("ring_attn_func")) is not None and conv.whole("context_parallel_size") > 1:
         if function not in RING_FUNCTIONS:
-            conv.remark(Fate.OTHER, "ring_attn_func", function, "no layout here has its name; any has the same curve")
+            conv.differs("ring_attn_func", "no layout here has its name; any has the same curve")
         conv.put("parallel.layout", RING_FUNCTIONS.get(function, "zigzag"), "ring_attn_func")
 
 
@@ -333,8 +318,8 @@ def _data(conv: Conversion) -> None:
     sources = [{"path": conv.text(by), "type": "pretrain"}] if texts else conv.entries(by)
     if not sources:
         conv.missing("datasets", "it names the rows to train on", "[{path: org/pairs}]")
-    for number, source in enumerate(sources, start=1):
-        _source(conv, "data" if len(sources) == 1 else f"data.sources.source{number}", source, by)
+    for key, source in zip(huggingface.keys_of(sources), sources, strict=True):
+        _source(conv, key, source, by)
     prompts = {_prompt_of(source) for source in sources}
     if len(prompts) == 1 and (prompt := prompts.pop()):
         conv.put("data.system", prompt, by, why="its system_prompt")
@@ -342,9 +327,8 @@ def _data(conv: Conversion) -> None:
         conv.remark(Fate.OTHER, f"{by}: system_prompt", sorted(prompts), "data.system is one for all sets")
     if any(str(source.get("type")).startswith(("completion", "pretrain")) for source in sources):
         why = "a text that is longer goes on in the next block there, here it is left out: split it first"
-        conv.remark(Fate.OTHER, "sequence_len", conv.get("sequence_len"), why)
-    conv.put("data.max_length", conv.whole("sequence_len", 512, least=1), "sequence_len")
-    strategy = conv.text("excess_length_strategy", "drop")
+        conv.remark(Fate.OTHER, "sequence_len", conv.given_value("sequence_len"), why)
+    strategy = conv.text("excess_length_strategy")
     if strategy not in TOO_LONG:
         conv.refuse("excess_length_strategy", f"must be one of {', '.join(TOO_LONG)}", "Give one of them.")
     cut = any(source.get("type") == SCORED for source in sources)

@@ -20,6 +20,7 @@ from rlexp.config.literals import literal
 from rlexp.config.options import quoted
 from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
+from rlexp.convert.kinds import place
 from rlexp.convert.rules import UNKNOWN_VARIABLE, Conversion, ConvertError, Fate, Line, Value
 
 WIDTH = 116
@@ -143,7 +144,9 @@ def _plain(value: Any) -> Any:
 def _groups(conv: Conversion) -> Iterator[str]:
     """Yield the keys as nested yaml, group by group."""
     tree: dict[str, Any] = {}
-    for key, value in conv.values.items():
+    for key, value in sorted(
+        conv.values.items(), key=lambda item: place(item[0], conv.chosen(item[0].partition(".")[0]))
+    ):
         *folders, leaf = key.split(".")
         node = tree
         for folder in folders:

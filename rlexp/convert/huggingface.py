@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlexp.config.schema.bounds import WEEK
-from rlexp.convert import engines
+from rlexp.convert import engines, kinds
 from rlexp.convert.read import plain
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, one_of, other, taken, worked_out
+from rlexp.convert.rules import (
+    UNSAID,
+    Conversion,
+    ConvertError,
+    Fate,
+    Rule,
+    absent,
+    needless,
+    one_of,
+    other,
+    taken,
+    worked_out,
+)
 
 KEEP_ALL = 1_000_000
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
@@ -36,36 +48,38 @@ METRICS = {
 LOGGED = "every step is logged, for all ranks together"
 NO_WARMUP = "it is 0, or another argument decides"
 NO_EVALUATION = "nothing is evaluated, or another argument decides"
+OF_EACH = "of several sets each has its own: data.sources.NAME.eval_path"
 TRUST = other("trust_remote_code", "model.trust_remote_code",
               "a recipe does not decide that a model's own code runs: give it on the command line")  # fmt: skip
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
-               "theirs counts samples of a GPU; train.batch_size counts all samples of a step"),
-    worked_out("gradient_accumulation_steps", "train.batch_size",
-               "rlexp derives train.grad_acc from the batch"),
-    worked_out("learning_rate", "optim.lr", ""),
+               "theirs counts samples of a GPU; train.batch_size counts all samples of a step", default=8, least=1),
+    worked_out("gradient_accumulation_steps", "train.batch_size", "rlexp derives train.grad_acc from the batch",
+               least=1),
+    taken("learning_rate", "optim.lr", default=5e-5),
     taken("max_grad_norm", "optim.max_grad_norm", default=1.0),
     taken("weight_decay", "optim.weight_decay", default=0.0),
-    worked_out("adam_beta1", "optim.betas", ""),
-    worked_out("adam_beta2", "optim.betas", ""),
+    worked_out("adam_beta1", "optim.betas", default=0.9),
+    worked_out("adam_beta2", "optim.betas", default=0.999),
     taken("adam_epsilon", "optim.eps", default=1e-8),
-    worked_out("lr_scheduler_type", "optim.decay",
-               "linear, cosine, inverse_sqrt, constant"),
+    worked_out("lr_scheduler_type", "optim.decay", "linear, cosine, inverse_sqrt, constant", default="linear"),
     worked_out("lr_scheduler_kwargs", "optim.min_lr_ratio", "min_lr or min_lr_rate"),
     worked_out("warmup_steps", "optim.warmup_steps, optim.warmup_start=0", "a share (0.1) is optim.warmup_ratio",
-               NO_WARMUP),
-    worked_out("warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", "", NO_WARMUP),
-    worked_out("num_train_epochs", "train.epochs", "whole passes over the data", "max_steps decides"),
-    worked_out("max_steps", "train.max_steps", "", "it sets no limit"),
-    worked_out("optim", "optim", "adamw and sgd", until="optim=muon optim=adafactor optim=adamw_8bit"),
+               NO_WARMUP, default=0, least=0),
+    worked_out("warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0", rest=NO_WARMUP, default=0, least=0),
+    worked_out("num_train_epochs", "train.epochs", "whole passes over the data", "max_steps decides", default=3.0,
+               least=0),
+    worked_out("max_steps", "train.max_steps", rest="it sets no limit", default=-1),
+    worked_out("optim", "optim", "adamw and sgd", default="adamw_torch",
+               until="optim=muon optim=adafactor optim=adamw_8bit"),
     absent("optim_args optim_target_modules", "use the keys of optim"),
     worked_out("bf16", "train.precision", "trained weights stay float32"),
     absent("fp16", "bf16 is taken"),
     absent("tf32", "there is no key for it", until="tf32"),
-    taken("activation_checkpointing gradient_checkpointing", "memory.checkpointing"),
+    taken("gradient_checkpointing activation_checkpointing", "memory.checkpointing"),
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage chooses the engine; rlexp writes the rest"),
-    worked_out("fsdp", "engine=fsdp2", "", "deepspeed decides"),
+    worked_out("fsdp", "engine=fsdp2", rest="deepspeed decides"),
     worked_out("fsdp_config", "engine=fsdp2", "rlexp chooses FSDP2's settings",
                "deepspeed decides"),
     taken("seed", "seed", default=42),
@@ -73,32 +87,32 @@ RULES: tuple[Rule, ...] = (
     taken("full_determinism", "launch.deterministic"),
     taken("ddp_timeout", "launch.timeout_seconds", f"at most {WEEK} s, a week",
           to=lambda value: min(value, WEEK) if isinstance(value, int | float) else value),
-    worked_out("use_cpu", "launch.device", ""),
+    taken("use_cpu", "launch.device", to=lambda value: "cpu" if kinds.flag(value) else UNSAID),
     worked_out("output_dir", "hydra.run.dir", "the run's folder; the trained model is in its folder model/"),
-    worked_out("save_strategy", "checkpoint.save_every", "", "save_steps decides"),
-    worked_out("save_steps", "checkpoint.save_every", "", "save_strategy decides"),
-    worked_out("save_total_limit", "checkpoint.keep_last", ""),
+    worked_out("save_strategy", "checkpoint.save_every", rest="save_steps decides"),
+    worked_out("save_steps", "checkpoint.save_every", rest="save_strategy decides", default=500, least=0),
+    worked_out("save_total_limit", "checkpoint.keep_last"),
     absent("save_only_model", "a checkpoint is always whole"),
     other("load_best_model_at_end", "checkpoint.keep_best",
           "the run exports its last model; `python -m rlexp.export` exports any checkpoint"),
-    worked_out("metric_for_best_model", "checkpoint.best_metric", "", "nothing is evaluated"),
-    worked_out("greater_is_better", "checkpoint.best", "", "nothing is evaluated"),
+    worked_out("metric_for_best_model", "checkpoint.best_metric", rest="nothing is evaluated"),
+    worked_out("greater_is_better", "checkpoint.best", rest="nothing is evaluated"),
     other("resume_from_checkpoint", "hydra.run.dir",
           "the folder of an rlexp run; other trainers' checkpoints are not read"),
-    worked_out("eval_strategy evaluation_strategy", "train.eval_every", "", NO_EVALUATION),
-    worked_out("eval_steps", "train.eval_every", "", NO_EVALUATION),
+    worked_out("eval_strategy evaluation_strategy", "train.eval_every", rest=NO_EVALUATION),
+    worked_out("eval_steps", "train.eval_every", rest=NO_EVALUATION, least=0),
     absent("eval_delay", "train.eval_every has no delay"),
-    worked_out("eval_on_start", "eval.before_training", "", "no rows are held out"),
+    worked_out("eval_on_start", "eval.before_training", rest="no rows are held out"),
     needless("per_device_eval_batch_size do_train do_eval do_predict bf16_full_eval eval_accumulation_steps",
              "held-out rows are evaluated as the others are trained on"),
-    worked_out("report_to", "logger", "one of wandb, tensorboard, trackio, none"),
+    worked_out("report_to", "logger", "one of wandb, tensorboard, trackio, none", default="none"),
     taken("run_name", "logger.run_name"),
-    worked_out("disable_tqdm", "logger.progress", ""),
+    taken("disable_tqdm", "logger.progress", to=lambda value: not kinds.flag(value)),
     needless("logging_steps", LOGGED),
     needless("logging_strategy logging_first_step log_level logging_dir project log_level_replica log_on_each_node "
              "logging_nan_inf_filter include_num_input_tokens_seen debug skip_memory_metrics trackio_space_id "
              "trackio_bucket_id trackio_static_space_id", LOGGED),
-    worked_out("dataloader_drop_last", "data.drop_last", "", "a rollout has whole train batches"),
+    worked_out("dataloader_drop_last", "data.drop_last", rest="a rollout has whole train batches"),
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
     needless("remove_unused_columns no_remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
@@ -124,33 +138,33 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def sizes(
-    conv: Conversion, gpus: int, *, batch: int = 8, name: str = "per_device_train_batch_size", ring: int = 1,
-    ring_name: str = "sequence_parallel_size", fill: int = 0,
-) -> tuple[int, int]:  # fmt: skip
-    """Set the batch of a step from the batch of one GPU; return the micro-batch and the accumulation. Where none is
-    given, the accumulation is the one that fills a batch of `fill` samples."""
-    if gpus % ring:
+def sizes(conv: Conversion, gpus: int, ring: str, *, fill: int = 0) -> tuple[int, int]:
+    """Set the ring and the batch of a step from the batch of one GPU; return the micro-batch and the accumulation.
+    Where none is given, the accumulation is the one that fills a batch of `fill` samples."""
+    size = int(conv.whole(ring, 1, least=1))
+    if gpus % size:
         raise ConvertError(
-            f"{conv.name(ring_name)}={ring}: does not divide the {gpus} GPUs. Give a size that does, or another --gpus."
+            f"{conv.name(ring)}={size}: does not divide the {gpus} GPUs. Give a size that does, or another --gpus."
         )
-    micro = conv.whole(name, batch, least=1)
-    replicas = gpus // ring
-    steps = conv.whole("gradient_accumulation_steps", max(1, math.ceil(fill / (micro * replicas))), least=1)
-    conv.put("train.micro_batch_size", micro, name)
-    shared = f" / ring of {ring}" if ring > 1 else ""
-    why = f"{micro} × {steps} × {gpus} GPUs{shared}"
-    conv.put("train.batch_size", micro * steps * replicas, name, "gradient_accumulation_steps", why=why)
+    if conv.name(ring) or conv.default(ring) is not None:
+        conv.put("parallel.ring_size", size, ring)
+    replicas = gpus // size
+    micro = conv.whole("per_device_train_batch_size")
+    steps = conv.whole("gradient_accumulation_steps", max(1, math.ceil(fill / (micro * replicas))))
+    conv.put("train.micro_batch_size", micro, "per_device_train_batch_size")
+    shared = f" / ring of {size}" if size > 1 else ""
+    conv.put("train.batch_size", micro * steps * replicas, "per_device_train_batch_size", "gradient_accumulation_steps",
+             why=f"{micro} × {steps} × {gpus} GPUs{shared}")  # fmt: skip
     return micro, steps
 
 
-def length(conv: Conversion, epochs: float = 3.0) -> int | None:
+def length(conv: Conversion) -> int | None:
     """Set how long the run is; return its steps, if they are known."""
-    most = int(conv.whole("max_steps", -1))
+    most = int(conv.whole("max_steps"))
     if most > 0:
         conv.put("train.max_steps", most, "max_steps")
         return most
-    passes = conv.number("num_train_epochs", epochs, least=0)
+    passes = conv.number("num_train_epochs")
     if passes != int(passes):
         conv.tell(Fate.OTHER, "num_train_epochs",
                   f"only whole epochs are counted here, and {max(1, math.floor(passes))} is taken: give "
@@ -160,13 +174,11 @@ def length(conv: Conversion, epochs: float = 3.0) -> int | None:
     return None
 
 
-def schedule(
-    conv: Conversion, steps: int | None, *, decay: str = "linear", rounded: Callable[[float], int] = math.ceil
-) -> None:
+def schedule(conv: Conversion, steps: int | None, *, rounded: Callable[[float], int] = math.ceil) -> None:
     """Set the decay and the warm-up."""
-    name = conv.text("lr_scheduler_type", decay)
+    name = conv.text("lr_scheduler_type")
     falls(conv, name, conv.mapping("lr_scheduler_kwargs"), "lr_scheduler_type", "lr_scheduler_kwargs")
-    ratio, warm = conv.number("warmup_ratio", 0, least=0), conv.number("warmup_steps", 0, least=0)
+    ratio, warm = conv.number("warmup_ratio"), conv.number("warmup_steps")
     if name == "constant":
         return  # it has no warm-up
     if warm >= 1:
@@ -206,41 +218,42 @@ def warm_up(
         conv.put("optim.warmup_start", 0)
 
 
-def optimizer(conv: Conversion, betas: tuple[float, float] = (0.9, 0.999)) -> None:
-    name = conv.text("optim", "adamw_torch")
+def optimizer(conv: Conversion) -> None:
+    name = conv.text("optim")
     if name in OPTIMIZERS:
         conv.choose("optim", OPTIMIZERS[name], "optim")
     else:
         same = "adamw" in name and not re.search("galore|lomo|grokadamw|schedule_free|stable", name)
         fate = Fate.ABSENT if same else Fate.INSTEAD  # of 8 bits, or in pages: the same rule
         conv.tell(fate, "optim", "adamw and sgd are the optimizers here, in float32; adamw is taken")
-    first, second = conv.number("adam_beta1", betas[0]), conv.number("adam_beta2", betas[1])
-    conv.put("optim.betas", [first, second], "adam_beta1", "adam_beta2")
+    conv.put("optim.betas", [conv.number("adam_beta1"), conv.number("adam_beta2")], "adam_beta1", "adam_beta2")
 
 
-def precision(conv: Conversion, *, bf16: bool, name: str = "bf16") -> None:
-    """Set the precision: of `bf16`, else of the argument that `name` says has a default."""
+def precision(conv: Conversion, *names: str, bf16: bool) -> None:
+    """Set the precision: by bf16, whose default may follow from arguments with these names."""
     half = conv.flag("bf16", bf16 and not conv.flag("fp16"))
     if conv.flag("fp16") and not half:
         conv.put("train.precision", "bf16", why="in place of fp16")
     else:
-        conv.put("train.precision", "bf16" if half else "fp32", "bf16", *([] if name == "bf16" else [name]))
+        conv.put("train.precision", "bf16" if half else "fp32", "bf16", *names)
 
 
-def saving(conv: Conversion, steps: int | None, *, strategy: str = "steps", keep: int | None = None) -> None:
+def saving(conv: Conversion, steps: int | None, strategy: str = "steps") -> None:
     """Set when checkpoints are saved, and how many are kept; None: all."""
     if folder := conv.text("output_dir"):
         conv.on_command_line("hydra.run.dir", folder, "output_dir")
-    said, count = conv.get("save_strategy", strategy), conv.number("save_steps", 500, least=0)
-    if said in ("no", False):
-        conv.put("checkpoint.save_every", None, "save_strategy")
-    elif said == "epoch":
-        conv.put("checkpoint.save_every", "1 epoch", "save_strategy")
-    elif said == "steps":
-        conv.put("checkpoint.save_every", str(cadence(conv, count, steps)), "save_steps", "save_strategy")
-    else:
-        conv.tell(Fate.OTHER, "save_strategy", "checkpoint.save_every takes steps, epochs or a time: 500, 1 epoch, 30m")
-    limit = int(conv.whole("save_total_limit", keep or 0))
+    match conv.get("save_strategy", strategy):
+        case "no" | False:
+            conv.put("checkpoint.save_every", None, "save_strategy")
+        case "epoch":
+            conv.put("checkpoint.save_every", "1 epoch", "save_strategy")
+        case "steps":
+            every = str(cadence(conv, conv.number("save_steps"), steps))
+            conv.put("checkpoint.save_every", every, "save_steps", "save_strategy")
+        case _:
+            why = "checkpoint.save_every takes steps, epochs or a time: 500, 1 epoch, 30m"
+            conv.tell(Fate.OTHER, "save_strategy", why)
+    limit, keep = int(conv.whole("save_total_limit", 0)), conv.default("save_total_limit")
     kept = limit if limit > 0 else keep or KEEP_ALL
     conv.put("checkpoint.keep_last", kept, "save_total_limit", why="all are kept" if kept == KEEP_ALL else "")
     _best(conv)
@@ -267,8 +280,13 @@ def _best(conv: Conversion) -> None:
         conv.put("checkpoint.best", "max" if conv.flag("greater_is_better") else "min", "greater_is_better")
 
 
-def evaluates(conv: Conversion, strategy: str = "no") -> bool:
-    return conv.get("eval_strategy", strategy) not in ("no", False)
+def evaluates(conv: Conversion) -> bool:
+    return conv.get("eval_strategy", "no") not in ("no", False)
+
+
+def keys_of(sets: Sequence[Any]) -> list[str]:
+    """Return our key of each set of rows."""
+    return ["data"] if len(sets) == 1 else [f"data.sources.source{number}" for number in range(1, len(sets) + 1)]
 
 
 def held_out(conv: Conversion, name: str, *, share: bool = False) -> bool:
@@ -287,7 +305,7 @@ def held_out(conv: Conversion, name: str, *, share: bool = False) -> bool:
 def held_out_set(conv: Conversion, name: str, path: Any, split: Any = None, *, several: bool = False) -> bool:
     """Hold out the rows of a set of their own, if there is one for the one set to train on; return whether there is."""
     if several or "data.path" not in conv.values:
-        conv.tell(Fate.OTHER, name, "of several sets each has its own: data.sources.NAME.eval_path")
+        conv.tell(Fate.OTHER, name, OF_EACH)
         return False
     same, split = path == conv.values["data.path"].value, None if Path(str(path)).suffix in FILES else split
     trained = conv.values.get("data.split")
@@ -302,14 +320,14 @@ def held_out_set(conv: Conversion, name: str, path: Any, split: Any = None, *, s
 
 
 def evaluation(
-    conv: Conversion, steps: int | None, rows: bool, *, strategy: str = "no", every: float | None = None
+    conv: Conversion, steps: int | None, rows: bool, *, default: str = "no", every: str = "logging_steps"
 ) -> None:
-    """Set how often held-out rows are evaluated. `every` is the default of their eval_steps."""
-    said = conv.get("eval_strategy", strategy)
-    count = conv.number("eval_steps", every if every is not None else conv.number("logging_steps", 10), least=0)
-    if evaluates(conv, strategy) and rows and said == "epoch":
+    """Set how often held-out rows are evaluated: by `default`, and as often as another argument says."""
+    strategy = conv.get("eval_strategy", default)
+    count = conv.number("eval_steps", conv.number(every, 10))
+    if rows and strategy == "epoch":
         conv.put("train.eval_every", "1 epoch", "eval_strategy")
-    elif evaluates(conv, strategy) and rows:
+    elif rows and strategy not in ("no", False):
         conv.put("train.eval_every", cadence(conv, count, steps), "eval_steps", "eval_strategy")
     if conv.flag("eval_on_start") and rows:
         conv.put("eval.before_training", True, "eval_on_start")
@@ -319,19 +337,13 @@ def evaluation(
         conv.done -= {"metric_for_best_model", "greater_is_better"}
 
 
-def logger(conv: Conversion, default: str = "none") -> None:
-    names = [each for each in conv.texts("report_to") or [default] if each != "none"]
+def logger(conv: Conversion) -> None:
+    names = [each for each in conv.texts("report_to") if each != "none"]
     known = [each for each in names if each in LOGGERS]
     conv.choose("logger", known[0] if known else "none", "report_to")
     if names != known[:1]:
         why = f"a run has one of {', '.join(LOGGERS)}, beside metrics.jsonl"
         conv.remark(Fate.OTHER, "report_to", conv.get("report_to"), why)
-    progress(conv)
-
-
-def progress(conv: Conversion) -> None:
-    if conv.get("disable_tqdm") is not None:
-        conv.put("logger.progress", not conv.flag("disable_tqdm"), "disable_tqdm")
 
 
 def engine(conv: Conversion, *fsdp: str) -> None:
@@ -342,30 +354,21 @@ def engine(conv: Conversion, *fsdp: str) -> None:
         engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
 
 
-def drop_last(conv: Conversion) -> None:
+def drop_last(conv: Conversion, default: bool = False, why: str = "") -> None:
     """Keep the last, short batch of an epoch, as theirs do by default."""
-    conv.put("data.drop_last", conv.flag("dataloader_drop_last"), "dataloader_drop_last")
+    conv.put("data.drop_last", conv.flag("dataloader_drop_last", default), "dataloader_drop_last", why=why)
 
 
-def device(conv: Conversion) -> None:
-    if conv.flag("use_cpu"):
-        conv.put("launch.device", "cpu", "use_cpu")
-
-
-def shared(
-    conv: Conversion, *, bf16: bool = False, decay: str = "linear", name: str = "bf16",
-    betas: tuple[float, float] = (0.9, 0.999), log: str = "none",
-) -> int | None:  # fmt: skip
+def shared(conv: Conversion, *names: str, bf16: bool) -> int | None:
     """Convert what follows from these arguments alone, but for the sizes and the evaluation; return the steps of the
-    run, if they are known."""
+    run, if they are known. Arguments with these names decide on the default of bf16."""
     steps = length(conv)
-    schedule(conv, steps, decay=decay)
-    optimizer(conv, betas)
-    precision(conv, bf16=bf16, name=name)
-    logger(conv, log)
+    schedule(conv, steps)
+    optimizer(conv)
+    precision(conv, *names, bf16=bf16)
+    logger(conv)
     saving(conv, steps)
     engine(conv)
-    device(conv)
     return steps
 
 

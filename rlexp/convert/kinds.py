@@ -20,25 +20,36 @@ class WrongKind(Exception):
     """A value that a key cannot take. The message is the rule: `must be a whole number`."""
 
 
+def _owners(group: str, option: str) -> list[Any]:
+    """Return the classes that may have a key of a group, the option's first."""
+    options, top = KINDS.get(group, {}), typing.get_type_hints(Config).get(group)
+    return [each for each in (options.get(option), *options.values(), top) if dataclasses.is_dataclass(each)]
+
+
 @functools.cache
 def hints(key: str, option: str = "") -> tuple[type, ...]:
     """Return the kinds of value that a key takes, with this option of its group; nothing for one of an open mapping."""
     group, _, leaf = key.partition(".")
     top = typing.get_type_hints(Config).get(group)
-    if top is None:
-        return ()
-    options = KINDS.get(group, {})
-    owners: tuple[Any, ...] = (options.get(option), *options.values(), top)
+    if top is None or not leaf:
+        return _parts(top) if top is not None else ()
+    owners = _owners(group, option)
     if key.startswith(SOURCES):
-        owners, leaf = (KINDS["data"]["hf"],), key.removeprefix(SOURCES).partition(".")[2]
-    if not leaf:
-        return _parts(top)
-    if key.startswith(SOURCES) and leaf == "weight":
-        return float, type(None)
-    for owner in owners:
-        if dataclasses.is_dataclass(owner) and leaf in owner.__dataclass_fields__:
-            return _parts(typing.get_type_hints(owner)[leaf])
-    return ()
+        owners, leaf = [KINDS["data"]["hf"]], key.removeprefix(SOURCES).partition(".")[2]
+        if leaf == "weight":
+            return float, type(None)
+    owner = next((each for each in owners if leaf in each.__dataclass_fields__), None)
+    return _parts(typing.get_type_hints(owner)[leaf]) if owner else ()
+
+
+@functools.cache
+def place(key: str, option: str = "") -> int:
+    """Return where a key stands in its group, with this option of it."""
+    group, _, leaf = key.partition(".")
+    name = leaf.partition(".")[0]
+    every = (list(each.__dataclass_fields__).index(name) for each in _owners(group, option)
+             if name in each.__dataclass_fields__)  # fmt: skip
+    return next(every, 0)
 
 
 def has(key: str, option: str) -> bool:

@@ -7,6 +7,9 @@ import re
 from rlexp.convert.rules import Conversion, ConvertError, Rule, needless, taken, worked_out
 
 NOT_SPLIT = "no such parallelism; the batch stays the same"
+# Arguments that count the GPUs of one node, and the nodes.
+OF_ONE_NODE = ("NPROC_PER_NODE", "actor_num_gpus_per_node", "nproc_per_node")
+OF_NODES = ("NNODES", "actor_num_nodes", "num_machines")
 OF_A_NODE = 8  # GPUs, where --gpus says more than one node has
 ONE_NODE = "there is one, or --gpus says how many GPUs there are"
 COUNTED = "another argument, or --gpus, says how many GPUs there are"
@@ -36,28 +39,26 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def ranks(conv: Conversion, *each: str, total: str = "num_processes", nodes: str = "num_machines") -> int | None:
-    """Set the ranks and return how many GPUs there are in all; None if nothing says it. `each` are the arguments that
-    count the GPUs of one node."""
+def ranks(conv: Conversion) -> int | None:
+    """Set the ranks and return how many GPUs there are in all; None if nothing says it."""
+    nodes = next((name for name in OF_NODES if conv.name(name)), OF_NODES[-1])
     several = conv.whole(nodes, 1, least=1)
-    named = next((name for name in each if conv.name(name)), None)
+    named = next((name for name in OF_ONE_NODE if conv.name(name)), None)
     if conv.gpus is not None:
         return _from_command_line(conv, conv.gpus, several if conv.name(nodes) else None, nodes)
-    if conv.name(total) is not None:
-        gpus = conv.whole(total, 1, least=1)
-        _divides(total, gpus, several)
-        names: tuple[str, ...] = (total,)
+    if conv.name("num_processes") is not None:
+        gpus, by = conv.whole("num_processes", 1, least=1), "num_processes"
+        _divides(by, gpus, several)
     elif named is not None:
-        gpus, names = conv.whole(named, 1, least=1) * several, (named,)
+        gpus, by = conv.whole(named, 1, least=1) * several, named
     elif conv.name("include") is not None:
-        gpus, several = _included(conv.text("include"))
-        names = ("include",)
+        (gpus, several), by = _included(conv.text("include")), "include"
     elif conv.name("CUDA_VISIBLE_DEVICES") is not None:
-        gpus = len([each for each in conv.text("CUDA_VISIBLE_DEVICES", "0").split(",") if each.strip()]) * several
-        names = ("CUDA_VISIBLE_DEVICES",)
+        listed = conv.text("CUDA_VISIBLE_DEVICES", "0").split(",")
+        gpus, by = len([each for each in listed if each.strip()]) * several, "CUDA_VISIBLE_DEVICES"
     else:
         return None
-    conv.put("launch.nproc", max(1, gpus // several), *names)
+    conv.put("launch.nproc", max(1, gpus // several), by)
     if several > 1:
         conv.put("launch.nodes", several, nodes)
     return max(1, gpus)
@@ -101,9 +102,10 @@ def spread(conv: Conversion, gpus: int, *sizes: str) -> int:
     return max(1, gpus)
 
 
-def asked_for(batch: str, gpus: int | None) -> int:
-    """Return the GPUs, without which the batch of a step is not known."""
-    if gpus is None:
+def needed(conv: Conversion) -> int:
+    """Set the ranks and return the GPUs, without which the batch of a step is not known."""
+    if (gpus := ranks(conv)) is None:
+        batch = conv.spelled("per_device_train_batch_size")
         raise ConvertError(f"{batch}: is the batch of one GPU, and the file does not say how many GPUs there are. "
                            f"Say how many: --gpus=8.")  # fmt: skip
     return gpus

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rlexp.base import plain_json
-from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
+from rlexp.convert.rules import (
+    UNSAID,
+    Conversion,
+    ConvertError,
+    Fate,
+    Rule,
+    absent,
+    extended,
+    needless,
+    other,
+    taken,
+    worked_out,
+)
 
 TRAINERS = ("dpo", "sft", "pt", "kto", "rm")
 # Our fields, by their names of columns.
@@ -23,44 +34,43 @@ OF_HEADS = (
     "Reward model: theirs is a value head beside the language model, with a bias and dropout. Ours is the head of "
     "transformers' sequence classification, `score`, without either."
 )
-OF_LORA = adapters.Names(
-    targets="lora_target", also="additional_target", rslora="use_rslora", path="adapter_name_or_path",
-    rest="create_new_adapter use_dora use_llama_pro loraplus_lr_ratio pissa_init",
-)  # fmt: skip
 REFERRED = "dpo kto"
 SPLIT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
 
 
-RULES: tuple[Rule, ...] = (
-    *huggingface.RULES,
-    worked_out("stage", "loss", "", "the loss is chosen"),
-    worked_out("model_name_or_path", "model=hf, model.path", ""),
+RULES: tuple[Rule, ...] = extended(
+    huggingface.RULES,
+    worked_out("stage", "loss", rest="the loss is chosen"),
+    worked_out("model_name_or_path", "model=hf, model.path"),
     huggingface.TRUST,
     taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora (their default) and full; others are missing",
-               "all weights are trained", until="adapter=oft"),
-    *adapters.rules(OF_LORA, rank="their default is 8", alpha="by default twice the rank",
-                    targets="all (their default) is [], the same layers"),
-    absent("pissa_init", adapters.OF_START, until="pissa adapter.init"),
+               "all weights are trained", default="lora", until="adapter=oft"),
+    *adapters.rules(
+        {**adapters.SHAPE, "targets": "lora_target", "also": "additional_target"},
+        {"rank": 8, "targets": ("all",)}, {"use_dora": "dora", "loraplus_lr_ratio": "adapter.lr_ratio"}, split=",",
+        alpha="by default twice the rank", targets="all (their default) is [], the same layers",
+    ),
+    *adapters.of_adapter(
+        absent("pissa_init", adapters.OF_START, until="pissa adapter.init"),
+        absent("use_llama_pro", "no layers are added", until="llama_pro"),
+        worked_out("adapter_name_or_path", "adapter.path", split=",", alias=adapters.FOLDER,
+                   why="theirs compares with the model without it: set reference.path"),
+        worked_out("create_new_adapter", "adapter.path", "merge the earlier adapter first"),
+    ),
     needless("loraplus_lr_embedding pissa_iter pissa_convert adapter_folder", "only with another argument that is not "
              "here"),
-    absent("use_llama_pro", "no layers are added", until="llama_pro"),
-    worked_out("adapter_name_or_path", "adapter.path",
-               "theirs compares with the model without it: set reference.path"),
-    worked_out("create_new_adapter", "adapter.path", "merge the earlier adapter first",
-               "adapter.path says whether there is one"),
     worked_out("ref_model_adapters", "reference=adapter", "only the same adapter",
                "only with ref_model, and a loss that compares with a reference", of=REFERRED),
     needless("use_unsloth use_unsloth_gc", "the numbers are the same"),
-    absent(" ".join(OF_FREEZE), "use model.freeze"),
+    absent("freeze_trainable_layers freeze_trainable_modules freeze_extra_modules", "use model.freeze",
+           when=lambda conv: conv.text("finetuning_type") == "freeze", rest="only with finetuning_type=freeze"),
     absent("quantization_bit", adapters.QUANTIZED, until="quant"),
     absent("ref_model_quantization_bit", adapters.QUANTIZED, until="quant", of=REFERRED),
     needless("quantization_method quantization_type double_quantization quantization_device_map",
              adapters.OF_QUANTIZED),
-    taken("pref_beta", "loss.beta", default=0.1, of=REFERRED),
-    worked_out("kto_chosen_weight", "loss.desirable_weight", "", of="kto"),
-    worked_out("kto_rejected_weight", "loss.undesirable_weight", "", of="kto"),
+    taken("pref_beta", "loss.beta", default=0.1, of=REFERRED, alias="beta"),
+    *answers.weights("kto_chosen_weight", "kto_rejected_weight", "kto"),
     absent("use_dft_loss use_asft_loss use_eaft_loss", "all tokens weigh the same", until="loss=dft",
            of="sft", fate=Fate.INSTEAD),
     absent("use_badam use_galore use_apollo use_muon use_adam_mini mixture_of_depths",
@@ -71,24 +81,26 @@ RULES: tuple[Rule, ...] = (
              "asft_alpha", "only with an optimizer or a loss that rlexp lacks"),
     other("train_on_prompt", "loss=sft", "rlexp never trains on prompts", of="sft"),
     other("mask_history", "loss=sft", "rlexp trains on every answer", of="sft"),
-    worked_out("disable_shuffling", "data.shuffle", ""),
-    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", of="dpo", until=preference.NOT_YET),
-    worked_out("dpo_label_smoothing", "loss.label_smoothing", "", preference.OTHERS, of="dpo"),
+    taken("disable_shuffling", "data.shuffle", to=lambda value: False if kinds.flag(value) else UNSAID),
+    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", of="dpo", until=preference.NOT_YET,
+               default="sigmoid", alias="loss_type"),
+    worked_out("dpo_label_smoothing", "loss.label_smoothing", rest=preference.OTHERS, of="dpo", default=0.0, least=0,
+               alias="label_smoothing"),
     worked_out("pref_ftx", "loss.sft_weight", "a mean over the train batch's tokens, not each answer's",
-               preference.OTHERS, of=REFERRED),
+               preference.OTHERS, of=REFERRED, default=0.0, least=0, alias="rpo_alpha"),
     worked_out("pref_bco_weight", "loss=mpo, loss.terms", "same shift: the mean reward so far",
-               preference.OTHERS, of="dpo"),
-    worked_out("simpo_gamma", "loss.gamma", "", preference.OTHERS, of="dpo"),
+               preference.OTHERS, of="dpo", default=0.0, least=0),
+    worked_out("simpo_gamma", "loss.gamma", rest=preference.OTHERS, of="dpo", default=0.5),
     worked_out("ld_alpha", "loss.ld_alpha", "rlexp applies it to the reference too", preference.OTHERS,
-               of="dpo"),
-    worked_out("dataset", "data=hf, data.path or data.sources", "by dataset_info.json"),
-    worked_out("dataset_dir", "data.path", ""),
-    worked_out("eval_dataset", "data.eval_path", ""),
+               of="dpo", default=1.0, least=0),
+    worked_out("dataset", "data=hf, data.path or data.sources", "by dataset_info.json", split=","),
+    worked_out("dataset_dir", "data.path", default="data"),
+    worked_out("eval_dataset", "data.eval_path", split=","),
     worked_out("val_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn"),
-    worked_out("add_tokens", "model.add_tokens", ""),
-    worked_out("add_special_tokens", "model.add_tokens", ""),
+    worked_out("add_tokens", "model.add_tokens", split=","),
+    worked_out("add_special_tokens", "model.add_tokens", split=","),
     taken("default_system", "data.system"),
     taken("cutoff_len", "data.max_length", "tokens of prompt and answer", default=2048),
     taken("max_samples", "data.max_samples"),
@@ -101,8 +113,9 @@ RULES: tuple[Rule, ...] = (
              "compute_accuracy sequence_parallel_mode include_effective_tokens_per_second",
              "no number depends on it here"),
     absent("pure_bf16", "trained weights are float32"),
-    worked_out("disable_gradient_checkpointing", "memory.checkpointing", ""),
-    worked_out("sequence_parallel_size", "parallel.ring_size", ""),
+    taken("disable_gradient_checkpointing", "memory.checkpointing", default=False,
+          to=lambda value: not kinds.flag(value)),
+    worked_out("sequence_parallel_size", "parallel.ring_size"),
     absent("cp_mode cp_size", "use parallel.ring_size", 1),
     worked_out("num_processes", "launch.nproc", "GPUs of all machines (accelerate)", launchers.COUNTED),
     absent("tensor_model_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
@@ -112,56 +125,47 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
+OF_PT = "their default for pt: "
+
+
 def convert(conv: Conversion) -> None:
     if conv.flag("do_predict") and not conv.flag("do_train"):
         conv.refuse("do_predict", "predicts, and trains nothing", "Convert a file that has do_train.")
-    gpus = launchers.asked_for("per_device_train_batch_size", launchers.ranks(conv, "nproc_per_node"))
-    ring = int(conv.whole("sequence_parallel_size", 1, least=1))
-    if ring > 1:
-        conv.put("parallel.ring_size", ring, "sequence_parallel_size")
-    huggingface.sizes(conv, launchers.spread(conv, gpus, *SPLIT), ring=ring)
+    gpus = launchers.spread(conv, launchers.needed(conv), *SPLIT)
+    huggingface.sizes(conv, gpus, "sequence_parallel_size")
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
     huggingface.drop_last(conv)
-    conv.put("optim.lr", conv.number("learning_rate", 5e-5), "learning_rate")
-    conv.put("memory.checkpointing", not conv.flag("disable_gradient_checkpointing"), "disable_gradient_checkpointing")
     conv.choose("model", "hf")
-    conv.put("model.path", conv.needed("model_name_or_path", "the model that is trained", "Qwen/Qwen3-0.6B"),
-             "model_name_or_path")  # fmt: skip
+    path = conv.needed("model_name_or_path", model_keys.TRAINED, "Qwen/Qwen3-0.6B")
+    conv.put("model.path", path, "model_name_or_path")
     model_keys.template(conv, "template", model_keys.FACTORY)
     model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"), "cutoff_len")
-    if tokens := [*conv.texts("add_tokens", split=","), *conv.texts("add_special_tokens", split=",")]:
+    if tokens := [*conv.texts("add_tokens"), *conv.texts("add_special_tokens")]:
         conv.put("model.add_tokens", tokens, "add_tokens", "add_special_tokens")
     _adapter(conv)
     if conv.trainer == "rm":
-        answers.reward_model(conv, "stage", OF_HEADS, margins=False)
+        answers.reward_model(conv, "stage", notes=[OF_HEADS], margins=False)
     else:
         {"dpo": _preference, "kto": _kto}.get(conv.trainer, _supervised)(conv)
     _reference(conv)
-    if conv.flag("disable_shuffling"):
-        conv.put("data.shuffle", False, "disable_shuffling")
     known = _data(conv)
     huggingface.evaluation(conv, steps, _held_out(conv, known) or huggingface.held_out(conv, "val_size"))
 
 
 def _adapter(conv: Conversion) -> None:
     """Set the adapter, which theirs has by default."""
-    kind = conv.text("finetuning_type", "lora")
-    if kind != "freeze":
-        for name in OF_FREEZE:
-            conv.tell(Fate.NEEDLESS, name, "only with finetuning_type=freeze")
+    kind = conv.text("finetuning_type")
+    if kind == "freeze":
+        why = "all weights are trained, but for those that model.freeze names"
+        conv.tell(Fate.INSTEAD, "finetuning_type", why)
     if kind in ("full", "freeze"):
-        adapters.none(conv, OF_LORA)
-        if kind == "freeze":
-            conv.tell(Fate.INSTEAD, "finetuning_type", "all weights are trained, but for those that model.freeze names")
         return
-    names = OF_LORA
-    if conv.flag("create_new_adapter"):
+    new = conv.flag("create_new_adapter")
+    if new:
         conv.tell(Fate.ABSENT, "adapter_name_or_path", adapters.MERGE_FIRST)
-        names = replace(OF_LORA, path="")
-    rank = conv.whole("lora_rank", 8, least=1)
-    adapters.lora(conv, names, adapters.Defaults(8, 2.0 * rank, targets=("all",), split=","), "finetuning_type")
+    adapters.lora(conv, "finetuning_type", alpha=2.0 * conv.whole("lora_rank"), folder=not new)
     if kind != "lora":
-        conv.remark(Fate.INSTEAD, "finetuning_type", kind, "of adapters, lora is here; it is taken")
+        conv.differs("finetuning_type", "of adapters, lora is here; it is taken", Fate.INSTEAD)
 
 
 def _reference(conv: Conversion) -> None:
@@ -171,7 +175,7 @@ def _reference(conv: Conversion) -> None:
     if not adapters.compared(conv):
         return
     if model is None:
-        adapters.compare_without(conv, "adapter_name_or_path")
+        adapters.compare_without(conv)
         return
     if reference is None and same and "adapter.path" not in conv.values:
         conv.tell(Fate.NEEDLESS, "ref_model", adapters.ONE_REFERENCE)
@@ -182,40 +186,35 @@ def _reference(conv: Conversion) -> None:
 
 
 def _supervised(conv: Conversion) -> None:
-    answers.supervised(conv, "stage")
+    conv.choose("loss", "sft", "stage")
     if conv.flag("packing", conv.trainer == "pt"):
-        conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
-        if conv.name("packing") is None:
-            conv.remark(Fate.OTHER, "packing", True, f"their default for pt: {answers.OF_BLOCKS}")
+        conv.remark(Fate.OTHER, "packing", True, f"{OF_PT * (conv.name('packing') is None)}{answers.OF_BLOCKS}")
 
 
 def _kto(conv: Conversion) -> None:
-    answers.single(conv, "kto", "stage", good="kto_chosen_weight", bad="kto_rejected_weight", beta="pref_beta")
-    if conv.number("pref_ftx", 0.0, least=0):
+    answers.single(conv, "kto", "stage")
+    if conv.number("pref_ftx"):
         conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
 
 
 def _preference(conv: Conversion) -> None:
-    loss = conv.text("pref_loss", "sigmoid")
+    loss = conv.text("pref_loss")
     if loss in ("orpo", "simpo"):
-        preference.without_reference(conv, loss, by="pref_loss", weight_name="pref_ftx", weight=0.0,
-                                     added=float(loss == "orpo"), beta_name="pref_beta",
-                                     told=preference.OF_ANSWERS)  # fmt: skip
+        conv.tell(Fate.NEEDLESS, "dpo_label_smoothing", preference.OTHERS)
+        preference.without_reference(conv, loss, "pref_loss", likelihood="pref_ftx", added=float(loss == "orpo"),
+                                     note=preference.OF_ANSWERS)  # fmt: skip
     else:
-        names = preference.Names("pref_loss", weights="", smoothing="dpo_label_smoothing", likelihood="pref_ftx",
-                                 beta="pref_beta")  # fmt: skip
-        preference.choose(conv, names, smoothed=frozenset({"dpo"}), told=preference.OF_ANSWERS,
-                          bco="pref_bco_weight")  # fmt: skip
+        preference.choose(conv, smoothed=frozenset({"dpo"}), note=preference.OF_ANSWERS)
 
 
 def _held_out(conv: Conversion, known: Mapping[str, Mapping[str, Any]]) -> bool:
-    names = conv.texts("eval_dataset", split=",")
+    names = conv.texts("eval_dataset")
     described = known.get(names[0], {}) if names else {}
     file, hub = described.get("file_name"), described.get("hf_hub_url")
     if names and not (file or hub):
         conv.tell(Fate.OTHER, "eval_dataset", "dataset_info.json here does not describe it: data.eval_path")
         return False
-    path = str(Path(conv.text("dataset_dir", "data")) / str(file)) if file else hub
+    path = str(Path(conv.text("dataset_dir")) / str(file)) if file else hub
     return bool(names) and huggingface.held_out_set(
         conv, "eval_dataset", path, None if file else described.get("split", "train"), several=len(names) > 1
     )
@@ -224,19 +223,19 @@ def _held_out(conv: Conversion, known: Mapping[str, Mapping[str, Any]]) -> bool:
 def _data(conv: Conversion) -> Mapping[str, Mapping[str, Any]]:
     """Set the rows; return what describes all sets that are known here."""
     conv.choose("data", "hf")
-    names = conv.texts("dataset", split=",")
+    names = conv.texts("dataset")
     if not names:
         conv.missing("dataset", "it names the rows to train on", "dpo_en_demo")
-    folder = Path(conv.text("dataset_dir", "data"))
+    folder = Path(conv.text("dataset_dir"))
     known = _described(folder)
-    for number, name in enumerate(names, start=1):
+    for key, name in zip(huggingface.keys_of(names), names, strict=True):
         described = known.get(name)
         if not isinstance(described, dict):
             raise ConvertError(
                 f"dataset={name}: is a name in {folder}/dataset_info.json, and there is none here. Run this where that "
                 f"file is, or give dataset_dir."
             )
-        _source(conv, "data" if len(names) == 1 else f"data.sources.source{number}", described, folder)
+        _source(conv, key, described, folder)
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
     if conv.trainer == "pt" and conv.flag("packing", True):
         why = "their default; a long text goes on in the next block there, here its end is cut: split it first"

@@ -18,7 +18,7 @@ def sets(conv: Conversion) -> list[dict[str, Any]]:
     return conv.entries("datasets") or [_as_trl(conv, one) for one in each]
 
 
-def said(conv: Conversion) -> str:
+def argument(conv: Conversion) -> str:
     """Return the argument that names the sets."""
     return next((each for each in ("datasets", "dataset_mixture", "dataset_mixer") if conv.get(each)), "datasets")
 
@@ -35,6 +35,6 @@ def _as_trl(conv: Conversion, one: dict[str, Any]) -> dict[str, Any]:
     share, split = one.get("weight"), str(one.get("split") or "train")
     if isinstance(share, int | float) and 0 < share < 1:
         split = f"{split}[:{max(1, round(100 * share))}%]"
-        drawn = "; theirs are drawn" * (said(conv) == "dataset_mixture")
-        conv.remark(Fate.OTHER, f"{said(conv)}: weight", share, f"the first rows of a set{drawn}")
+        drawn = "; theirs are drawn" * (argument(conv) == "dataset_mixture")
+        conv.remark(Fate.OTHER, f"{argument(conv)}: weight", share, f"the first rows of a set{drawn}")
     return {"path": one.get("id"), "split": split} | ({"name": one["config"]} if one.get("config") else {})

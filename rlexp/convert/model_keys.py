@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from rlexp.base import plain_json
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert import kinds
+from rlexp.convert.rules import Conversion, Fate, Refused
 
 # Their names of templates that write the same text as ours: `tests/files/chat_templates.json` has what each wrote.
 FACTORY = {
@@ -26,6 +27,9 @@ SWIFT = {"chatml": "chatml", "qwen3_nothinking": "chatml", "qwen2_5": "qwen", "l
          "deepseek_v2_5": "deepseek_v3"}  # fmt: skip
 
 
+TRAINED = "it names the model that is trained"
+
+
 def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: str) -> None:
     """Take over a template by its name, where ours writes the same text; `own` are names of the tokenizer's."""
     name = conv.text(argument)
@@ -36,6 +40,15 @@ def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: st
     else:
         why = f"the tokenizer's own template is used; if it is not {name}, give a file or a name: model.chat_template"
         conv.tell(Fate.OTHER, argument, why)
+
+
+def template_file(value: Any) -> Any:
+    """Return the file of a template; any other text is a template, or names a tokenizer that has one."""
+    if kinds.text(value).endswith((".jinja", ".jinja2")):
+        return value
+    return Refused(
+        "a template, or a tokenizer with one: write it to a file, and give model.chat_template=FILE", Fate.OTHER
+    )
 
 
 def rope(conv: Conversion, argument: str, said: Any, reach: str | None = None) -> None:

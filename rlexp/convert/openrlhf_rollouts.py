@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import PurePosixPath
+from typing import Any
 
+from rlexp.convert import kinds
 from rlexp.convert.launchers import COUNTED, ONE_NODE
 from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
 
@@ -16,19 +19,19 @@ ESTIMATORS = {
     "group_norm": "grpo",
     "dr_grpo": "dr_grpo",
 }
-UNUSED = "the advantage_estimator does not use it"
+CRITIC: Mapping[str, Any] = {"rest": "the advantage_estimator does not use it", "of": "ppo"}
 BY_GROUP = ("reinforce_baseline", "rloo", "group_norm", "dr_grpo")
 
 RULES: tuple[Rule, ...] = (
     # samples
     taken("rollout.batch_size rollout_batch_size", "rollout.batch_size", "prompts, as in rlexp", default=1024,
-          of="ppo"),
-    taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, of="ppo"),
+          least=1, of="ppo"),
+    taken("rollout.n_samples_per_prompt n_samples_per_prompt", "rollout.n_samples", default=1, least=1, of="ppo"),
     taken("rollout.micro_batch_size micro_rollout_batch_size", "rollout.score_batch_size", of="ppo"),
     taken("rollout.max_new_tokens max_new_tokens generate_max_len", "rollout.max_new_tokens", of="ppo"),
     taken("rollout.temperature temperature", "rollout.temperature", default=1.0, of="ppo"),
     taken("rollout.top_p top_p", "rollout.top_p", default=1.0, of="ppo"),
-    worked_out("train.num_episodes num_episodes", "train.epochs", "passes over the prompts", of="ppo"),
+    taken("train.num_episodes num_episodes", "train.epochs", "passes over the prompts", default=1, of="ppo"),
     needless("train.dynamic_batch_enable use_dynamic_batch train.max_tokens_per_gpu train_max_tokens_per_gpu "
              "rollout.max_tokens_per_gpu rollout_max_tokens_per_gpu",
              "the batch of a step is the same whatever a micro-batch holds", of="ppo"),
@@ -40,10 +43,11 @@ RULES: tuple[Rule, ...] = (
              "reward_num_gpus_per_node train.colocate_all colocate_all_models train.colocate_actor_ref "
              "colocate_actor_ref train.colocate_critic_reward colocate_critic_reward",
              "all models are on the same ranks here", of="ppo"),
-    worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", "", ONE_NODE, of="ppo"),
-    worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", "", COUNTED, of="ppo"),
+    worked_out("actor.num_nodes actor_num_nodes", "launch.nodes", rest=ONE_NODE, of="ppo"),
+    worked_out("actor.num_gpus_per_node actor_num_gpus_per_node", "launch.nproc", rest=COUNTED, of="ppo"),
     taken("vllm.enable_sleep vllm_enable_sleep", "rollout.vllm_sleep", default=False, of="ppo"),
-    worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", of="ppo"),
+    worked_out("vllm.num_engines vllm_num_engines", "rollout.engine=vllm", "each rank has its own", default=0, least=0,
+               of="ppo"),
     absent("vllm.tensor_parallel_size vllm_tensor_parallel_size", "rlexp does not split a model to sample", 1,
            of="ppo"),
     taken("vllm.gpu_memory_utilization vllm_gpu_memory_utilization", "rollout.vllm_memory", of="ppo"),
@@ -54,7 +58,8 @@ RULES: tuple[Rule, ...] = (
     absent("train.agent_func_path agent_func_path", "no agents of several turns", of="ppo"),
     # rewards
     worked_out("reward.model_name_or_path reward_pretrain", "reward=model, reward.path",
-               "its head must be called `score`", "the function decides", of="ppo"),
+               "its head must be called `score`", "the function decides", of="ppo",
+               split=","),
     worked_out("reward.remote_url remote_rm_url", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of="ppo"),
     other("critic.model_name_or_path critic_pretrain", "loss.critic", "the critic starts as the policy",
@@ -66,31 +71,35 @@ RULES: tuple[Rule, ...] = (
            "reward.stop_properly_penalty_coef stop_properly_penalty_coef", "use rollout.overlong", of="ppo"),
     absent("ds.value_head_prefix value_head_prefix", "the head must be called `score`", "score", of="ppo rm"),
     # the loss
-    worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo"),
-    worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", "", of="ppo"),
+    worked_out("algo.advantage.estimator advantage_estimator", "loss", "gae is ppo, group_norm is grpo, …", of="ppo",
+               default="gae"),
+    worked_out("actor.policy_loss_type policy_loss_type", "loss=gspo", default="ppo", of="ppo"),
     taken("algo.kl.init_coef init_kl_coef", "loss.beta", default=0.01, of="ppo"),
-    worked_out("algo.kl.estimator kl_estimator", "loss.kl", "", of="ppo"),
-    worked_out("algo.kl.use_loss use_kl_loss", "loss.kl_in", "", of="ppo"),
+    taken("algo.kl.estimator kl_estimator", "loss.kl", default="k1", of="ppo"),
+    taken("algo.kl.use_loss use_kl_loss", "loss.kl_in", default=False, of="ppo",
+          to=lambda value: "loss" if kinds.flag(value) else "reward"),
     other("algo.kl.target kl_target algo.kl.horizon kl_horizon", "loss.kl_target",
           "theirs is per token, rlexp's per answer", of="ppo"),
-    worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", "", "eps_clip_low_high decides", of="ppo"),
-    worked_out("actor.eps_clip_low_high eps_clip_low_high", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    worked_out("actor.eps_clip eps_clip", "loss.clip_low, loss.clip_high", rest="eps_clip_low_high decides",
+               default=0.2, of="ppo"),
+    worked_out("actor.eps_clip_low_high eps_clip_low_high", "loss.clip_low, loss.clip_high", of="ppo",
+               default=(0.2, 0.2)),
     taken("actor.dual_clip dual_clip", "loss.dual_clip", of="ppo"),
-    worked_out("critic.value_clip value_clip", "loss.value_clip", "", UNUSED, of="ppo"),
-    worked_out("critic.adam.lr critic_learning_rate", "loss.value_lr", "", UNUSED, of="ppo"),
+    taken("critic.value_clip value_clip", "loss.value_clip", default=0.5, **CRITIC),
+    taken("critic.adam.lr critic_learning_rate", "loss.value_lr", default=9e-6, **CRITIC),
     needless("critic.adam.betas critic.adam.eps critic.adam.weight_decay critic.lr_scheduler critic.lr_warmup_ratio "
              "critic.min_lr_ratio critic.max_norm critic.optim critic.save_value_network "
              "critic.gradient_checkpointing_enable", "the critic is optimized with the policy", of="ppo"),
-    worked_out("algo.advantage.gamma gamma", "loss.gamma", "", UNUSED, of="ppo"),
-    worked_out("algo.advantage.lambd lambd", "loss.lam", "", UNUSED, of="ppo"),
+    taken("algo.advantage.gamma gamma", "loss.gamma", default=1.0, **CRITIC),
+    taken("algo.advantage.lambd lambd", "loss.lam", default=1.0, **CRITIC),
     absent("algo.advantage.no_std_norm no_advantage_std_norm", "rlexp divides advantages by their deviation",
            of="ppo"),
     worked_out("algo.advantage.is_correction_enable enable_vllm_is_correction", "rollout.importance_cap",
                "weighs samples that vLLM generated", of="ppo"),
     worked_out("algo.advantage.is_correction_type vllm_is_correction_type", "rollout.importance_cap",
-               "tis; others are missing", "no weight is asked for", of="ppo"),
+               "tis; others are missing", "no weight is asked for", default="tis", of="ppo"),
     worked_out("algo.advantage.is_correction_threshold vllm_is_truncated_threshold", "rollout.importance_cap",
-               "the upper limit", "no weight is asked for", of="ppo"),
+               "the upper limit", "no weight is asked for", default=(0.5, 5.0), of="ppo"),
     absent("use_icepop", "rlexp drops no tokens", of="ppo"),
     taken("actor.entropy_coef entropy_loss_coef", "loss.entropy", of="ppo"),
     absent("ptx_coef pretrain_data pretrain_data_probs", "no language-model loss is added", 0.05, of="ppo"),
@@ -106,7 +115,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def convert(conv: Conversion) -> int:
-    """Return the steps that are taken on a rollout."""
+    """Set the rollout, the loss and the reward; return the steps that are taken on a rollout."""
     steps = _rollout(conv)
     _loss(conv)
     _reward(conv)
@@ -115,37 +124,34 @@ def convert(conv: Conversion) -> int:
 
 def _rollout(conv: Conversion) -> int:
     """Set the sizes of a rollout; return the steps that are taken on it."""
-    prompts = int(conv.whole("rollout_batch_size", 1024, least=1))
-    samples = int(conv.whole("n_samples_per_prompt", 1, least=1))
-    batch, passes = int(conv.whole("train_batch_size", 128, least=1)), int(conv.whole("max_epochs", 1, least=1))
-    if prompts * samples % batch:
+    answers = int(conv.whole("rollout_batch_size")) * int(conv.whole("n_samples_per_prompt"))
+    batch, passes = int(conv.whole("train_batch_size", least=1)), int(conv.whole("max_epochs"))
+    if answers % batch:
         raise ConvertError(
-            f"{conv.said('train_batch_size')}={batch}: does not divide the {prompts * samples} answers of a rollout. "
-            f"OpenRLHF drops the rest; rlexp takes whole train batches: give one that divides."
+            f"{conv.spelled('train_batch_size')}={batch}: does not divide the {answers} answers of a rollout. OpenRLHF "
+            f"drops the rest; rlexp takes whole train batches: give one that divides."
         )
     conv.put("rollout.epochs", passes, "max_epochs")
-    conv.put("train.epochs", conv.whole("num_episodes", 1), "num_episodes")
     if conv.name("generate_max_len") is None and conv.name("prompt_max_len") is not None:
         conv.put("rollout.max_new_tokens", 1024, "generate_max_len")
     elif conv.name("generate_max_len") is None:
-        whole = conv.whole("max_len", 2048, least=2)
-        conv.put("rollout.max_new_tokens", whole // 2,
-                 why=f"theirs is what a prompt leaves of {whole} tokens; here it is fixed")  # fmt: skip
-    if conv.whole("vllm_num_engines", 0, least=0):
+        whole = conv.whole("max_len")
+        why = f"theirs is what a prompt leaves of {whole} tokens; here it is fixed"
+        conv.put("rollout.max_new_tokens", whole // 2, why=why)
+    if conv.whole("vllm_num_engines"):
         conv.put("rollout.engine", "vllm", "vllm_num_engines")
     _importance(conv)
-    return passes * prompts * samples // batch
+    return passes * answers // batch
 
 
 def _importance(conv: Conversion) -> None:
     """Weigh samples of vLLM, if the file asks for it: the type tis is here, up to its upper threshold."""
     enable, kind, limit = "enable_vllm_is_correction", "vllm_is_correction_type", "vllm_is_truncated_threshold"
-    said = conv.get(limit)
-    one = isinstance(said, int | float) and not isinstance(said, bool)
-    low, high = (0.0, conv.number(limit)) if one else conv.pair(limit, (0.5, 5.0))
+    one = isinstance(conv.get(limit), int | float) and not isinstance(conv.get(limit), bool)
+    low, high = (0.0, conv.number(limit)) if one else conv.pair(limit)
     if not conv.flag(enable):
         return
-    if conv.text(kind, "tis") != "tis":
+    if conv.text(kind) != "tis":
         for name in (kind, enable, limit):
             conv.tell(Fate.ABSENT, name, "only the type tis is here: rollout.importance_cap")
         return
@@ -155,56 +161,41 @@ def _importance(conv: Conversion) -> None:
 
 
 def _loss(conv: Conversion) -> None:
-    estimator, in_loss = conv.text("advantage_estimator", "gae"), conv.flag("use_kl_loss")
+    estimator = conv.text("advantage_estimator")
     if estimator not in ESTIMATORS:
         also = " (group_norm is GRPO's)" if estimator == "grpo" else ""
         conv.refuse("advantage_estimator", "is none of OpenRLHF's", f"Known are {', '.join(ESTIMATORS)}{also}.")
-    gspo = conv.text("policy_loss_type", "ppo") == "gspo"
+    gspo = conv.text("policy_loss_type") == "gspo"
     loss = "gspo" if gspo and estimator == "group_norm" else ESTIMATORS[estimator]
     conv.choose("loss", loss, "advantage_estimator", "policy_loss_type")
     if gspo and estimator != "group_norm":
-        conv.remark(Fate.INSTEAD, "policy_loss_type", "gspo", "loss=gspo takes the advantages of group_norm")
-    divisor = conv.dated("loss.normalize", "token")
+        conv.differs("policy_loss_type", "loss=gspo takes the advantages of group_norm", Fate.INSTEAD)
+    divisor = conv.default("loss.normalize", "token")
     of = "all tokens of the batch" if divisor == "token" else "each answer's tokens"
     conv.put("loss.normalize", divisor, why=f"the mean over {of}, as theirs")
     whitens = estimator in ("gae", "reinforce", "reinforce_baseline")
     conv.put("loss.whiten", whitens, "advantage_estimator", why="over a train batch; theirs over the rollout" * whitens)
-    conv.put("loss.kl_in", "loss" if in_loss else "reward", "use_kl_loss")
-    conv.put("loss.kl", conv.text("kl_estimator", "k1"), "kl_estimator")
-    if estimator in BY_GROUP and not in_loss and conv.number("init_kl_coef", 0.01):
-        conv.remark(Fate.OTHER, "advantage_estimator", estimator, "without use_kl_loss theirs subtracts the "
-                    "divergence of each token after the baseline, ours subtracts the answer's before it")  # fmt: skip
-    pair = conv.name("eps_clip_low_high") is not None
-    clip = conv.pair("eps_clip_low_high", (0.2, 0.2)) if pair else [conv.number("eps_clip", 0.2)] * 2
-    for key, value in zip(("clip_low", "clip_high"), clip, strict=True):
-        conv.put(f"loss.{key}", value, "eps_clip_low_high" if pair else "eps_clip")
-    _critic(conv, loss, estimator)
-    if conv.flag("dynamic_filtering"):
-        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts replace them")
-
-
-def _critic(conv: Conversion, loss: str, estimator: str) -> None:
-    """Set what belongs to a critic; only gae has one."""
+    if estimator in BY_GROUP and not conv.flag("use_kl_loss") and conv.number("init_kl_coef"):
+        conv.differs("advantage_estimator", "without use_kl_loss theirs subtracts the divergence of each token after "
+                     "the baseline, ours subtracts the answer's before it")  # fmt: skip
+    clip = "eps_clip_low_high" if conv.name("eps_clip_low_high") else "eps_clip"
+    low, high = [conv.number(clip)] * 2 if clip == "eps_clip" else conv.pair(clip)
+    conv.put("loss.clip_low", low, clip)
+    conv.put("loss.clip_high", high, clip)
     if loss == "ppo":
         conv.put("loss.value_coef", 1.0, why="theirs adds the critic's loss as it is")
         conv.notes.append(
             "PPO: OpenRLHF's critic begins as the reward model or as critic_pretrain, ours with the policy's weights "
             "(loss.critic)."
         )
-    elif estimator == "reinforce" and conv.number("gamma", 1.0) != 1:
+    elif estimator == "reinforce" and conv.number("gamma") != 1:
         conv.tell(Fate.ABSENT, "gamma", f"loss={loss} discounts no reward")
-    for name, key, default in (
-        ("value_clip", "value_clip", 0.5),
-        ("gamma", "gamma", 1.0),
-        ("lambd", "lam", 1.0),
-        ("critic_learning_rate", "value_lr", 9e-6),
-    ):
-        if loss == "ppo":
-            conv.put(f"loss.{key}", conv.number(name, default), name)
+    if conv.flag("dynamic_filtering"):
+        conv.put("loss.filter", True, "dynamic_filtering", why="no other prompts replace them")
 
 
 def _reward(conv: Conversion) -> None:
-    models, function = conv.texts("reward_pretrain", split=","), conv.text("remote_rm_url")
+    models, function = conv.texts("reward_pretrain"), conv.text("remote_rm_url")
     if function is not None and function.endswith(".py"):
         module = PurePosixPath(function).stem
         conv.choose("reward", "python", "remote_rm_url")

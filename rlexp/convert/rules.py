@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any, NoReturn
 
 from rlexp.base.errors import UserError
 from rlexp.base.secrets import masked
 from rlexp.convert import kinds
-from rlexp.convert.versions import PACKAGES, Change, Versions, changes_of
+from rlexp.convert.versions import CHANGES, PACKAGES, Change, Versions, changes_of
 
 
 class Fate(Enum):
@@ -30,20 +31,28 @@ NOTHING = "it sets nothing here"  # of an argument that no code read: a test ref
 UNKNOWN_VARIABLE = "an environment variable: give it to `python -m rlexp` too, whose ranks get the same"
 
 
+class ByTrainer(dict[str, Any]):
+    """A default that each trainer has otherwise."""
+
+
 @dataclass(frozen=True)
 class Rule:
-    """What becomes of one argument. The newest of its names comes first."""
+    """One row of the table: what becomes of one argument. The newest of its names comes first."""
 
     names: tuple[str, ...]
     fate: Fate
     key: str = ""  # ours, as the pages of docs/convert/ show it
     why: str = ""  # in one sentence, for the table and for the file that is written
-    default: Any = UNSAID  # theirs, written where a file does not say it
+    default: Any = UNSAID  # theirs: what code reads and, of a rule that converts, what is written
     convert: Callable[[Any], Any] | None = None  # from their value to ours; None: other code does it, with others
     harmless: tuple[Any, ...] = ()  # values with which a missing argument changes nothing
     trainers: tuple[str, ...] = ()  # that have it; empty: all
     until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
     rest: str = ""  # why a value that asks for something sets nothing, where no code says it
+    when: Callable[[Conversion], Any] | None = None  # whether it means anything in this file; else `rest` is said
+    alias: str = ""  # the name by which code that several trainers share asks for it
+    split: str | None = None  # what separates the texts that one may hold
+    least: float | None = None  # of a number
 
 
 def same(value: Any) -> Any:
@@ -51,36 +60,53 @@ def same(value: Any) -> Any:
 
 
 def taken(
-    names: str, key: str, why: str = "", *, default: Any = UNSAID, to: Callable[[Any], Any] = same, of: str = ""
+    names: str, key: str, why: str = "", rest: str = "", *, to: Callable[[Any], Any] = same, of: str = "", **more: Any
 ) -> Rule:
     """Make a rule: our key takes their value, or what `to` makes of it."""
-    return Rule(tuple(names.split()), Fate.TAKEN, key, why, default, to, trainers=tuple(of.split()))
+    return Rule(tuple(names.split()), Fate.TAKEN, key, why, convert=to, trainers=tuple(of.split()), rest=rest, **more)
 
 
-def worked_out(names: str, key: str, why: str, rest: str = "", *, of: str = "", until: str = "") -> Rule:
+def worked_out(
+    names: str, key: str, why: str = "", rest: str = "", *, of: str = "", until: str = "", **more: Any
+) -> Rule:
     """Make a rule: our key follows from this argument and others. `rest` says why where it does not."""
     trainers, ends = tuple(of.split()), tuple(until.split())
-    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=trainers, until=ends, rest=rest)
+    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=trainers, until=ends, rest=rest, **more)
 
 
-def other(names: str, key: str, why: str, *, of: str = "") -> Rule:
+def other(names: str, key: str, why: str, *, of: str = "", **more: Any) -> Rule:
     """Make a rule: there is something of the kind here, and it means something else. Nothing is written."""
-    return Rule(tuple(names.split()), Fate.OTHER, key, why, convert=same, trainers=tuple(of.split()))
+    return Rule(tuple(names.split()), Fate.OTHER, key, why, convert=same, trainers=tuple(of.split()), **more)
 
 
 def absent(
-    names: str, why: str, *harmless: Any, of: str = "", until: str = "", fate: Fate = Fate.ABSENT
-) -> Rule:  # fmt: skip
+    names: str, why: str, *harmless: Any, of: str = "", until: str = "", fate: Fate = Fate.ABSENT, **more: Any
+) -> Rule:
     """Make a rule: rlexp does not have it; or, by its `fate`, trains something else without it. With a harmless value,
     or none, nothing is lost. `until` names the options or keys of ours that would have it: a test fails once one
     exists."""
     trainers, ends = tuple(of.split()), tuple(until.split())
-    return Rule(tuple(names.split()), fate, "", why, convert=same, harmless=harmless, trainers=trainers, until=ends)
+    return Rule(
+        tuple(names.split()), fate, "", why, convert=same, harmless=harmless, trainers=trainers, until=ends, **more
+    )
 
 
-def needless(names: str, why: str, *, of: str = "") -> Rule:
+def needless(names: str, why: str, *, of: str = "", **more: Any) -> Rule:
     """Make a rule: it changes no number, or rlexp always does it."""
-    return Rule(tuple(names.split()), Fate.NEEDLESS, "", why, convert=same, trainers=tuple(of.split()))
+    return Rule(tuple(names.split()), Fate.NEEDLESS, "", why, convert=same, trainers=tuple(of.split()), **more)
+
+
+def extended(shared: Sequence[Rule], *own: Rule, **defaults: Any) -> tuple[Rule, ...]:
+    """Return shared rules with a framework's defaults, and its own rules in place of those with their first name or
+    alias, for the trainers that these are for."""
+    kept = []
+    for rule in shared:
+        name = rule.names[0]
+        others = [each for each in own if name in (each.names[0], each.alias)]
+        trainers = tuple(each for each in rule.trainers if all(each not in one.trainers for one in others))
+        if not others or (trainers and all(each.trainers for each in others)):
+            kept.append(replace(rule, default=defaults.get(name, rule.default), trainers=trainers))
+    return (*kept, *own)
 
 
 @dataclass(frozen=True)
@@ -112,7 +138,7 @@ class Conversion:
     environment: frozenset[str] = frozenset()  # names in `given` that are variables of the environment
     of_command: bool = False  # the arguments are a command's
     versions: Versions = field(default_factory=Versions)  # of the framework
-    undated: dict[Change, Any] = field(default_factory=dict)  # defaults that an older version has otherwise
+    undated: set[Change] = field(default_factory=set)  # defaults that an older version has otherwise
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value
     command: dict[str, Value] = field(default_factory=dict)  # keys that belong on the command line
@@ -126,7 +152,7 @@ class Conversion:
         self.elsewhere = {name for rule in self.rules for name in rule.names
                           if self.framework != "TRL" or rule.trainers != ("ppo",) or self.trainer == "ppo"}  # fmt: skip
         self.rules = [rule for rule in self.rules if not rule.trainers or self.trainer in rule.trainers]
-        self.by_name = {name: rule for rule in self.rules for name in rule.names}
+        self.by_name = {name: rule for rule in self.rules for name in (*rule.names, rule.alias) if name}
 
     # ---- asking ----
 
@@ -137,30 +163,39 @@ class Conversion:
         own = (name, *(each for each in rule.names if each.endswith(f".{name}")))  # others share no more than a reason
         return next((each for each in (rule.names if rule.fate is Fate.TAKEN else own) if each in self.given), None)
 
-    def said(self, name: str) -> str:
-        """Return the name of an argument for a message: the file's, if the file has it."""
-        return self.name(name) or name
+    def spelled(self, name: str) -> str:
+        """Return the name of an argument for a message: the file's, if the file has it, else the trainer's."""
+        rule = self.by_name.get(name)
+        return self.name(name) or (rule.names[0] if rule is not None and name == rule.alias else name)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value of an argument, or its default."""
-        said = self.name(name)
-        return self.dated(name, default) if said is None or self.given[said] is None else self.given[said]
+        """Return the value of an argument, or its default: of its rule, if that has one."""
+        spelled = self.name(name)
+        return self.default(name, default) if spelled is None or self.given[spelled] is None else self.given[spelled]
 
-    def dated(self, name: str, default: Any) -> Any:
+    def default(self, name: str, other: Any = None) -> Any:
         """Return a default of the version that the file is for, as far as that is known."""
         rule = self.by_name.get(name)
+        default = other if rule is None or rule.default is UNSAID else rule.default
+        if isinstance(default, ByTrainer):
+            default = default.get(self.trainer, other)
         for change in changes_of(self.framework, self.trainer, rule.names if rule else (name,)):
             older = self.versions.older(change.until)
             if older:
                 return change.before
             if older is None:
-                self.undated[change] = default
+                self.undated.add(change)
         return default
+
+    def given_value(self, name: str) -> Any:
+        """Return the value that the file has of an argument, or None."""
+        spelled = self.name(name)
+        return None if spelled is None else self.given[spelled]
 
     def refuse(self, name: str, rule: str, remedy: str) -> NoReturn:
         """Refuse the value of an argument, which the message names as the file does."""
-        said = self.name(name) or name
-        raise ConvertError(f"{said}={masked(said, self.given.get(said))}: {rule}. {remedy}")
+        spelled = self.name(name) or name
+        raise ConvertError(f"{spelled}={masked(spelled, self.given.get(spelled))}: {rule}. {remedy}")
 
     def _checked(self, name: str, default: Any, fit: Callable[[Any], Any]) -> Any:
         value = self.get(name, default)
@@ -169,42 +204,65 @@ class Conversion:
         try:
             return fit(value)
         except kinds.WrongKind as wrong:
-            example = default if default not in (None, [], {}, "") else None
-            said = self.name(name)
-            remedy = f"For example: {said}={example}." if example is not None else f"Correct it, or leave {said} out."
-            self.refuse(name, str(wrong), remedy)
+            self.refuse(name, str(wrong), self._remedy(name, default))
+
+    def _remedy(self, name: str, default: Any = None, key: str = "") -> str:
+        """Return what can be done about a wrong value: give one like the default, or leave it out."""
+        example, spelled = self.default(name, default), self.name(name)
+        instead = f" and set {key}" if key else ""
+        given = example not in (None, [], {}, "")
+        return f"For example: {spelled}={example}." if given else f"Correct it, or leave {spelled} out{instead}."
+
+    def _least(self, name: str, least: float | None) -> float | None:
+        rule = self.by_name.get(name)
+        return least if rule is None or rule.least is None else rule.least
 
     def whole(self, name: str, default: Any = None, least: float | None = None) -> Any:
         """Return a whole number, or None if the file has none and there is no default."""
-        return self._checked(name, default, lambda value: kinds.whole(value, least))
+        return self._checked(name, default, lambda value: kinds.whole(value, self._least(name, least)))
 
     def number(self, name: str, default: Any = None, least: float | None = None) -> Any:
-        return self._checked(name, default, lambda value: kinds.number(value, least))
+        return self._checked(name, default, lambda value: kinds.number(value, self._least(name, least)))
 
-    def pair(self, name: str, default: tuple[float, float]) -> list[float]:
+    def pair(self, name: str) -> list[float]:
         """Return two numbers."""
-        said = self.get(name, default)
-        pair = said if isinstance(said, list | tuple) else []
+        value = self.get(name)
+        pair = value if isinstance(value, list | tuple) else []
         if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
-            self.refuse(name, "must be two numbers", f"For example: {self.name(name)}={default[0]} {default[1]}.")
+            first, second = self.default(name)
+            self.refuse(name, "must be two numbers", f"For example: {self.name(name)}={first} {second}.")
         return [float(each) for each in pair]
+
+    def weights(self, name: str, count: int, what: str, least: float = -math.inf) -> Sequence[float]:
+        """Return a list of as many numbers as there are losses or rewards; nothing if the file has none."""
+        value = self.get(name) if name in self.by_name else None
+        if value is None or value == []:
+            return []
+        weights = value if isinstance(value, list) else [value]
+        if not all(isinstance(each, int | float) and not isinstance(each, bool) and each >= least for each in weights):
+            limit = f" of at least {least}" if least > -math.inf else ""
+            self.refuse(name, f"must be a list of numbers{limit}", f"Give one for each {what}.")
+        if len(weights) != count:
+            several = f"{what}{'es' if what.endswith('s') else 's'}"
+            self.refuse(name, f"has {len(weights)} weights for {count} {several}", f"Give one for each {what}.")
+        return weights
 
     def flag(self, name: str, default: bool = False) -> bool:
         return bool(self._checked(name, default, kinds.flag))
 
     def text(self, name: str, default: str | None = None) -> Any:
         """Return a text as the file writes it: `007`, though that is a number too."""
-        said = self.name(name)
-        if self.of_command and said is not None and self.raw.get(said) is True:
+        spelled = self.name(name)
+        if self.of_command and spelled is not None and self.raw.get(spelled) is True:
             self.refuse(name, "has no value", "Give one.")
-        if said is not None and isinstance(self.raw.get(said), str) and self.given[said] is not None:
-            return self.raw[said]
+        if spelled is not None and isinstance(self.raw.get(spelled), str) and self.given[spelled] is not None:
+            return self.raw[spelled]
         return self._checked(name, default, kinds.text)
 
-    def texts(self, name: str, split: str | None = None) -> list[str]:
-        """Return a list of texts; a single one is a list of one, and `split` separates those in one text."""
-        value = self.get(name)
-        if not isinstance(value, list):
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; a single one is a list of one, or of those that its rule separates."""
+        value, split = self.get(name), self.by_name[name].split if name in self.by_name else None
+        if not isinstance(value, list | tuple):
             single = self.text(name)
             value = [] if single is None else single.split(split) if split else [single]
         value = [each for each in value if each is not None]
@@ -228,17 +286,22 @@ class Conversion:
 
         return self._checked(name, None, fit) or []
 
-    def needed(self, name: str, what: str, example: str) -> str:
+    def needed(self, name: str, why: str, example: str) -> str:
         """Return a text without which there is no run."""
         value = self.text(name)
         if value is None:
-            self.missing(name, f"it names {what}", example)
+            self.missing(name, why, example)
         return str(value)
 
     def missing(self, name: str, why: str, example: str) -> NoReturn:
         """Refuse a file without an argument, in the form that the file has."""
+        name = self.spelled(name)
         where, given = ("command", f"--{name} {example}") if self.of_command else ("file", f"`{name}: {example}`")
         raise ConvertError(f"{name}: is missing, and {why}. Add it to the {where}, as {given}.")
+
+    def chosen(self, group: str) -> str:
+        """Return the option of a group of ours; empty if none is chosen."""
+        return str(self.choices[group].value) if group in self.choices else ""
 
     # ---- saying what becomes of arguments ----
 
@@ -247,18 +310,17 @@ class Conversion:
         self.values[key] = Value(self._fitted(key, value, names), self._origin(names, why))
 
     def _fitted(self, key: str, value: Any, names: Sequence[str]) -> Any:
-        said = next(filter(None, map(self.name, names)), None)
-        chosen = self.choices.get(key.partition(".")[0])
-        option = str(chosen.value) if chosen else ""
-        scalar = said is not None and value is self.given[said] and not isinstance(value, bool)
+        spelled = next(filter(None, map(self.name, names)), None)
+        option = self.chosen(key.partition(".")[0])
+        scalar = spelled is not None and value is self.given[spelled] and not isinstance(value, bool)
         if scalar and kinds.hints(key, option)[:1] == (str,):
-            value = self.raw.get(said or "", value)
+            value = self.raw.get(spelled or "", value)
         try:
             return kinds.fitted(key, value, option)
         except kinds.WrongKind as wrong:
-            if said is None:
+            if spelled is None:
                 raise ConvertError(f"{names[0] if names else key}={value}: {wrong}, for {key}.") from None
-            self.refuse(said, str(wrong), f"Correct it, or leave {said} out and set {key}.")
+            self.refuse(spelled, str(wrong), self._remedy(spelled, key=key))
 
     def choose(self, group: str, option: str, *names: str, why: str = "") -> None:
         self.choices[group] = Value(option, self._origin(names, why))
@@ -268,65 +330,80 @@ class Conversion:
 
     def tell(self, fate: Fate, name: str, why: str) -> None:
         """Say of an argument, if the file has it and nothing is said of it yet, what else becomes of it."""
-        said = self.name(name)
-        if said is not None and said not in self.done:
-            self.done.add(said)
-            self._say(fate, said, why, off=self.given[said] is None or fate is not Fate.OTHER)
+        spelled = self.name(name)
+        if spelled is not None and spelled not in self.done:
+            self.done.add(spelled)
+            self._list(fate, spelled, why, off=self.given[spelled] is None or fate is not Fate.OTHER)
 
-    def _say(self, fate: Fate, name: str, why: str, *, off: bool = True) -> None:
+    def _list(self, fate: Fate, name: str, why: str, *, off: bool = True) -> None:
         """Add a line on an argument. One that is off needs none, unless that means something else here."""
         if off and not self.given[name]:
             self.off.append(name)
         else:
-            self.lines[fate].append(
-                Line(name, self.given[name], why, name in self.elsewhere or name in self.environment)
-            )
+            known = name in self.elsewhere or name in self.environment
+            self.lines[fate].append(Line(name, self.given[name], why, known))
 
     def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:
         """Add a line on an argument that is taken over in part, or on a part of one."""
         if (line := Line(name, value, why)) not in self.lines[fate]:
             self.lines[fate].append(line)
 
+    def differs(self, name: str, why: str, fate: Fate = Fate.OTHER) -> None:
+        """Add a line on an argument that is taken over, or on its default."""
+        own = "" if self.name(name) else "their default: "
+        self.remark(fate, self.spelled(name), self.get(name), f"{own}{why}")
+
     def _origin(self, names: Sequence[str], why: str) -> str:
-        said = [each for each in map(self.name, names) if each is not None]
-        self.done.update(said)
-        origin = ", ".join(said) or (f"their default of {names[0]}" if names else "")
+        given = [each for each in map(self.name, names) if each is not None]
+        self.done.update(given)
+        origin = ", ".join(given) or (f"their default of {self.spelled(names[0])}" if names else "")
         return "; ".join(filter(None, [origin, why]))
 
     def settle(self) -> None:
         """Take over the arguments that need no other one, and explain all that are left."""
         for rule in self.rules:
-            if rule.fate is Fate.TAKEN and rule.convert is not None:
+            if rule.when is not None and not rule.when(self):
+                for name in rule.names:
+                    self.tell(Fate.NEEDLESS, name, rule.rest)
+            elif rule.fate is Fate.TAKEN and rule.convert is not None:
                 self._take(rule, rule.convert)
         self._tell_undated()
-        told = {line.name for lines in self.lines.values() for line in lines}
+        listed = {line.name for lines in self.lines.values() for line in lines}
         for name, value in self.given.items():
-            if name not in self.done | told:
+            if name not in self.done | listed:
                 self._explain(name, value)
+        order = {name: place for place, name in enumerate(self.given)}
+        for lines in self.lines.values():  # as the file has them, and defaults behind
+            lines.sort(key=lambda line: order.get(line.name.partition(":")[0], len(order)))
 
     def _tell_undated(self) -> None:
         """Say in the first lines which defaults are those of newer versions alone."""
-        others = [f"{change.name.rpartition('.')[2]}={change.before} before {change.until}" for change in self.undated]
+        others = [f"{each.name.rpartition('.')[2]}={each.before} before {each.until}"
+                  for each in CHANGES if each in self.undated]  # fmt: skip
         if others:
             package = next(name for name, of in PACKAGES.items() if of == self.framework)
             self.notes.insert(0, f"Versions: the newest defaults of {self.framework} are taken. Older ones had "
                                  f"{', '.join(others)}: give yours as --trainer {package}==VERSION.")  # fmt: skip
 
     def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
-        said = self.name(rule.names[0])
-        missing = said is None or self.given[said] is None
-        value = self.dated(rule.names[0], rule.default) if missing else self.given[said or ""]
-        if said in self.done or value is UNSAID or rule.key in self.values:
+        name, group = rule.names[0], rule.key.partition(".")[0]
+        if self.name(name) in self.done or rule.key in self.values:
             return
-        chosen = self.choices.get(rule.key.partition(".")[0])
-        if chosen is not None and not kinds.has(rule.key, str(chosen.value)):
-            self.tell(Fate.NEEDLESS, rule.names[0], f"{rule.key.partition('.')[0]}={chosen.value} has none")
+        option = self.chosen(group)
+        if option and not kinds.has(rule.key, option):
+            self.tell(Fate.NEEDLESS, name, rule.rest or f"{group}={option} has none")
             return
-        ours = convert(value)
+        value = self.get(name, UNSAID) if rule.least is None else self.number(name, UNSAID)
+        if value is UNSAID:
+            return
+        try:
+            ours = convert(value)
+        except kinds.WrongKind as wrong:
+            self.refuse(name, str(wrong), self._remedy(name))
         if isinstance(ours, Refused):
-            self.tell(Fate.ABSENT, rule.names[0], ours.why)
-        else:
-            self.put(rule.key, ours, rule.names[0], why=rule.why)
+            self.tell(ours.fate, name, ours.why)
+        elif ours is not UNSAID:
+            self.put(rule.key, ours, name, why=rule.why)
 
     def _explain(self, name: str, value: Any) -> None:
         rule = self.by_name.get(name)
@@ -340,14 +417,14 @@ class Conversion:
         elif rule is not None:
             harmless = any(_equal(value, each) for each in rule.harmless)
             fate, why = Fate.NEEDLESS if harmless else rule.fate, rule.why
-        self._say(fate, name, why)
+        self._list(fate, name, why)
 
     def _why_nothing(self, rule: Rule, name: str) -> str:
         """Say why an argument that is taken over elsewhere sets nothing in this file."""
         if self.name(name) != name:
             return f"{self.name(name)} decides"
-        if (said := self.values.get(rule.key) or self.choices.get(rule.key)) is not None:
-            return f"{said.origin} decides"
+        if (ours := self.values.get(rule.key) or self.choices.get(rule.key)) is not None:
+            return f"{ours.origin} decides"
         return rule.rest or NOTHING
 
 
@@ -361,6 +438,7 @@ class Refused:
     """A value of an argument that has no equal here."""
 
     why: str
+    fate: Fate = Fate.ABSENT
 
 
 def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:

@@ -6,10 +6,22 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from rlexp.convert import adapters, answers, huggingface, launchers, model_keys, preference
+from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.read import text_of
-from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import (
+    UNSAID,
+    ByTrainer,
+    Conversion,
+    Fate,
+    Rule,
+    absent,
+    extended,
+    needless,
+    other,
+    taken,
+    worked_out,
+)
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm", "grpo")
 OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm grpo"
@@ -23,22 +35,17 @@ ROWS = {
 }
 LEAST_BATCH = 16  # where no accumulation is given, theirs is the smallest that reaches this batch
 TOO_LONG = {"delete": "drop", "left": "truncate"}
-OF_LORA = adapters.Names(
-    also="modules_to_save", rslora="use_rslora", path="adapters",
-    rest="ref_adapters target_regex target_parameters use_dora lora_bias lorap_lr_ratio init_weights",
-)  # fmt: skip
 OF_QUANTIZED = (
     "quant_bits hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage"
 )
 
-# TRL's arguments of rollouts that ms-swift has too, but for a default.
-OTHERWISE = ("vllm_importance", "use_bias", "max_prompt", "temperature")
-LIKE_TRL = tuple(replace(rule, trainers=("grpo",)) for rule in rollouts.RULES
-                 if "grpo" in rule.trainers and not rule.names[0].startswith(OTHERWISE))  # fmt: skip
+# TRL's arguments of rollouts that ms-swift has too, but for these.
+OTHERWISE = ("vllm_importance", "use_bias", "max_prompt")
+LIKE_TRL = [replace(rule, trainers=("grpo",)) for rule in rollouts.RULES
+            if "grpo" in rule.trainers and not rule.names[0].startswith(OTHERWISE)]  # fmt: skip
 
-RULES: tuple[Rule, ...] = (
-    *huggingface.RULES,
-    *LIKE_TRL,
+RULES: tuple[Rule, ...] = extended(
+    (*huggingface.RULES, *LIKE_TRL),
     taken("temperature", "rollout.temperature", default=0.9, of="grpo"),
     taken("dynamic_sample", "loss.filter", "no other prompts replace them", of="grpo"),
     absent("advantage_estimator kl_in_reward", "advantages are per group, and the KL is in the loss",
@@ -49,116 +56,119 @@ RULES: tuple[Rule, ...] = (
              "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,
              of="grpo"),
     worked_out("rlhf_type", "loss", "swift sft and swift pt are loss=sft", "the loss is chosen", of=OF_RLHF),
-    worked_out("model ckpt_dir", "model=hf, model.path", ""),
+    worked_out("model ckpt_dir", "model=hf, model.path"),
     taken("model_revision", "model.revision"),
     taken("ref_model", "reference.path", of="dpo kto"),
-    worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32"),
+    worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32", default="bfloat16"),
     worked_out("tuner_type train_type", "adapter=lora", "lora (their default) and full; others are missing",
-               "all weights are trained", until="adapter=adalora adapter=longlora adapter=vera"),
-    *adapters.rules(OF_LORA, rank="their default is 8", alpha="their default is 32", dropout="their default is 0.05; ",
-                    targets="same default: all linear layers"),
-    absent("target_regex", "use adapter.targets", until="regex"),
-    absent("lora_bias", "no biases are trained", "none", until="adapter.bias"),
-    absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
-    worked_out("adapters", "adapter.path", ""),
+               "all weights are trained", default="lora",
+               until="adapter=adalora adapter=longlora adapter=vera"),
+    *adapters.rules(
+        adapters.SHAPE, {"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",)},
+        {"use_dora": "dora", "target_parameters": "parameters", "lorap_lr_ratio": "adapter.lr_ratio"},
+        targets="same default: all linear layers",
+    ),
+    *adapters.of_adapter(
+        absent("target_regex", "use adapter.targets", until="regex"),
+        absent("lora_bias", "no biases are trained", "none", until="adapter.bias"),
+        absent("init_weights", adapters.OF_START, True, "true", until="adapter.init"),
+        worked_out("adapters", "adapter.path", alias=adapters.FOLDER),
+        worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED),
+    ),
     worked_out("ref_adapters", "reference=adapter", "only the same adapter as adapters",
                "the loss compares with no reference", of="dpo kto"),
-    worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED, adapters.UNWANTED),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
              "lora_ga_direction lora_ga_scale lora_ga_stable_gamma", "an adapter's weights are float32"),
     absent("quant_method", adapters.QUANTIZED, until="quant"),
     needless(OF_QUANTIZED, adapters.OF_QUANTIZED),
-    taken("beta", "loss.beta", default=0.1),
-    *preference.rules(preference.Names(), "dpo", OF_CPO),
-    *preference.of_cpo_rules(OF_CPO, "their default is 1, with simpo too"),
-    worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
-    worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
-    worked_out("center_rewards_coefficient", "loss.center", "", of="rm"),
+    taken("beta", "loss.beta", default=ByTrainer(dpo=0.1, cpo=0.1, orpo=0.1, simpo=2.0, kto=0.1, grpo=0.04)),
+    *preference.rules("dpo", also=OF_CPO),
+    *preference.of_cpo_rules(OF_CPO, text="their default is 1, with simpo too"),
+    *answers.weights("desirable_weight", "undesirable_weight", "kto"),
+    taken("center_rewards_coefficient", "loss.center", default=0.0, of="rm"),
     absent("loss_scale", "all tokens weigh the same", "default"),
     worked_out("dataset", "data=hf, data.path or data.sources",
                "columns: prompt, chosen, rejected; for kto prompt, completion, label; for sft messages"),
-    worked_out("val_dataset", "data.eval_path", ""),
-    worked_out("split_dataset_ratio", "data.eval_size", ""),
+    worked_out("val_dataset", "data.eval_path"),
+    worked_out("split_dataset_ratio", "data.eval_size", default=0, least=0),
     other("columns", "data.columns", "rlexp maps field to column"),
     taken("max_length", "data.max_length", "tokens of prompt and answer; their default is the model's limit"),
-    worked_out("truncation_strategy", "data.too_long", ""),
+    worked_out("truncation_strategy", "data.too_long"),
     taken("packing padding_free", "data.packing",
           "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows"),
-    worked_out("system", "data.system", ""),
+    worked_out("system", "data.system"),
     absent("loss_type", "all tokens weigh the same", "cross_entropy", of=SUPERVISED, fate=Fate.INSTEAD),
     taken("streaming", "data.streaming"),
     taken("dataset_shuffle", "data.shuffle", of="grpo"),
     taken("train_dataloader_shuffle", "data.shuffle", of="sft pt dpo cpo orpo simpo kto rm"),
-    worked_out("use_chat_template", "data.template", "", "rows are written by the tokenizer's template"),
+    taken("use_chat_template", "data.template", "", "rows are written by the tokenizer's template",
+          to=lambda value: UNSAID if kinds.flag(value) else "never"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     taken("new_special_tokens", "model.add_tokens"),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
-    worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size"),
+    worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size",
+               default=1),
     needless("attn_impl load_from_cache_file use_hf model_type lazy_tokenize",
              "no number depends on it here"),
-    worked_out("NPROC_PER_NODE", "launch.nproc", "", launchers.COUNTED),
-    worked_out("NNODES", "launch.nodes", "", launchers.ONE_NODE),
+    worked_out("NPROC_PER_NODE", "launch.nproc", rest=launchers.COUNTED),
+    worked_out("NNODES", "launch.nodes", rest=launchers.ONE_NODE),
     absent("cached_dataset", "give the rows themselves by dataset"),
     needless("model_name model_author", "they are written into rows of self-cognition alone"),
-    worked_out("task_type", "loss", "causal_lm", "it is the only one here"),
+    worked_out("task_type", "loss", "causal_lm", "it is the only one here", default="causal_lm"),
     absent("enable_dft_loss", "all tokens weigh the same", fate=Fate.INSTEAD, until="loss=dft"),
     worked_out("num_processes", "launch.nproc", "GPUs of all machines (accelerate)", launchers.COUNTED),
     needless("config_file machine_rank use_ray zero_stage offload_optimizer_device offload_param_device",
              launchers.STARTS),
     *launchers.RULES,
+    per_device_train_batch_size=1, lr_scheduler_type="cosine", adam_beta2=0.95, weight_decay=0.1, loss_type="grpo",
+    report_to="tensorboard", gradient_checkpointing=True,
 )  # fmt: skip
 
 
 def convert(conv: Conversion) -> None:
     _task(conv)
-    nodes = "NNODES" if conv.name("NNODES") else "num_machines"
-    ranks = launchers.ranks(conv, "NPROC_PER_NODE", "nproc_per_node", nodes=nodes)
-    gpus = launchers.asked_for("per_device_train_batch_size", ranks)
+    gpus = launchers.needed(conv)
     if conv.values["launch.nproc"].origin == "CUDA_VISIBLE_DEVICES" and gpus > 1:
         why = "theirs is one process, whose model is spread over these GPUs; here each is a rank of its own"
-        conv.remark(Fate.OTHER, "CUDA_VISIBLE_DEVICES", conv.get("CUDA_VISIBLE_DEVICES"), why)
+        conv.differs("CUDA_VISIBLE_DEVICES", why)
         gpus = 1  # replicas of theirs
-    ring = int(conv.whole("sequence_parallel_size", 1, least=1))
-    conv.put("parallel.ring_size", ring, "sequence_parallel_size")
-    sized = huggingface.sizes(conv, gpus, batch=1, ring=ring, fill=LEAST_BATCH)
+    sized = huggingface.sizes(conv, gpus, "sequence_parallel_size", fill=LEAST_BATCH)
+    ring = int(conv.whole("sequence_parallel_size"))
     if conv.trainer == "grpo" and ring > 1:  # whose accumulation is as many times as long
         conv.put("train.batch_size", sized[0] * sized[1] * gpus, "gradient_accumulation_steps", why=f"× ring of {ring}")
-    dtype = conv.text("torch_dtype", "bfloat16")
+    dtype = conv.text("torch_dtype")
     if dtype not in ("bfloat16", "float32"):
         conv.tell(Fate.ABSENT, "torch_dtype", "fp32, bf16 and fp64 are the precisions here; bf16 is taken")
-    steps = huggingface.shared(conv, bf16=dtype != "float32", decay="cosine", name="torch_dtype", betas=(0.9, 0.95),
-                               log="tensorboard")  # fmt: skip
+    steps = huggingface.shared(conv, "torch_dtype", bf16=dtype != "float32")
     if conv.trainer != "grpo":
         huggingface.drop_last(conv)
-    conv.put("optim.weight_decay", conv.number("weight_decay", 0.1), "weight_decay")
-    if conv.name("gradient_checkpointing") is None and "memory.checkpointing" not in conv.values:
-        conv.put("memory.checkpointing", True, "gradient_checkpointing")
     conv.choose("model", "hf")
-    conv.put("model.path", conv.needed("model", "the model that is trained", "Qwen/Qwen3-0.6B"), "model")
+    conv.put("model.path", conv.needed("model", model_keys.TRAINED, "Qwen/Qwen3-0.6B"), "model")
     model_keys.template(conv, "template", model_keys.SWIFT)
     model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"))
     _adapter(conv)
-    conv.put("optim.lr", conv.number("learning_rate", 1e-4 if adapters.has(conv) else 1e-5), "learning_rate")
+    rate = conv.given_value("learning_rate")
+    conv.put("optim.lr", (1e-4 if adapters.has(conv) else 1e-5) if rate is None else rate, "learning_rate")
     if conv.trainer == "grpo":
         for name in ("use_gym_env", "multi_turn_scheduler", "teacher_model"):
             if conv.given.get(name) and not (conv.get("reward_funcs") or conv.get("reward_model_name_or_path")):
                 conv.refuse(name, "scores the answers, and is missing in rlexp", "Give reward_funcs.")
-        rollouts.convert(conv, gpus, *sized, beta=0.04, divisor="grpo", prompt="max_length")
+        rollouts.convert(conv, gpus, *sized, prompt="max_length")
     else:
         _loss(conv)
     _reference(conv)
     _data(conv)
     rows = _held_out(conv) or huggingface.held_out(conv, "split_dataset_ratio", share=True)
-    huggingface.evaluation(conv, steps, rows, strategy="steps" if rows else "no", every=conv.number("save_steps", 500))
+    huggingface.evaluation(conv, steps, rows, default="steps" if rows else "no", every="save_steps")
 
 
 def _task(conv: Conversion) -> None:
     """Refuse what trains another head, has no rows, or is for ms-swift 2."""
     for name in sorted({"sft_type", "model_id_or_path"} & conv.given.keys()):
         conv.refuse(name, "is an argument of ms-swift before 3, which is not converted", "Write it for a newer one.")
-    if (task := conv.text("task_type", "causal_lm")) != "causal_lm":
+    if (task := conv.text("task_type")) != "causal_lm":
         conv.refuse(
             "task_type", f"trains {task}, which is missing in rlexp", "rlexp trains answers, or a reward model."
         )
@@ -169,13 +179,11 @@ def _task(conv: Conversion) -> None:
 
 def _adapter(conv: Conversion) -> None:
     """Set the adapter, which theirs has by default."""
-    tuner = conv.text("tuner_type", "lora")
-    if tuner == "full":
-        adapters.none(conv, OF_LORA)
-    else:
-        adapters.lora(conv, OF_LORA, adapters.Defaults(8, 32.0, 0.05, ("all-linear",)), "tuner_type")
+    tuner = conv.text("tuner_type")
+    if tuner != "full":
+        adapters.lora(conv, "tuner_type")
     if tuner not in ("full", "lora"):
-        conv.remark(Fate.INSTEAD, conv.said("tuner_type"), tuner, "of adapters, lora is here; it is taken")
+        conv.differs("tuner_type", "of adapters, lora is here; it is taken", Fate.INSTEAD)
     if conv.flag("merge_lora") and adapters.has(conv):
         conv.put("checkpoint.export", "merged", "merge_lora")
 
@@ -190,26 +198,25 @@ def _reference(conv: Conversion) -> None:
     elif reference:
         conv.tell(Fate.ABSENT, "ref_adapters", adapters.UNREAD)
     elif conv.get("ref_model") is None:
-        adapters.compare_without(conv, "adapters")
+        adapters.compare_without(conv)
 
 
 def _loss(conv: Conversion) -> None:
     if conv.trainer in SUPERVISED.split():
-        answers.supervised(conv, "")
+        conv.choose("loss", "sft")
         if conv.name("packing") == "packing" and conv.flag("packing"):
-            conv.remark(Fate.OTHER, "packing", True, answers.OF_BLOCKS)
+            conv.differs("packing", answers.OF_BLOCKS)
     elif conv.trainer == "kto":
         answers.single(conv, "kto", "rlhf_type")
     elif conv.trainer == "rm":
-        answers.reward_model(conv, "rlhf_type", answers.OF_SCORES, center="center_rewards_coefficient")
+        answers.reward_model(conv, "rlhf_type", notes=[answers.OF_SCORES])
     elif conv.trainer == "dpo":
-        preference.choose(conv, preference.Names(), smoothed=preference.SMOOTHED | {"dpo"})
+        preference.choose(conv, smoothed=preference.SMOOTHED | {"dpo"})
     elif conv.trainer == "orpo":
-        preference.without_reference(conv, "orpo", by="rlhf_type", told=preference.OF_PROMPTS)
+        preference.without_reference(conv, "orpo", "rlhf_type", note=preference.OF_PROMPTS)
     else:
         loss = preference.of_cpo(conv)
-        preference.without_reference(conv, loss, by="rlhf_type", weight_name="cpo_alpha", gamma=1.0,
-                                     beta=2.0 if conv.trainer == "simpo" else 0.1)  # fmt: skip
+        preference.without_reference(conv, loss, "rlhf_type", likelihood="cpo_alpha", gamma=1.0)
 
 
 def _data(conv: Conversion) -> None:
@@ -217,25 +224,21 @@ def _data(conv: Conversion) -> None:
     names = conv.texts("dataset")
     if any("self-cognition" in name for name in names):
         why = "{{NAME}} and {{AUTHOR}} in rows of self-cognition are not replaced here: write the names into them"
-        conv.remark(Fate.OTHER, "dataset", conv.get("dataset"), why)
+        conv.differs("dataset", why)
     if not names:
         conv.missing("dataset", "it names the rows to train on", "org/pairs")
-    for number, name in enumerate(names, start=1):
-        key = "data" if len(names) == 1 else f"data.sources.source{number}"
-        found = re.fullmatch(r"(?:hf::|ms::)?((?:\w+://)?[^:#]+)(?::([^#]+))?(?:#(\d+))?", name)
-        if found is None:
+    for key, name in zip(huggingface.keys_of(names), names, strict=True):
+        match = re.fullmatch(r"(?:hf::|ms::)?((?:\w+://)?[^:#]+)(?::([^#]+))?(?:#(\d+))?", name)
+        if match is None:
             conv.refuse("dataset", "must be a path or a name, as ID, ID:SUBSET or ID#ROWS", "Correct it.")
-        path, subset, most = found.groups()
+        path, subset, most = match.groups()
         conv.put(f"{key}.path", path, "dataset")
         if subset:
             conv.put(f"{key}.subset", subset, "dataset")
         if most:
-            conv.put(
-                f"{key}.max_samples", int(most), "dataset", why="the first rows; theirs are drawn, or repeated up to it"
-            )
-    conv.remark(
-        Fate.OTHER, "dataset", conv.get("dataset"), f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's"
-    )
+            why = "the first rows; theirs are drawn, or repeated up to it"
+            conv.put(f"{key}.max_samples", int(most), "dataset", why=why)
+    conv.differs("dataset", f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's")
     strategy = conv.text("truncation_strategy", "left" if conv.trainer == "grpo" else "delete")
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")
@@ -246,8 +249,6 @@ def _data(conv: Conversion) -> None:
     else:
         conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
     _system(conv)
-    if not conv.flag("use_chat_template", True):
-        conv.put("data.template", "never", "use_chat_template")
 
 
 def _held_out(conv: Conversion) -> bool:
@@ -258,11 +259,11 @@ def _held_out(conv: Conversion) -> bool:
 
 def _system(conv: Conversion) -> None:
     """Set the system prompt, which theirs reads from a file that ends in .txt."""
-    said = conv.text("system")
-    if said is not None and said.endswith(".txt"):
-        if not Path(said).is_file():
+    text = conv.text("system")
+    if text is not None and text.endswith(".txt"):
+        if not Path(text).is_file():
             conv.tell(Fate.INSTEAD, "system", "theirs reads the text of this file, which is not here: data.system")
             return
-        said = text_of(Path(said))
-    if said is not None:
-        conv.put("data.system", said, "system")
+        text = text_of(Path(text))
+    if text is not None:
+        conv.put("data.system", text, "system")

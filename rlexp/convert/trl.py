@@ -6,9 +6,21 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlexp.convert import adapters, answers, engines, huggingface, launchers, mixtures, preference
+from rlexp.convert import adapters, answers, engines, huggingface, kinds, launchers, mixtures, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.rules import Conversion, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import (
+    UNSAID,
+    ByTrainer,
+    Conversion,
+    Fate,
+    Rule,
+    absent,
+    extended,
+    needless,
+    other,
+    taken,
+    worked_out,
+)
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
@@ -29,24 +41,20 @@ TELLTALE = {
 PAIRS, OF_CPO = "dpo cpo orpo", "cpo orpo"
 SINGLE = "kto bco"
 OFFLINE = f"{PAIRS} sft {SINGLE} reward"
-RATES = {"ppo": 3e-6, "sft": 2e-5, "reward": 1e-4, "bco": 5e-5}
+RATES = ByTrainer(dict.fromkeys(TRAINERS, 1e-6), ppo=3e-6, sft=2e-5, reward=1e-4, bco=5e-5)
 OF_SFT = (*answers.SUPERVISED, "dft")
 ORDERS = {"random": True, "sequential": False}
-OF_LORA = adapters.Names(
-    rank="lora_r", targets="lora_target_modules", also="lora_modules_to_save", rslora="use_rslora",
-    rest="use_dora lora_target_parameters lora_task_type",
-)  # fmt: skip
 ANOTHER = "another argument chooses the engine"
 ALONE = "rlexp always trains only on the assistant's turns"
 OF_HEAD = "the head is trained whole here; theirs is frozen unless this is SEQ_CLS, or lora_modules_to_save has it"
 
-RULES: tuple[Rule, ...] = (
-    *(rule for rule in huggingface.RULES if rule.names[0] != "train_sampling_strategy"),
+RULES: tuple[Rule, ...] = extended(
+    huggingface.RULES,
     worked_out("train_sampling_strategy", "data.shuffle", "random is true, sequential is false; kto is sequential",
                of=OFFLINE),
     needless("train_sampling_strategy", "shuffle_dataset says it", of=rollouts.TRAINERS),
     # the model
-    worked_out("model_name_or_path", "model=hf, model.path", "", "sft_model_path decides"),
+    worked_out("model_name_or_path", "model=hf, model.path", rest="sft_model_path decides"),
     worked_out("sft_model_path", "model.path", "the policy and the reference", of="ppo"),
     taken("model_revision", "model.revision", to=lambda value: None if value == "main" else value),
     taken("dtype torch_dtype", "model.dtype", "trained weights are float32", to=huggingface.dtype_of),
@@ -54,10 +62,13 @@ RULES: tuple[Rule, ...] = (
     huggingface.TRUST,
     absent("model_init_kwargs", "use the keys of model"),
     worked_out("use_peft", "adapter=lora", "same reference: the model without adapter"),
-    *adapters.rules(OF_LORA, rank="their default is 16", alpha="their default is 32", dropout="their default is 0.05; ",
-                    targets="all-linear is []; if left out, the file sets peft's choice"),
+    *adapters.rules(
+        {**adapters.SHAPE, "rank": "lora_r", "targets": "lora_target_modules", "also": "lora_modules_to_save"},
+        {"rank": 16, "alpha": 32.0, "dropout": 0.05}, {"use_dora": "dora", "lora_target_parameters": "parameters"},
+        targets="all-linear is []; if left out, the file sets peft's choice",
+    ),
     worked_out("lora_task_type", "adapter=lora", "rlexp trains a reward model's head whole",
-               "the loss says which head the model has"),
+               "the loss says which head the model has", default="CAUSAL_LM"),
     absent("load_in_4bit load_in_8bit", adapters.QUANTIZED, until="quant"),
     needless("use_bnb_nested_quant bnb_4bit_quant_type bnb_4bit_quant_storage", adapters.OF_QUANTIZED),
     absent("router_aux_loss_coef", "no auxiliary loss for experts", until="router aux_loss"),
@@ -68,12 +79,12 @@ RULES: tuple[Rule, ...] = (
              "gradient_checkpointing_use_reentrant cast_lm_head_to_fp32", "no number depends on it here"),
     absent("activation_offloading", "use memory.checkpointing", until="activation_offload"),
     # data
-    worked_out("dataset_name", "data=hf, data.path", "", "datasets decides"),
-    worked_out("dataset_config", "data.subset", "", "datasets decides"),
-    worked_out("dataset_train_split", "data.split", "", "datasets decides"),
+    worked_out("dataset_name", "data=hf, data.path", rest="datasets decides"),
+    worked_out("dataset_config", "data.subset", rest="datasets decides"),
+    worked_out("dataset_train_split", "data.split", rest="datasets decides"),
     worked_out("dataset_test_split", "data.eval_split", "only if it is evaluated",
-               "nothing is evaluated, or another argument says on what"),
-    worked_out("dataset_streaming streaming", "data.streaming", ""),
+               "nothing is evaluated, or another argument says on what", default="test"),
+    taken("dataset_streaming streaming", "data.streaming", to=lambda value: True if kinds.flag(value) else UNSAID),
     worked_out("datasets", "data.sources", "a fraction is a weight; each epoch takes other rows"),
     worked_out("dataset_mixture", "data.sources", "alignment-handbook, open-r1", "datasets decides"),
     worked_out("dataset_mixer", "data.sources", "alignment-handbook until 0.4", "datasets decides"),
@@ -83,7 +94,8 @@ RULES: tuple[Rule, ...] = (
     other("chat_template", "model.chat_template", "rlexp takes a file"),
     worked_out("test_split_size", "data.eval_size", "rlexp rounds a share down, theirs up"),
     taken("dataset_num_proc preprocessing_num_workers", "data.workers"),
-    worked_out("max_length max_seq_length", "data.max_length", "tokens of prompt and answer", of=OFFLINE),
+    worked_out("max_length max_seq_length", "data.max_length", "tokens of prompt and answer", of=OFFLINE,
+               default=rollouts.LONG, least=1),
     worked_out("max_prompt_length", "data.max_length", "one limit, for prompt and answer together"),
     worked_out("truncation_mode", "data.too_long=truncate", "rlexp cuts the prompt's start, then the answer's end",
                "nothing is cut", of=f"{PAIRS} sft {SINGLE}"),
@@ -91,12 +103,12 @@ RULES: tuple[Rule, ...] = (
     absent("dataset_kwargs", "rlexp always tokenizes rows", {"skip_prepare_dataset": False}),
     taken("chat_template_kwargs", "data.template_options", of=rollouts.DRAWING),
     taken("shuffle_dataset", "data.shuffle", of=rollouts.DRAWING),
-    worked_out("chat_template_path", "model.chat_template", "a jinja file", of="sft reward"),
+    taken("chat_template_path", "model.chat_template", "a jinja file", of="sft reward", to=model_keys.template_file),
     absent("eos_token", "the tokenizer or its template ends an answer", of="sft reward"),
     # supervised training
     worked_out("loss_type", "loss=sft", "nll; others are missing", of="sft", until="loss=dft"),
     worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts",
-               "the column is found by its name", of="sft"),
+               "the column is found by its name", default="text", of="sft"),
     worked_out("packing", "data.packing",
                "theirs counts blocks of rows in a batch, rlexp counts rows", of="sft"),
     absent("packing_strategy", "no row is cut into pieces", "bfd", of="sft"),
@@ -104,12 +116,11 @@ RULES: tuple[Rule, ...] = (
     needless("shuffle_dataset", "an epoch has an order of its own in any case", of="sft"),
     worked_out("assistant_only_loss", "loss=sft", ALONE, ALONE, of="sft"),
     worked_out("completion_only_loss", "loss=sft", "rlexp never trains on prompts", "rlexp never trains on prompts",
-               of="sft"),
+               default=True, of="sft"),
     # single answers
-    worked_out("loss_type", "loss=kto or loss=apo_zero_unpaired", "", of="kto"),
-    worked_out("beta", "loss.beta", "", of=SINGLE),
-    worked_out("desirable_weight", "loss.desirable_weight", "", of="kto"),
-    worked_out("undesirable_weight", "loss.undesirable_weight", "", of="kto"),
+    worked_out("loss_type", "loss=kto or loss=apo_zero_unpaired", of="kto"),
+    taken("beta", "loss.beta", default=0.1, of=SINGLE),
+    *answers.weights("desirable_weight", "undesirable_weight", "kto"),
     worked_out("precompute_ref_log_probs", "reference=precompute", "dpo, bco, and kto with apo_zero_unpaired",
                of=f"dpo {SINGLE}"),
     needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length "
@@ -119,9 +130,9 @@ RULES: tuple[Rule, ...] = (
     needless("prompt_sample_size min_density_ratio max_density_ratio",
              "only with a function for embeddings, which a file does not name", of="bco"),
     # reward models
-    worked_out("center_rewards_coefficient", "loss.center", "", of="reward"),
+    taken("center_rewards_coefficient", "loss.center", default=0.0, of="reward"),
     # DPO and its family
-    *preference.rules(preference.Names(), "dpo", "cpo"),
+    *preference.rules("dpo", also="cpo"),
     *preference.of_cpo_rules("cpo"),
     taken("beta", "loss.beta", default=0.1, of=PAIRS),
     absent("alpha", "no AlphaPO", of="cpo"),
@@ -138,17 +149,17 @@ RULES: tuple[Rule, ...] = (
     *launchers.RULES,
     worked_out("accelerate_config config_file", "engine", "zero1, zero2, zero3, fsdp1 or fsdp2"),
     worked_out("deepspeed_config_file", "engine, engine.offload", "as deepspeed", ANOTHER),
-    worked_out("zero_stage", "engine", ""),
-    worked_out("offload_optimizer_device", "engine.offload=optimizer", "", "engine.offload says it"),
+    worked_out("zero_stage", "engine"),
+    worked_out("offload_optimizer_device", "engine.offload=optimizer", rest="engine.offload says it"),
     worked_out("offload_param_device", "engine.offload=all", "with engine=zero3", "engine.offload says it"),
-    worked_out("use_fsdp", "engine=fsdp2", "", ANOTHER),
-    worked_out("parallelism_config_cp_size", "parallel.ring_size", "", "it is 1"),
-    worked_out("parallelism_config_sp_size", "parallel.ring_size, parallel.layout=ulysses", "",
-               "it is 1, or the other one decides"),
+    worked_out("use_fsdp", "engine=fsdp2", rest=ANOTHER),
+    worked_out("parallelism_config_cp_size", "parallel.ring_size", rest="it is 1"),
+    worked_out("parallelism_config_sp_size", "parallel.ring_size, parallel.layout=ulysses",
+               rest="it is 1, or the other one decides"),
     needless("machine_rank main_process_ip main_process_port mixed_precision gpu_ids use_deepspeed env config "
              "multi_gpu fsdp_version dynamo_backend", launchers.STARTS),
-    absent("parallelism_config_tp_size", "no tensor parallelism", 1,
-           until="tensor_parallel"),
+    absent("parallelism_config_tp_size", "no tensor parallelism", 1, until="tensor_parallel"),
+    learning_rate=RATES, gradient_checkpointing=True,
 )  # fmt: skip
 
 
@@ -169,19 +180,16 @@ def trainer_of(given: dict[str, Any]) -> str | None:
 
 
 def convert(conv: Conversion) -> None:
-    gpus = launchers.asked_for(conv.said("per_device_train_batch_size"), launchers.ranks(conv, "nproc_per_node"))
-    ring, name = _ring(conv)
-    sized = huggingface.sizes(conv, gpus, ring=ring, ring_name=name)
+    gpus = launchers.needed(conv)
+    name = _ring(conv)
+    sized = huggingface.sizes(conv, gpus, name)
     steps = huggingface.shared(conv, bf16=True)
     _engine(conv)
-    conv.put("optim.lr", conv.number("learning_rate", RATES.get(conv.trainer, 1e-6)), "learning_rate")
-    if conv.name("activation_checkpointing") is None and "memory.checkpointing" not in conv.values:
-        conv.put("memory.checkpointing", True, "gradient_checkpointing")
     _model(conv)
     _adapter(conv)
     huggingface.evaluation(conv, steps, _data(conv))
     if conv.trainer in rollouts.TRAINERS.split():
-        rollouts.convert(conv, gpus // ring, *sized)
+        rollouts.convert(conv, gpus // int(conv.whole(name, 1)), *sized)
         return
     _loss(conv)
     if "precompute_ref_log_probs" in conv.by_name:
@@ -191,16 +199,13 @@ def convert(conv: Conversion) -> None:
     huggingface.drop_last(conv)
 
 
-def _ring(conv: Conversion) -> tuple[int, str]:
-    """Set the ring by accelerate's sizes for context and sequence parallelism; return it with the argument."""
+def _ring(conv: Conversion) -> str:
+    """Return which of accelerate's sizes, for context and for sequence parallelism, is the ring's."""
     by_context, by_sequence = "parallelism_config_cp_size", "parallelism_config_sp_size"
-    name = by_sequence if conv.whole(by_context, 1, least=1) == 1 and conv.name(by_sequence) else by_context
-    ring = int(conv.whole(name, 1, least=1))
-    if ring > 1:
-        conv.put("parallel.ring_size", ring, name)
-    if ring > 1 and name == by_sequence:
-        conv.put("parallel.layout", "ulysses", name)
-    return ring, name
+    if conv.whole(by_context, 1, least=1) > 1 or conv.whole(by_sequence, 1, least=1) == 1:
+        return by_context
+    conv.put("parallel.layout", "ulysses", by_sequence)
+    return by_sequence
 
 
 def _engine(conv: Conversion) -> None:
@@ -245,7 +250,7 @@ def _model(conv: Conversion) -> None:
         return
     bare = conv.trainer == "ppo" and conv.get("model_name_or_path") is None
     name = "sft_model_path" if bare else "model_name_or_path"
-    conv.put("model.path", conv.needed(name, "the model that is trained", "Qwen/Qwen3-0.6B"), name)
+    conv.put("model.path", conv.needed(name, model_keys.TRAINED, "Qwen/Qwen3-0.6B"), name)
     if conv.trainer == "ppo":
         why = "TRL's PPO takes policy and reference from sft_model_path, which is not given; this one is taken"
         conv.remark(Fate.OTHER, "model_name_or_path", conv.get("model_name_or_path"), why)
@@ -253,24 +258,21 @@ def _model(conv: Conversion) -> None:
 
 def _adapter(conv: Conversion) -> None:
     if not conv.flag("use_peft"):
-        adapters.none(conv, OF_LORA, "use_peft")
+        adapters.none(conv, "use_peft")
         return
-    targets = adapters.of_family(conv, OF_LORA.targets)
-    adapters.lora(conv, OF_LORA, adapters.Defaults(16, 32.0, 0.05, targets), "use_peft")
-    kind = conv.text("lora_task_type", "CAUSAL_LM")
-    if conv.trainer == "reward" and kind != "SEQ_CLS" and "score" not in conv.texts(OF_LORA.also):
-        why = OF_HEAD if conv.name("lora_task_type") else f"their default: {OF_HEAD}"
-        conv.remark(Fate.OTHER, "lora_task_type", kind, why)
-        conv.done.add("lora_task_type")
+    adapters.lora(conv, "use_peft", targets=adapters.of_family(conv))
+    whole = conv.text("lora_task_type") == "SEQ_CLS" or "score" in conv.texts("modules_to_save")
+    if conv.trainer == "reward" and not whole:
+        conv.differs("lora_task_type", OF_HEAD)
 
 
 def _data(conv: Conversion) -> bool:
     """Set the rows; return whether some are held out."""
     conv.choose("data", "hf")
     sources = mixtures.sets(conv)
-    keys = _sources(conv)
+    keys = huggingface.keys_of(sources or [{}])
     for key, source in zip(keys, sources, strict=False):
-        _source(conv, key, source, mixtures.said(conv))
+        _source(conv, key, source, mixtures.argument(conv))
     if not sources and conv.get("dataset_name") is None:
         why = "so is datasets; without them nothing says what to train on"
         conv.missing("dataset_name", why, "trl-lib/ultrafeedback_binarized")
@@ -279,8 +281,6 @@ def _data(conv: Conversion) -> bool:
         for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):
             if conv.get(name) is not None:
                 conv.put(f"data.{key}", conv.text(name), name)
-    if conv.flag("dataset_streaming"):
-        conv.put("data.streaming", True, "dataset_streaming")
     rows = huggingface.held_out(conv, "test_split_size")
     size, split = mixtures.held_out(conv)
     if size:
@@ -291,18 +291,12 @@ def _data(conv: Conversion) -> bool:
             conv.put(f"{key}.eval_split", split, "dataset_splits")
         rows = True
     elif not rows and huggingface.evaluates(conv) and not sources:
-        conv.put("data.eval_split", conv.text("dataset_test_split", "test"), "dataset_test_split")
+        conv.put("data.eval_split", conv.text("dataset_test_split"), "dataset_test_split")
         rows = True
     elif not rows and huggingface.evaluates(conv):
         why = "datasets has no held-out rows: give data.eval_size, or data.sources.NAME.eval_split"
         conv.tell(Fate.OTHER, "eval_strategy", why)
     return rows
-
-
-def _sources(conv: Conversion) -> list[str]:
-    """Return our keys of the sources that the file has."""
-    several = len(mixtures.sets(conv))
-    return [f"data.sources.source{number}" for number in range(1, several + 1)] if several > 1 else ["data"]
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:
@@ -322,38 +316,43 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
 def _loss(conv: Conversion) -> None:
     match conv.trainer:
         case "dpo":
-            preference.choose(conv, preference.Names())
+            preference.choose(conv)
         case "cpo":
-            loss = preference.of_cpo(conv)
-            if (ratio := conv.number("gamma_beta_ratio")) is not None:
-                preference.without_reference(conv, "simpo", by="gamma_beta_ratio", weight_name="cpo_alpha", weight=0.0,
-                                             beta=2.0, gamma=ratio * conv.number("beta", 2.0))  # fmt: skip
-            else:
-                preference.without_reference(conv, loss, by="loss_type", weight_name="cpo_alpha")
+            _cpo(conv)
         case "orpo":
-            preference.without_reference(conv, "orpo", told=preference.OF_PROMPTS)
+            preference.without_reference(conv, "orpo", note=preference.OF_PROMPTS)
         case "sft":
             _sft(conv)
         case "reward":
-            answers.reward_model(conv, "", answers.OF_ENDS, answers.OF_SCORES, center="center_rewards_coefficient")
-            _template(conv)
+            answers.reward_model(conv, notes=[answers.OF_ENDS, answers.OF_SCORES])
         case single:
             loss = answers.chosen_of(conv, answers.SINGLE, "kto") if single == "kto" else "bco"
-            answers.single(conv, loss, "loss_type" if single == "kto" else "")
+            answers.single(conv, loss, *["loss_type"] * (single == "kto"))
             conv.notes.append(answers.OF_PAIRS)
+
+
+def _cpo(conv: Conversion) -> None:
+    """Set CPO's loss, or SimPO's: its own trainer has another default of beta, and no likelihood."""
+    loss, ratio = preference.of_cpo(conv), conv.number("gamma_beta_ratio")
+    if ratio is None:
+        preference.without_reference(conv, loss, "loss_type", likelihood="cpo_alpha")
+        return
+    beta = conv.number("beta") if conv.name("beta") else 2.0
+    conv.put("loss.beta", beta, "beta")
+    preference.without_reference(conv, "simpo", "gamma_beta_ratio", likelihood="cpo_alpha", weight=0.0,
+                                 gamma=ratio * beta)  # fmt: skip
 
 
 def _sft(conv: Conversion) -> None:
     answers.chosen_of(conv, answers.SUPERVISED, "nll")
-    alone = conv.flag("assistant_only_loss")
-    answers.supervised(conv, "loss_type", *([] if alone else [answers.OF_CONVERSATIONS]))
-    if not alone:
+    conv.choose("loss", "sft", "loss_type")
+    if not conv.flag("assistant_only_loss"):
+        conv.notes.append(answers.OF_CONVERSATIONS)
         conv.tell(Fate.OTHER, "assistant_only_loss", ALONE)
-    if not conv.flag("completion_only_loss", True):
+    if not conv.flag("completion_only_loss"):
         conv.tell(Fate.OTHER, "completion_only_loss", "rlexp never trains on prompts")
-    _template(conv)
-    if (column := conv.text("dataset_text_field", "text")) != "text":
-        for key in _sources(conv):
+    if (column := conv.text("dataset_text_field")) != "text":
+        for key in huggingface.keys_of(mixtures.sets(conv) or [{}]):
             conv.put(f"{key}.columns.text", column, "dataset_text_field", why="only if rows are plain texts")
     if conv.flag("packing"):
         conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
@@ -361,33 +360,22 @@ def _sft(conv: Conversion) -> None:
         conv.tell(Fate.NEEDLESS, "packing_strategy", "nothing is packed")
 
 
-def _template(conv: Conversion) -> None:
-    """Take over a template that is a file; that of another tokenizer has to be written to one."""
-    if (template := conv.text("chat_template_path")) is None:
-        return
-    if template.endswith((".jinja", ".jinja2")):
-        conv.put("model.chat_template", template, "chat_template_path")
-    else:
-        why = "a tokenizer, whose template is taken: write it to a file, and give model.chat_template=FILE"
-        conv.tell(Fate.OTHER, "chat_template_path", why)
-
-
 def _order(conv: Conversion) -> None:
     """Set whether rows are shuffled: TRL's KTO takes them as they are."""
     name = "train_sampling_strategy"
-    said = conv.text(name, "sequential" if conv.trainer == "kto" else "random")
-    if said in ORDERS and (conv.name(name) or conv.trainer == "kto"):
-        conv.put("data.shuffle", ORDERS[said], name)
+    order = conv.text(name, "sequential" if conv.trainer == "kto" else "random")
+    if order in ORDERS and (conv.name(name) or conv.trainer == "kto"):
+        conv.put("data.shuffle", ORDERS[order], name)
     conv.tell(Fate.ABSENT, name, "samples are shuffled, or taken in their order (data.shuffle)")
 
 
 def _lengths(conv: Conversion) -> None:
-    if conv.name("max_length") is not None and conv.get("max_length") is None:
+    if conv.name("max_length") is not None and conv.given_value("max_length") is None:
         conv.put("data.too_long", "error", "max_length")
         why = "no limit there; data.max_length is a number here, and a longer row is an error that names it"
         conv.remark(Fate.OTHER, "max_length", None, why)
     else:
-        conv.put("data.max_length", conv.whole("max_length", rollouts.LONG, least=1), "max_length")
+        conv.put("data.max_length", conv.whole("max_length"), "max_length")
         if conv.trainer == "reward":
             conv.put("data.too_long", "drop", "max_length", why="longer pairs are left out")
         else:

@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert import kinds
+from rlexp.convert.rules import (
+    UNSAID,
+    ByTrainer,
+    Conversion,
+    ConvertError,
+    Fate,
+    Rule,
+    absent,
+    needless,
+    other,
+    taken,
+    worked_out,
+)
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
@@ -16,11 +28,12 @@ TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
 
 RULES: tuple[Rule, ...] = (
     # samples
-    worked_out("num_generations rloo_k", "rollout.n_samples", "", of=DRAWING),
-    worked_out("max_completion_length response_length", "rollout.max_new_tokens", "", of=TRAINERS),
+    taken("num_generations rloo_k", "rollout.n_samples", default=ByTrainer(grpo=8, rloo=2), least=1, of=DRAWING),
+    taken("max_completion_length response_length", "rollout.max_new_tokens", least=1, of=TRAINERS,
+          default=ByTrainer(grpo=512, rloo=512, ppo=53)),
     worked_out("steps_per_generation", "rollout.batch_size", "rlexp splits a rollout into train batches",
-               of=DRAWING),
-    worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", of=DRAWING),
+               least=1, of=DRAWING),
+    worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", least=1, of=DRAWING),
     taken("num_iterations", "rollout.epochs", default=1, of=DRAWING),
     taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
     taken("temperature", "rollout.temperature", default=0.7, of="ppo"),
@@ -31,7 +44,7 @@ RULES: tuple[Rule, ...] = (
     absent("repetition_penalty", "no repetition penalty", 1.0, 1, of=DRAWING, until="repetition"),
     absent("vllm_structured_outputs_regex", "answers are generated freely", of=DRAWING),
     absent("num_generations_eval", "one answer per held-out prompt", of=DRAWING),
-    worked_out("use_vllm", "rollout.engine=vllm", "", of=DRAWING),
+    worked_out("use_vllm", "rollout.engine=vllm", of=DRAWING),
     worked_out("vllm_mode", "rollout.mode", "vLLM's server mode is missing", "all ranks sample, then all train",
                of=DRAWING),
     taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
@@ -41,16 +54,18 @@ RULES: tuple[Rule, ...] = (
              "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
              "no number depends on it", of=DRAWING),
     worked_out("vllm_importance_sampling_correction", "rollout.importance_cap",
-               "weighs samples that vLLM generated", UNWEIGHED, of=DRAWING),
+               "weighs samples that vLLM generated", UNWEIGHED, default=True, of=DRAWING),
     worked_out("vllm_importance_sampling_mode", "rollout.importance_cap", "token_truncate; others are missing",
-               UNWEIGHED, of=DRAWING),
-    worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap", "",
-               UNWEIGHED, of=DRAWING),
+               UNWEIGHED, default="sequence_mask", of=DRAWING),
+    worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap",
+               rest=UNWEIGHED, default=3.0, of=DRAWING),
     absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
     needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
              "no number depends on it", of=DRAWING),
-    worked_out("mask_truncated_completions overlong_filter", "rollout.overlong=mask", "", of=DRAWING),
-    worked_out("log_completions", "rollout.show_every", "", of=DRAWING),
+    taken("mask_truncated_completions overlong_filter", "rollout.overlong", of=DRAWING,
+          to=lambda value: "mask" if kinds.flag(value) else UNSAID),
+    taken("log_completions", "rollout.show_every", of=DRAWING, default=False,
+          to=lambda value: 10 if kinds.flag(value) else 0),
     taken("num_completions_to_print", "rollout.show", of=DRAWING),
     needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
              "a few samples of a rollout are shown", of=DRAWING),
@@ -58,20 +73,21 @@ RULES: tuple[Rule, ...] = (
     # rewards
     worked_out("reward_funcs", "reward=python, reward.function",
                "the function gets other arguments: docs/rewards.md", of=DRAWING),
-    worked_out("reward_model_name_or_path reward_model_path reward_model", "reward=model, reward.path", "",
+    worked_out("reward_model_name_or_path reward_model_path reward_model", "reward=model, reward.path",
                of=TRAINERS),
-    worked_out("reward_weights", "reward.terms.NAME.weight", "", "there is one reward", of=DRAWING),
+    worked_out("reward_weights", "reward.terms.NAME.weight", rest="there is one reward", of=DRAWING),
     absent("multi_objective_aggregation", "rlexp adds scores, then normalizes", "sum_then_normalize", of="grpo"),
     # GRPO
-    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", "", "importance_sampling_level=sequence decides",
+    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", rest="importance_sampling_level=sequence decides",
                of="grpo"),
-    worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", of="grpo"),
+    worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", default="dapo",
+               of="grpo"),
     worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo",
-               "token is the level of every loss but gspo", of="grpo"),
-    worked_out("beta", "loss.beta", "", of="grpo"),
-    worked_out("use_bias_correction_kl", "loss.kl", "", "the divergence is k3 itself here", of="grpo"),
-    worked_out("epsilon", "loss.clip_low", "", of=DRAWING),
-    worked_out("epsilon_high", "loss.clip_high", "", of=DRAWING),
+               "token is the level of every loss but gspo", default="token", of="grpo"),
+    taken("beta", "loss.beta", default=0.0, of="grpo"),
+    worked_out("use_bias_correction_kl", "loss.kl", rest="the divergence is k3 itself here", default=True, of="grpo"),
+    worked_out("epsilon", "loss.clip_low", default=0.2, of=DRAWING),
+    worked_out("epsilon_high", "loss.clip_high", of=DRAWING),
     taken("delta", "loss.dual_clip", of="grpo"),
     taken("entropy_coef", "loss.entropy", of="grpo"),
     absent("use_adaptive_entropy", "the weight of the entropy is fixed", of="grpo"),
@@ -88,16 +104,16 @@ RULES: tuple[Rule, ...] = (
     # PPO
     taken("kl_coef", "loss.beta", default=0.05, of="ppo"),
     taken("kl_estimator", "loss.kl", default="k1", of="ppo"),
-    worked_out("cliprange", "loss.clip_low, loss.clip_high", "", of="ppo"),
+    worked_out("cliprange", "loss.clip_low, loss.clip_high", default=0.2, of="ppo"),
     taken("cliprange_value", "loss.value_clip", default=0.2, of="ppo"),
     taken("vf_coef", "loss.value_coef", default=0.1, of="ppo"),
     taken("gamma", "loss.gamma", default=1.0, of="ppo"),
     taken("lam", "loss.lam", default=0.95, of="ppo"),
-    taken("num_ppo_epochs", "rollout.epochs", default=4, of="ppo"),
+    taken("num_ppo_epochs", "rollout.epochs", default=4, least=1, of="ppo"),
     other("num_mini_batches", "rollout.minibatches",
           "TRL ignores it; in rlexp train.batch_size decides", of="ppo"),
-    worked_out("total_episodes", "train.max_steps", "", of="ppo"),
-    worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", "", of="ppo"),
+    worked_out("total_episodes", "train.max_steps", least=1, of="ppo"),
+    worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", of="ppo"),
     needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token", of="ppo"),
     absent("whiten_rewards", "loss.whiten normalizes advantages", of="ppo"),
     needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
@@ -105,22 +121,21 @@ RULES: tuple[Rule, ...] = (
 )  # fmt: skip
 
 
-def convert(
-    conv: Conversion, replicas: int, micro: int, steps: int, *, beta: float = 0.0, divisor: str = "dapo",
-    prompt: str = "max_prompt_length",
-) -> None:  # fmt: skip
-    """Set the loss, the rewards and the rollout. `beta` and `divisor` are their defaults, `prompt` limits prompts."""
-    if conv.trainer == "grpo":
-        _grpo(conv, beta, divisor)
-    else:
-        {"rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
+def convert(conv: Conversion, replicas: int, micro: int, steps: int, *, prompt: str = "max_prompt_length") -> None:
+    """Set the loss, the rewards and the rollout; `prompt` limits prompts."""
+    {"grpo": _grpo, "rloo": _rloo, "ppo": _ppo}[conv.trainer](conv)
+    if conv.trainer != "ppo":
+        low = conv.number("epsilon")
+        conv.put("loss.clip_low", low, "epsilon")
+        conv.put("loss.clip_high", conv.number("epsilon_high", low), "epsilon_high", "epsilon")
+        _engine(conv)
     _rewards(conv)
     _rollout(conv, replicas, micro, steps, prompt)
 
 
-def _grpo(conv: Conversion, scale_of_kl: float, common: str) -> None:
-    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type", common)  # none: only centred
-    level = conv.get("importance_sampling_level", "token")
+def _grpo(conv: Conversion) -> None:
+    scale, divisor = conv.given.get("scale_rewards", "group"), conv.get("loss_type")  # none: only centred
+    level = conv.get("importance_sampling_level")
     if level not in ("token", "sequence"):
         conv.refuse("importance_sampling_level", "must be token or sequence", "Give one of them.")
     by_sequence = level == "sequence"
@@ -129,33 +144,23 @@ def _grpo(conv: Conversion, scale_of_kl: float, common: str) -> None:
     conv.choose("loss", loss, "importance_sampling_level" if by_sequence else "scale_rewards")
     if scale == "batch":
         why = "the scores of a whole batch have one deviation there; here they are only centred, and no longer scaled"
-        conv.remark(Fate.INSTEAD, "scale_rewards", scale, why)
+        conv.differs("scale_rewards", why, Fate.INSTEAD)
     elif not by_group and scale not in ("none", None, False):
         conv.refuse("scale_rewards", "must be group, batch or none", "Give one of them.")
     if by_sequence and (divisor != "grpo" or not by_group):
-        conv.remark(Fate.OTHER, "importance_sampling_level", "sequence",
-                    "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group")  # fmt: skip
+        why = "loss=gspo is TRL's with loss_type=grpo and scale_rewards=group"
+        conv.remark(Fate.OTHER, "importance_sampling_level", "sequence", why)
     known = isinstance(divisor, str) and divisor in DIVISORS
     conv.put("loss.normalize", DIVISORS[divisor] if known else "token", "loss_type")
     if not known:
-        conv.remark(Fate.INSTEAD, "loss_type", divisor, "grpo, dapo and dr_grpo are here; dapo's divisor is taken")
-    beta = conv.number("beta", scale_of_kl)
-    conv.put("loss.beta", beta, "beta")
-    if beta and "use_bias_correction_kl" in conv.by_name and conv.flag("use_bias_correction_kl", True):
-        conv.remark(Fate.OTHER, "beta", beta, "TRL 1.16 multiplies the divergence by the ratio, unless "
+        conv.differs("loss_type", "grpo, dapo and dr_grpo are here; dapo's divisor is taken", Fate.INSTEAD)
+    if conv.number("beta") and "use_bias_correction_kl" in conv.by_name and conv.flag("use_bias_correction_kl"):
+        conv.remark(Fate.OTHER, "beta", conv.get("beta"), "TRL 1.16 multiplies the divergence by the ratio, unless "
                     "use_bias_correction_kl is false; here it is k3 itself, as in TRL before")  # fmt: skip
-    _clip(conv)
-
-
-def _clip(conv: Conversion) -> None:
-    low = conv.number("epsilon", 0.2)
-    conv.put("loss.clip_low", low, "epsilon")
-    conv.put("loss.clip_high", conv.number("epsilon_high", low), "epsilon_high", "epsilon")
 
 
 def _rloo(conv: Conversion) -> None:
     conv.choose("loss", "rloo")
-    _clip(conv)
     conv.notes.append(
         "RLOO: the advantages are TRL's. TRL clips the ratio of the whole answer, rlexp the ratio of each token, and "
         "divides by rollout.max_new_tokens: with one step for each rollout the gradients differ by that factor alone."
@@ -165,9 +170,8 @@ def _rloo(conv: Conversion) -> None:
 def _ppo(conv: Conversion) -> None:
     conv.choose("loss", "ppo")
     conv.put("loss.value_lr", None, "learning_rate", why="the critic's too")
-    clip = conv.number("cliprange", 0.2)
-    conv.put("loss.clip_low", clip, "cliprange")
-    conv.put("loss.clip_high", clip, "cliprange")
+    for key in ("clip_low", "clip_high"):
+        conv.put(f"loss.{key}", conv.number("cliprange"), "cliprange")
     if (penalty := conv.number("missing_eos_penalty")) is not None:
         conv.put("rollout.overlong", "penalty", "missing_eos_penalty")
         conv.put("rollout.overlong_penalty", penalty, "missing_eos_penalty")
@@ -197,7 +201,7 @@ def _rewards(conv: Conversion) -> None:
             f"Rewards: {conv.framework} calls f(completions, …, **columns), rlexp f(prompts, answers, rows). "
             f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
         )
-    weights = _weights(conv, len(terms))
+    weights = conv.weights("reward_weights", len(terms), "reward")
     if len(terms) == 1 and not weights:
         ((_, term),) = terms.items()
         conv.choose("reward", term.pop("kind"), *names)
@@ -219,100 +223,74 @@ def _unused(terms: dict[str, dict[str, Any]], name: str) -> str:
     return next(each for each in names if each not in terms)
 
 
-def _weights(conv: Conversion, terms: int) -> Sequence[float]:
-    said = conv.get("reward_weights") if "reward_weights" in conv.by_name else None
-    if said is None or said == []:
-        return []
-    weights = said if isinstance(said, list) else [said]
-    if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in weights):
-        conv.refuse("reward_weights", "must be a list of numbers", "Give one for each reward.")
-    if len(weights) != terms:
-        conv.refuse("reward_weights", f"has {len(weights)} weights for {terms} rewards", "Give one for each reward.")
-    return weights
-
-
 def _rollout(conv: Conversion, replicas: int, micro: int, steps: int, limit: str) -> None:
     """Set the sizes of a rollout, in prompts and answers, from the sizes of one GPU."""
     batch, ppo = micro * steps * replicas, conv.trainer == "ppo"
-    answers = 1 if ppo else int(conv.whole("num_generations", 8 if conv.trainer == "grpo" else 2, least=1))
+    answers = 1 if ppo else int(conv.whole("num_generations"))
     drawn = batch if ppo else _generation(conv, micro * replicas, steps)
     if ppo:
         conv.put("rollout.n_samples", 1)
         _episodes(conv, batch)
-    else:
-        conv.put("rollout.n_samples", answers, "num_generations")
     if drawn % answers:
         raise ConvertError(
-            f"{conv.said('num_generations')}={answers}: does not divide the {drawn} answers of a rollout "
+            f"{conv.spelled('num_generations')}={answers}: does not divide the {drawn} answers of a rollout "
             f"(per_device_train_batch_size × steps_per_generation × GPUs). TRL would refuse it too; check --gpus."
         )
-    drawing = () if ppo else ("steps_per_generation", "generation_batch_size")
-    sized = [name for name in drawing if conv.name(name)]
+    sized = [name for name in ("steps_per_generation", "generation_batch_size") if not ppo and conv.name(name)]
     conv.put("rollout.batch_size", drawn // answers, *sized, why=f"prompts: {drawn} answers / {answers}")
-    new = conv.whole("max_completion_length", 53 if ppo else 512, least=1)
-    conv.put("rollout.max_new_tokens", new, "max_completion_length")
     prompt = conv.whole(limit, least=1)
-    conv.put("data.max_length", new + (prompt or LONG), limit,
-             why="" if prompt else f"theirs has no limit of prompts; {LONG} tokens are allowed here")  # fmt: skip
+    why = "" if prompt else f"theirs has no limit of prompts; {LONG} tokens are allowed here"
+    conv.put("data.max_length", conv.whole("max_completion_length") + (prompt or LONG), limit, why=why)
     if prompt and limit == "max_prompt_length":
         conv.put("data.too_long", "truncate", limit, why="the start of a longer prompt is cut, as there")
-    if not ppo:
-        _drawing(conv)
 
 
-def _drawing(conv: Conversion) -> None:
-    if conv.flag("mask_truncated_completions"):
-        conv.put("rollout.overlong", "mask", "mask_truncated_completions")
-    conv.put("rollout.show_every", 10 if conv.flag("log_completions") else 0, "log_completions")
-    vllm = conv.flag("use_vllm")
-    if vllm:
-        conv.choose("rollout", "default")
-        conv.put("rollout.engine", "vllm", "use_vllm")
-    if vllm and conv.get("vllm_mode") == "server":
+def _engine(conv: Conversion) -> None:
+    """Generate by vLLM, and weigh its samples as TRL does by default; only the mode token_truncate is here."""
+    if not conv.flag("use_vllm"):
+        return
+    conv.choose("rollout", "default")
+    conv.put("rollout.engine", "vllm", "use_vllm")
+    if conv.get("vllm_mode") == "server":
         conv.tell(Fate.OTHER, "vllm_mode", "rollout=pipelined gives some ranks to sampling, one rollout ahead")
-    _importance(conv, vllm)
-
-
-def _importance(conv: Conversion, vllm: bool) -> None:
-    """Weigh samples of vLLM as TRL does by default; only the mode token_truncate is here."""
     names = ("vllm_importance_sampling_correction", "vllm_importance_sampling_mode",
              "vllm_importance_sampling_clip_max")  # fmt: skip
-    if not vllm or names[0] not in conv.by_name or not conv.flag(names[0], True):
+    if names[0] not in conv.by_name or not conv.flag(names[0]):
         return
-    mode, cap = conv.text(names[1], "sequence_mask"), conv.number(names[2], 3.0)
+    mode, cap = conv.text(names[1]), conv.number(names[2])
     if mode == "token_truncate":
         conv.put("rollout.importance_cap", cap, *names)
-    else:
-        why = f"{mode} drops answers whose weight is above {cap:g}; rollout.importance_cap limits each token's weight"
-        if conv.name(names[1]) is None:
-            conv.remark(Fate.ABSENT, names[1], mode, f"their default: {why}")
-        for name in names:
-            conv.tell(Fate.ABSENT, name, why)
+        return
+    why = f"{mode} drops answers whose weight is above {cap:g}; rollout.importance_cap limits each token's weight"
+    if conv.name(names[1]) is None:
+        conv.differs(names[1], why, Fate.ABSENT)
+    for name in names:
+        conv.tell(Fate.ABSENT, name, why)
 
 
 def _generation(conv: Conversion, forward: int, steps: int) -> int:
     """Return the answers that TRL draws at once, as a whole number of train batches."""
-    each = int(conv.whole("steps_per_generation", steps, least=1))
-    if (size := conv.whole("generation_batch_size", least=1)) is not None:
+    each = int(conv.whole("steps_per_generation", steps))
+    if (size := conv.whole("generation_batch_size")) is not None:
         each = size // forward
     if each < steps:
         return forward * steps  # the weights do not change between the generations of a step
     if each % steps:
-        said = f"generation_batch_size={size}" if size is not None else f"steps_per_generation={each}"
+        argument = f"generation_batch_size={size}" if size is not None else f"steps_per_generation={each}"
         raise ConvertError(
-            f"{said}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
+            f"{argument}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
             f"would take samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
         )
     return forward * each
 
 
 def _episodes(conv: Conversion, batch: int) -> None:
-    passes = int(conv.whole("num_ppo_epochs", 4, least=1))
+    passes = int(conv.whole("num_ppo_epochs"))
     for key, what in (("checkpoint.save_every", "save"), ("train.eval_every", "eval")):
-        if (said := conv.values.get(key)) is not None and str(said.value).isdecimal() and passes > 1:
-            steps = type(said.value)(int(said.value) * passes)
+        if (every := conv.values.get(key)) is not None and str(every.value).isdecimal() and passes > 1:
+            steps = type(every.value)(int(every.value) * passes)
             conv.put(key, steps, f"{what}_steps", f"{what}_strategy", why="theirs counts rollouts")
-    if (episodes := conv.whole("total_episodes", least=1)) is not None:
+    if (episodes := conv.whole("total_episodes")) is not None:
         conv.values.pop("train.epochs", None)
         count = -(-int(episodes) // batch) * passes
         conv.put("train.max_steps", count, "total_episodes", "num_ppo_epochs")
