@@ -20,7 +20,8 @@ from rlexp.base.command import Parser, exit_code
 from rlexp.base.errors import ConfigError
 from rlexp.base.files import write_text
 from rlexp.base.printable import fitted, printable, printable_lines
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import Fate
 from rlexp.convert.shell import Call
 
 FIRST = "mine"  # the name in the printed command, if none is given

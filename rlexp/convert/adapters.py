@@ -10,7 +10,8 @@ from typing import Any
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
 from rlexp.convert import model_keys
-from rlexp.convert.rules import UNSAID, Conversion, Fate, Rule, absent, worked_out
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import UNSAID, Fate, Rule, absent, worked_out
 
 # Words for all linear layers but the head; `[]` of ours.
 ALL_LINEAR = ("all-linear", "all")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rlexp.convert.rules import Conversion, Fate, Rule, taken
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import Fate, Rule, taken
 
 # Where theirs means something else, in one note each.
 OF_CONVERSATIONS = (

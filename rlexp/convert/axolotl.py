@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
-from rlexp.convert.rules import Conversion, Fate, Rule, absent, extended, needless, other, taken, worked_out
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import Fate, Rule, absent, extended, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "ipo", "orpo", "simpo", "sft", "kto", "reward")
 OF_DPO = "dpo ipo"
@@ -16,7 +17,7 @@ OF_TRL = ("dpo", "ipo", "orpo", "simpo", "kto")  # with a beta
 TOO_LONG = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 RING_FUNCTIONS = {"varlen_llama3": "allgather", "batch_zigzag": "zigzag", "batch_ring": "contiguous"}
 BACKENDS = ("flash_attention", "attn_implementation", "flex_attention", "xformers_attention", "sdp_attention")
-OBJECTIVES = ("integrations.diffusion", "integrations.kd")  # plugins that train something else
+PLAIN_PLUGINS = re.compile("liger|cut_cross_entropy|lm_eval|kernels|swanlab|expert_parallel")  # no number changes
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # Keys of a source, and of a data set's columns.
 SOURCE = {"name": "subset", "split": "split", "revision": "revision", "field_messages": "columns.prompt",
@@ -27,13 +28,17 @@ OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_inpu
             "field_output": "completion", "field_completion": "completion", "field_label": "label",
             "field_chosen": "chosen", "field_rejected": "rejected", "field_system": "system"}  # fmt: skip
 TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train",
-        "system_prompt", *SOURCE}  # fmt: skip
+        *SOURCE}  # fmt: skip
 SCORED = "bradley_terry.chat_template"
 # The columns of some of its types, by our fields.
 COLUMNS = {"chatml.intel": {"prompt": "question"}, "chatml.icr": {"prompt": "input"},
            "chatml.argilla": {"prompt": "instruction", "chosen": "chosen_response", "rejected": "rejected_response"},
            "alpaca_chat.load_qa": {"prompt": "question", "completion": "answer"},
-           "oasst": {"prompt": "INSTRUCTION", "completion": "RESPONSE"}}  # fmt: skip
+           "oasst": {"prompt": "INSTRUCTION", "completion": "RESPONSE"}, "gpteacher": {"completion": "response"},
+           "context_qa": {"prompt": "article", "input": "question", "completion": "answer"},
+           "context_qa.load_v2": {"prompt": "context", "input": "question", "completion": "answer"},
+           "summarizetldr": {"prompt": "article", "completion": "summary"}, "metharme": {"completion": "generation"},
+           "jeopardy": {"prompt": "question", "input": "category", "completion": "answer"}}  # fmt: skip
 TEMPLATES = ("chat_template", SCORED, "completion", "pretrain")  # types that write rows as we do
 
 RULES: tuple[Rule, ...] = extended(
@@ -145,7 +150,9 @@ RULES: tuple[Rule, ...] = extended(
     taken("wandb_name", "logger.run_name"),
     needless("wandb_watch wandb_log_model wandb_run_id strict plugins special auto_resume_from_checkpoints",
              "no number depends on it"),
-    *launchers.VARIABLES,
+    worked_out("num_processes", "launch.nproc", "GPUs of all machines (accelerate)", launchers.COUNTED),
+    needless("config_file launcher", launchers.STARTS),
+    *launchers.RULES,
     save_total_limit=4,
 )  # fmt: skip
 
@@ -199,9 +206,13 @@ def _evaluation(conv: Conversion, steps: int | None, rows: bool) -> None:
     saves, evals = (conv.number(f"{what}s_per_epoch") for what in ("save", "eval"))
     save, every = conv.given_value("save_steps"), conv.number("eval_steps")
     in_step = (saves and evals and evals % saves == 0) or (save and every and conv.number("save_steps") % every == 0)
-    if rows and conv.get("load_best_model_at_end") is None and in_step:
+    stops = conv.get("early_stopping_patience") and conv.trainer in ("sft", "reward")
+    if rows and conv.get("load_best_model_at_end") is None and in_step and stops:
         conv.put("checkpoint.keep_best", 1)
-        why = "their default: the best model is what they leave; the run exports its last one, and keeps the best too"
+        why = (
+            "with early_stopping_patience the best model is what they leave; the run exports its last one, and keeps "
+            "the best too"
+        )
         conv.remark(Fate.OTHER, "load_best_model_at_end", True, why)
 
 
@@ -255,8 +266,8 @@ def _normalize(conv: Conversion) -> None:
     if conv.get("batch_size") is not None and conv.get("gradient_accumulation_steps") is None:
         steps = conv.whole("batch_size", least=1) // conv.whole("micro_batch_size")
         given["gradient_accumulation_steps"] = max(1, steps)
-    for name in [each for each in OBJECTIVES if each in str(conv.get("plugins", ""))]:
-        conv.remark(Fate.INSTEAD, "plugins", name, "the plugin has an objective of its own; answers are trained on")
+    for name in [each for each in conv.texts("plugins") if PLAIN_PLUGINS.search(each) is None]:
+        conv.remark(Fate.INSTEAD, "plugins", name, "the plugin changes what is trained, and is not here")
     if given.get("bf16") in ("auto", "full"):
         if given["bf16"] == "full":
             conv.differs("bf16", "weights that are trained are float32; bf16 computes with them")
@@ -325,7 +336,10 @@ def _data(conv: Conversion) -> None:
         conv.put("data.system", prompt, by, why="its system_prompt")
     elif prompts - {""}:
         conv.remark(Fate.OTHER, f"{by}: system_prompt", sorted(prompts), "data.system is one for all sets")
-    if any(str(source.get("type")).startswith(("completion", "pretrain")) for source in sources):
+    whole = [str(source.get("type")).startswith(("completion", "pretrain")) for source in sources]
+    if all(whole):
+        conv.tell(Fate.NEEDLESS, "train_on_inputs", "a row that is a text is trained on whole")
+    if any(whole):
         why = "a text that is longer goes on in the next block there, here it is left out: split it first"
         conv.remark(Fate.OTHER, "sequence_len", conv.given_value("sequence_len"), why)
     strategy = conv.text("excess_length_strategy")
@@ -346,9 +360,9 @@ def _held_out(conv: Conversion) -> bool:
 
 
 def _prompt_of(source: dict[str, Any]) -> str:
-    """Return the system prompt of a set, or of its own type."""
+    """Return the system prompt of a set whose type is its own."""
     kind = source.get("type")
-    return str(source.get("system_prompt") or (kind.get("system_prompt") if isinstance(kind, dict) else "") or "")
+    return str(kind.get("system_prompt") or "") if isinstance(kind, dict) else ""
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:

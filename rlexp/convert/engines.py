@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base import plain_json
-from rlexp.convert.rules import Conversion, ConvertError, Fate
+from rlexp.convert.conversion import Conversion, ConvertError
+from rlexp.convert.rules import Fate
 
 BY_STAGE = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
 STAGE = re.compile(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", re.I)

@@ -20,8 +20,9 @@ from rlexp.config.literals import literal
 from rlexp.config.options import quoted
 from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
+from rlexp.convert.conversion import UNKNOWN_VARIABLE, Conversion, ConvertError, Line, Value
 from rlexp.convert.kinds import place
-from rlexp.convert.rules import UNKNOWN_VARIABLE, Conversion, ConvertError, Fate, Line, Value
+from rlexp.convert.rules import Fate
 
 WIDTH = 116
 MOST, LONGEST = 10, 60  # arguments that are trained otherwise, and characters of a value, where not all is said

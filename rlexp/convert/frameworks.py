@@ -10,9 +10,20 @@ from typing import Any
 
 from rlexp.config.schema import KINDS
 from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl, versions
+from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.launchers import STARTS
-from rlexp.convert.read import Asked, is_named_value, mapping_of, named_value, plain, read, refuse_unknown, text_of
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule
+from rlexp.convert.read import (
+    Asked,
+    is_named_value,
+    mapping_of,
+    named_value,
+    plain,
+    read,
+    refuse_unknown,
+    text_of,
+    trainer_of_axolotl,
+)
+from rlexp.convert.rules import Fate, Rule
 from rlexp.convert.shell import Call
 from rlexp.convert.versions import Versions
 
@@ -134,33 +145,43 @@ def _spelled(given: Mapping[str, Any], known: Iterable[str], *, shortened: bool 
 
 def _with_yaml(asked: Asked, file: Path) -> Asked:
     """Put in the arguments of the yaml file that a command of TRL or ms-swift names. Those of the command win."""
-    if asked.framework == "TRL" and "config" in asked.given and asked.trainer is not None:
-        named = asked.given["config"]
-    elif asked.framework in ("ms-swift", "LLaMA-Factory") and str(asked.positional[:1]).endswith(("yaml']", "yml']")):
-        named = asked.positional[0]
-    else:
-        if asked.framework == "LLaMA-Factory" and not asked.given and asked.positional:
-            refuse_unknown("the yaml file", asked.positional[0])
+    option = asked.framework in ("TRL", "ms-swift") and asked.of_command and "config" in asked.given
+    first = asked.positional[0] if asked.positional and asked.framework != "TRL" else ""
+    if not option and not first.endswith((".yaml", ".yml")):
+        if asked.framework in ("LLaMA-Factory", "axolotl") and first and not asked.given:
+            refuse_unknown("the yaml file", first)
         return asked
+    named = asked.given["config"] if option else first
     refuse_unknown("the yaml file", named)
-    given, of_trl = _beside(named, file), asked.framework == "TRL"
-    more = f", and add {', '.join(given_too)}" if (given_too := [*asked.given, *asked.positional[1:]]) else ""
-    for_trainer = f" --trainer {asked.trainer}" if of_trl else ""
-    if given is None:
-        raise ConvertError(
-            f"{'--config=' * of_trl}{named}: the rest of the arguments are in that file, and there is none at "
-            f"{file.parent / named}. Put it there, or convert it: python -m rlexp.convert {quote(named)}{for_trainer}"
-            f"{more}."
-        )
-    variables = given.pop("env", None)
-    trainer = str(given.get("stage", "sft")) if asked.framework == "LLaMA-Factory" else asked.trainer
     line = {name: value for name, value in asked.given.items() if name != "config"}
     positional = [word for word in asked.positional if word != named]
+    given = _beside(named, file)
+    if given is None:
+        raise ConvertError(_no_yaml(asked, named, file, [*line, *positional]))
+    variables = given.pop("env", None)
     if asked.framework == "LLaMA-Factory":  # key=value behind the file, as OmegaConf reads them
         line |= dict(named_value(word) for word in positional if is_named_value(word))
         positional = [word for word in positional if not is_named_value(word)]
     environment = {**(variables if isinstance(variables, dict) else {}), **asked.environment}
-    return replace(asked, trainer=trainer, given={**given, **line}, positional=positional, environment=environment)
+    given |= {name.replace("-", "_") if asked.framework == "axolotl" else name: value for name, value in line.items()}
+    trainer = {
+        "LLaMA-Factory": str(given.get("stage", "sft")),
+        "axolotl": trainer_of_axolotl(given),
+        "ms-swift": str(given.get("rlhf_type", asked.trainer)),
+    }.get(asked.framework, asked.trainer)
+    return replace(asked, trainer=trainer, given=given, positional=positional, environment=environment)
+
+
+def _no_yaml(asked: Asked, named: str, file: Path, more: Sequence[str]) -> str:
+    """Say that a yaml file which a command names is not here, and what to do."""
+    option, trainer = ("--config=", f" --trainer {asked.trainer}") if asked.framework == "TRL" else ("", "")
+    near = file.parent / Path(named).name
+    path = quote(str(near)) if near.is_file() else quote(named)
+    also = f", and add {', '.join(more)}" if more else ""
+    return (
+        f"{option}{named}: the rest of the arguments are in that file, and there is none at {file.parent / named}. Put "
+        f"it there, or convert it: python -m rlexp.convert {path}{trainer}{also}."
+    )
 
 
 def _beside(named: str, file: Path) -> dict[str, Any] | None:

@@ -10,20 +10,9 @@ from typing import Any
 
 from rlexp.config.schema.bounds import WEEK
 from rlexp.convert import engines, kinds
+from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.read import plain
-from rlexp.convert.rules import (
-    UNSAID,
-    Conversion,
-    ConvertError,
-    Fate,
-    Rule,
-    absent,
-    needless,
-    one_of,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.rules import UNSAID, Fate, Rule, absent, needless, one_of, other, taken, worked_out
 
 KEEP_ALL = 1_000_000
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
@@ -248,8 +237,8 @@ def saving(conv: Conversion, steps: int | None, strategy: str = "steps") -> None
         case "epoch":
             conv.put("checkpoint.save_every", "1 epoch", "save_strategy")
         case "steps":
-            every = str(cadence(conv, conv.number("save_steps"), steps))
-            conv.put("checkpoint.save_every", every, "save_steps", "save_strategy")
+            every = cadence(conv, conv.number("save_steps"), steps)
+            conv.put("checkpoint.save_every", str(every) if every else None, "save_steps", "save_strategy")
         case _:
             why = "checkpoint.save_every takes steps, epochs or a time: 500, 1 epoch, 30m"
             conv.tell(Fate.OTHER, "save_strategy", why)

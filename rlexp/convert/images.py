@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
+from rlexp.convert.conversion import Conversion
 from rlexp.convert.model_keys import described
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.rules import Fate
 
 UNREAD = "rlexp reads texts alone."
 OF_A_MODEL = re.compile(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from rlexp.convert.rules import Conversion, ConvertError, Rule, needless, taken, worked_out
+from rlexp.convert.conversion import Conversion, ConvertError
+from rlexp.convert.rules import Rule, needless, taken, worked_out
 
 NOT_SPLIT = "no such parallelism; the batch stays the same"
 # Arguments that count the GPUs of one node, and the nodes.

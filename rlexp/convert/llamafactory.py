@@ -8,19 +8,8 @@ from typing import Any
 
 from rlexp.base import plain_json
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
-from rlexp.convert.rules import (
-    UNSAID,
-    Conversion,
-    ConvertError,
-    Fate,
-    Rule,
-    absent,
-    extended,
-    needless,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.conversion import Conversion, ConvertError
+from rlexp.convert.rules import UNSAID, Fate, Rule, absent, extended, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "sft", "pt", "kto", "rm")
 # Our fields, by their names of columns.
@@ -120,7 +109,7 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("num_processes", "launch.nproc", "GPUs of all machines (accelerate)", launchers.COUNTED),
     absent("tensor_model_parallel_size", launchers.NOT_SPLIT, 1, until="tensor_parallel"),
     absent("pipeline_model_parallel_size expert_model_parallel_size", launchers.NOT_SPLIT, 1),
-    needless("config_file use_v1_kernels", launchers.STARTS),
+    needless("config_file use_v1_kernels FORCE_TORCHRUN", launchers.STARTS),
     *launchers.RULES,
 )  # fmt: skip
 
@@ -262,6 +251,11 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
             conv.remark(Fate.INSTEAD, f"dataset: {theirs}", column, "only texts are read")
         if theirs == "history" and column:
             conv.remark(Fate.OTHER, "dataset: history", column, "earlier turns in a column of their own are not read")
+        if theirs == "query" and column and conv.trainer in ("dpo", "rm", "kto"):
+            conv.remark(
+                Fate.OTHER, "dataset: query", column, "theirs adds this column to the prompt; here write it there"
+            )
+            continue
         if ours and column and column != ours:
             conv.put(f"{key}.columns.{ours}", column, "dataset")
     if conv.trainer == "kto" and described.get("formatting") == "sharegpt":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import Fate
 
 
 def sets(conv: Conversion) -> list[dict[str, Any]]:

@@ -10,7 +10,8 @@ import yaml
 
 from rlexp.base import plain_json
 from rlexp.convert import kinds
-from rlexp.convert.rules import Conversion, Fate, Refused
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import Fate, Refused
 
 # Their names of templates that write the same text as ours: `tests/files/chat_templates.json` has what each wrote.
 FACTORY = {

@@ -8,7 +8,8 @@ from pathlib import PurePosixPath
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert import openrlhf_rollouts as rollouts
-from rlexp.convert.rules import ByTrainer, Conversion, Fate, Rule, absent, needless, taken, worked_out
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import ByTrainer, Fate, Rule, absent, needless, taken, worked_out
 
 TRAINERS = ("dpo", "ppo", "sft", "rm", "kto")
 OF_PAIRS, OF_ANSWERS = "dpo rm", "sft kto"

@@ -7,8 +7,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from rlexp.convert import kinds
+from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.launchers import COUNTED, ONE_NODE
-from rlexp.convert.rules import Conversion, ConvertError, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import Fate, Rule, absent, needless, other, taken, worked_out
 
 # Their estimator of advantages, and the loss here that has it.
 ESTIMATORS = {

@@ -10,7 +10,8 @@ from typing import Any
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import PreferenceConfig
 from rlexp.convert import answers
-from rlexp.convert.rules import UNSAID, Conversion, Fate, Rule, worked_out
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import UNSAID, Fate, Rule, worked_out
 
 # Their names, and ours. TRL's `aot_pair` became `aot_unpaired`.
 LOSSES = {

@@ -13,7 +13,7 @@ import yaml
 
 from rlexp.base import plain_yaml
 from rlexp.base.secrets import is_secret
-from rlexp.convert.rules import ConvertError
+from rlexp.convert.conversion import ConvertError
 from rlexp.convert.shell import ENDS, Call, Command, TooMuch, Unknown, commands
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
@@ -47,9 +47,10 @@ class Asked:
 
 def read(file: Path, call: Call | None = None) -> Asked:
     text = text_of(file)
-    given = mapping_of(text, file)
+    repeated: list[tuple[str, Any]] = []
+    given = mapping_of(text, file, repeated)
     if given is not None:
-        return _of_mapping(file, given)
+        return replace(_of_mapping(file, given), again=repeated)
     try:
         every = [*commands(text, file, call)]
     except (TooMuch, RecursionError) as error:
@@ -71,10 +72,9 @@ def read(file: Path, call: Call | None = None) -> Asked:
     count, own = max(map(_own_program, every), default=(0, ""))
     if count:
         raise ConvertError(f"{file}: {own}")
-    where = _wrong_line(text)
-    if where and file.suffix in (".yaml", ".yml"):
+    if file.suffix in (".yaml", ".yml") and (where := _wrong_line(text)):
         raise ConvertError(f"{file}{where}: is no yaml. Correct it there, or in the line before.")
-    raise ConvertError(f"{file}{where}: {_UNKNOWN}")
+    raise ConvertError(f"{file}: {_UNKNOWN}")
 
 
 def _own_program(command: Command) -> tuple[int, str]:
@@ -130,42 +130,46 @@ def text_of(file: Path) -> str:
     try:
         with file.open("rb") as stream:
             content = stream.read(LARGEST + 1)
-        text = content.decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConvertError(f"{file}: cannot be read ({getattr(error, 'strerror', None) or error}).") from None
-    if len(content) > LARGEST:
-        raise ConvertError(f"{file}: is larger than {LARGEST >> 10} KiB. {_UNKNOWN[0].upper()}{_UNKNOWN[1:]}")
-    return text
+        if len(content) > LARGEST:
+            raise ConvertError(f"{file}: is larger than {LARGEST >> 10} KiB, and {_UNKNOWN}")
+        return content.decode()
+    except OSError as error:
+        raise ConvertError(f"{file}: cannot be read ({error.strerror or error}). Give a file.") from None
+    except UnicodeDecodeError:
+        raise ConvertError(f"{file}: is no text, and {_UNKNOWN}") from None
 
 
 # ---- yaml ----
 
 
-class _Once(plain_yaml.Loader):
-    """A loader that refuses a key which a mapping has twice."""
+def mapping_of(text: str, file: Path, repeated: list[tuple[str, Any]] | None = None) -> dict[str, Any] | None:
+    """Return the mapping of a yaml file whose keys are names; None if the text is something else. Of a key that is
+    there twice the last one holds, as for the trainers; the earlier ones are added to `repeated`."""
+    lines: dict[str, int] = {}
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[str] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode) and key.value in seen and key.value != "<<":
-                line = key.start_mark.line + 1
-                raise ConvertError(f"line {line}: {key.value} is given twice. Leave one of them out.")
-            seen.add(str(getattr(key, "value", "")))
-        return super().construct_mapping(node, deep)
+    class Loader(plain_yaml.Loader):
+        def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+            seen: dict[str, yaml.Node] = {}
+            for key, value in node.value:
+                if isinstance(key, yaml.ScalarNode) and key.value != "<<":
+                    if key.value in seen:
+                        lines[key.value] = key.start_mark.line + 1
+                        if repeated is not None:
+                            repeated.append((key.value, self.construct_object(seen[key.value], deep=True)))
+                    seen[key.value] = value
+            return super().construct_mapping(node, deep)
 
-
-def mapping_of(text: str, file: Path) -> dict[str, Any] | None:
-    """Return the mapping of a yaml file whose keys are names; None if the text is something else."""
     try:
-        given = plain_yaml.load(text, _Once)
-    except ConvertError as error:
-        raise ConvertError(f"{file}, {error}") from None
+        given = plain_yaml.load(text, Loader)
     except plain_yaml.TooLarge as error:
         raise ConvertError(f"{file}: cannot be read, since {error}.") from None
     except yaml.YAMLError:
         return None
     if not isinstance(given, dict) or not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(name)) for name in given):
         return None
+    if lines and "stage" in given:  # LLaMA-Factory reads it by OmegaConf, which refuses that
+        name, line = lines.popitem()
+        raise ConvertError(f"{file}, line {line}: {name} is given twice. Leave one of them out.")
     return {str(name): value for name, value in given.items()}
 
 
@@ -181,7 +185,7 @@ def _wrong_line(text: str) -> str:
 
 def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
     if "base_model" in given:
-        return Asked("axolotl", _trainer_of_axolotl(given), given)
+        return Asked("axolotl", trainer_of_axolotl(given), given)
     if "stage" in given or {"model", "train_dataset"} <= given.keys():
         return Asked("LLaMA-Factory", str(given.get("stage", "v1")), given)
     if "model" in given and {"rlhf_type", "tuner_type", "train_type", OF_MEGATRON} & given.keys():
@@ -204,7 +208,7 @@ def _with_variables(asked: Asked) -> Asked:
     return replace(asked, trainer=trainer, given=rest, environment={str(key): each for key, each in variables.items()})
 
 
-def _trainer_of_axolotl(given: dict[str, Any]) -> str:
+def trainer_of_axolotl(given: dict[str, Any]) -> str:
     kinds = {"reward_model": "reward", "process_reward_model": "prm"}
     return str(given.get("rl") or next((kind for name, kind in kinds.items() if given.get(name)), "sft"))
 
@@ -212,7 +216,7 @@ def _trainer_of_axolotl(given: dict[str, Any]) -> str:
 _UNKNOWN = (
     "is none of the files that can be converted. These are: a yaml file of TRL, axolotl, LLaMA-Factory or ms-swift, "
     "and a shell script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …), ms-swift (swift sft …, "
-    "swift rlhf …) or LLaMA-Factory (llamafactory-cli train …)."
+    "swift rlhf …), axolotl (axolotl train …) or LLaMA-Factory (llamafactory-cli train …)."
 )
 
 
@@ -239,10 +243,10 @@ def _asked(command: Command) -> Asked | None:
     """Return what a command of a trainer asks for; None for any other command."""
     words = command.words
     for place, word in enumerate(words):
-        for find in (_openrlhf, _trl, _swift, _factory):
-            if (found := find(words, place, word)) is None:
+        for find in (_openrlhf, _trl, _swift, _factory, _axolotl):
+            if (match := find(words, place, word)) is None:
                 continue
-            framework, trainer, after = found
+            framework, trainer, after = match
             line, before = _Arguments(words[after:]), _Arguments(words[:place])
             if framework == "ms-swift" and trainer == "rlhf":
                 trainer = str(line.given.get("rlhf_type", "dpo"))
@@ -288,6 +292,13 @@ def _factory(words: Sequence[str], place: int, word: str) -> tuple[str, str, int
     reads = rest[:1] and rest[0].endswith((".yaml", ".yml"))
     flags = "--stage" in rest and "--finetuning_type" in rest
     return ("LLaMA-Factory", "", place + 1) if script and (flags or reads) else None
+
+
+def _axolotl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    if word.rpartition("/")[2] == "axolotl" and words[place + 1 : place + 2] == ["train"]:
+        return "axolotl", "sft", place + 2
+    module = re.fullmatch(r"(?:\S*/)?axolotl[./]cli[./]train(?:\.py)?", word)
+    return ("axolotl", "sft", place + 1) if module else None
 
 
 class _Arguments:

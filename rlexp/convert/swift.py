@@ -8,20 +8,9 @@ from pathlib import Path
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
+from rlexp.convert.conversion import Conversion
 from rlexp.convert.read import text_of
-from rlexp.convert.rules import (
-    UNSAID,
-    ByTrainer,
-    Conversion,
-    Fate,
-    Rule,
-    absent,
-    extended,
-    needless,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm", "grpo")
 OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm grpo"

@@ -8,19 +8,8 @@ from typing import Any
 
 from rlexp.convert import adapters, answers, engines, huggingface, kinds, launchers, mixtures, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
-from rlexp.convert.rules import (
-    UNSAID,
-    ByTrainer,
-    Conversion,
-    Fate,
-    Rule,
-    absent,
-    extended,
-    needless,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.conversion import Conversion
+from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.

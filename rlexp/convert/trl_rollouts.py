@@ -6,19 +6,8 @@ import re
 from typing import Any
 
 from rlexp.convert import kinds
-from rlexp.convert.rules import (
-    UNSAID,
-    ByTrainer,
-    Conversion,
-    ConvertError,
-    Fate,
-    Rule,
-    absent,
-    needless,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.conversion import Conversion, ConvertError
+from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, needless, other, taken, worked_out
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit

@@ -12,9 +12,10 @@ import pytest
 
 from rlexp.config.schema.models import ReferenceName
 from rlexp.convert import adapters
+from rlexp.convert.conversion import ConvertError
 from rlexp.convert.experiment import composed, overrides
 from rlexp.convert.frameworks import FRAMEWORKS
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.rules import Fate
 from tests.convert.texts import (
     AXOLOTL,
     AXOLOTL_LORA,

@@ -16,10 +16,11 @@ import pytest
 
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.keys import all_keys
+from rlexp.convert.conversion import NOTHING, Conversion, ConvertError
 from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.frameworks import FRAMEWORKS, converted
 from rlexp.convert.read import plain, read
-from rlexp.convert.rules import NOTHING, Conversion, ConvertError, Fate
+from rlexp.convert.rules import Fate
 from rlexp.convert.trl import RULES
 from tests.helpers import coming_from, warm
 from tests.helpers.models import saved

@@ -16,9 +16,10 @@ from rlexp.config.schema import KINDS, EngineName, KernelName, LayoutName, Logge
 from rlexp.config.schema.keys import all_keys
 from rlexp.config.schema.rollouts import Overlong
 from rlexp.convert import answers, axolotl, frameworks, openrlhf_rollouts, preference, trl
+from rlexp.convert.conversion import ConvertError
 from rlexp.convert.frameworks import FRAMEWORKS, converted, of_asked
 from rlexp.convert.read import Asked
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.rules import Fate
 from tests.convert.test_values import LEAST
 
 # The options of ours that no file of another trainer leads to.

@@ -11,10 +11,10 @@ import pytest
 import yaml
 
 from rlexp.base.plain_yaml import MOST_VALUES
+from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.experiment import text_of
 from rlexp.convert.frameworks import converted
 from rlexp.convert.read import LARGEST
-from rlexp.convert.rules import Conversion, ConvertError
 from tests.convert.texts import OPENRLHF, SWIFT, TRL
 
 BREAKS = ("\n", "\r", "\r\n", "\x0b", "\x0c", "\x85", "\u2028", "\u2029")

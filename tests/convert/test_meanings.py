@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from rlexp.config.schema import KINDS
+from rlexp.convert.conversion import ConvertError
 from rlexp.convert.experiment import composed, overrides
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.rules import Fate
 from rlexp.convert.trl import RULES, TELLTALE, trainer_of
 from tests.convert.texts import (
     AXOLOTL,

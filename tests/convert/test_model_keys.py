@@ -8,7 +8,8 @@ import pytest
 
 from rlexp.config.chat_templates import NAMED
 from rlexp.convert import model_keys
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.conversion import ConvertError
+from rlexp.convert.rules import Fate
 from tests.conftest import ROOT
 from tests.convert.texts import AXOLOTL, SWIFT, conversion, named, values
 

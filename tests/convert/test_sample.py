@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from rlexp.convert.conversion import ConvertError
 from rlexp.convert.experiment import text_of
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.rules import Fate
 from tests.convert.texts import (
     AXOLOTL,
     COMMAND,

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from rlexp.convert.__main__ import main
+from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.read import plain, read
-from rlexp.convert.rules import Conversion, ConvertError, Fate
+from rlexp.convert.rules import Fate
 from rlexp.convert.shell import commands
 from tests.convert.texts import COMMAND, OPENRLHF, SWIFT, SWIFT_LORA, TRL, conversion, named, values, written
 from tests.helpers.paths import FILES

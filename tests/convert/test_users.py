@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from rlexp.base.errors import UserError
+from rlexp.convert.conversion import ConvertError
 from rlexp.convert.experiment import text_of
-from rlexp.convert.rules import ConvertError, Fate
+from rlexp.convert.rules import Fate
 from tests.convert.texts import (
     AXOLOTL,
     COMMAND,

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from rlexp.convert import axolotl, llamafactory
+from rlexp.convert.conversion import NOTHING, Conversion, ConvertError
 from rlexp.convert.frameworks import FRAMEWORKS, of_asked
 from rlexp.convert.read import Asked
-from rlexp.convert.rules import NOTHING, Conversion, ConvertError
 
 OF_TRL = {"model_name_or_path": "org/m", "dataset_name": "org/d", "num_processes": 8}
 AXOLOTL: dict[str, dict[str, Any]] = {"sft": {}, "reward": {"reward_model": True}}  # the others say `rl`

@@ -7,9 +7,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from rlexp.convert.conversion import Conversion
 from rlexp.convert.experiment import text_of
 from rlexp.convert.frameworks import converted
-from rlexp.convert.rules import Conversion, Fate
+from rlexp.convert.rules import Fate
 
 # A file with the least of each trainer: its arguments follow.
 TRL = "model_name_or_path: org/m\ndataset_name: org/d\nnum_processes: 8\n"
