@@ -96,8 +96,8 @@ def summarize(conv: Conversion) -> None:
     from rlexp.convert.experiment import LONGEST, MOST, explained
 
     if lines := conv.lines[Fate.INSTEAD]:
-        said = [each.removeprefix("#") for line in lines[:MOST] for each in explained(line, LONGEST)]
-        sys.stderr.write(fitted("\n".join([f"{Fate.INSTEAD.value}:", *map(printable, said), ""]), sys.stderr))
+        texts = [each.removeprefix("#") for line in lines[:MOST] for each in explained(line, LONGEST)]
+        sys.stderr.write(fitted("\n".join([f"{Fate.INSTEAD.value}:", *map(printable, texts), ""]), sys.stderr))
     for fate in (Fate.OTHER, Fate.ABSENT):
         if lines := conv.lines[fate]:
             names = ", ".join(dict.fromkeys(line.name for line in lines))

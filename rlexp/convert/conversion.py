@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rlexp.base.errors import UserError
@@ -50,6 +51,7 @@ class Conversion:
     environment: frozenset[str] = frozenset()  # names in `given` that are variables of the environment
     of_command: bool = False  # the arguments are a command's
     versions: Versions = field(default_factory=Versions)  # of the framework
+    folder: Path = field(default_factory=Path)  # of the file
     undated: set[Change] = field(default_factory=set)  # defaults that an older version has otherwise
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value
@@ -113,6 +115,8 @@ class Conversion:
         value = self.get(name, default)
         if value is None:
             return None
+        if self.of_command and value is True and self.raw.get(str(self.name(name))) is True and fit is not kinds.flag:
+            raise ConvertError(f"{self.name(name)}: has no value. Give one.")
         try:
             return fit(value)
         except kinds.WrongKind as wrong:
@@ -165,8 +169,6 @@ class Conversion:
     def text(self, name: str, default: str | None = None) -> Any:
         """Return a text as the file writes it: `007`, though that is a number too."""
         spelled = self.name(name)
-        if self.of_command and spelled is not None and self.raw.get(spelled) is True:
-            self.refuse(name, "has no value", "Give one.")
         if spelled is not None and isinstance(self.raw.get(spelled), str) and self.given[spelled] is not None:
             return self.raw[spelled]
         return self._checked(name, default, kinds.text)
@@ -294,8 +296,9 @@ class Conversion:
                   for each in CHANGES if each in self.undated]  # fmt: skip
         if others:
             package = next(name for name, of in PACKAGES.items() if of == self.framework)
-            self.notes.insert(0, f"Versions: the newest defaults of {self.framework} are taken. Older ones had "
-                                 f"{', '.join(others)}: give yours as --trainer {package}==VERSION.")  # fmt: skip
+            self.notes.insert(0, f"Versions: nothing says which of {self.framework} it is for, and the newer defaults "
+                                 f"are taken. Older ones had {', '.join(others)}: give yours as --trainer "
+                                 f"{package}==VERSION.")  # fmt: skip
 
     def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
         name, group = rule.names[0], rule.key.partition(".")[0]

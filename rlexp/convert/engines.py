@@ -17,10 +17,10 @@ STAGE = re.compile(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", re.I)
 def from_deepspeed(conv: Conversion, name: str = "deepspeed") -> None:
     """Choose the engine by a DeepSpeed configuration: a mapping, its JSON text, a file that is there, or the name of a
     file."""
-    said = conv.get(name)
-    if not said:
+    value = conv.get(name)
+    if not value:
         return
-    config = said if isinstance(said, dict) else _written(conv, name)
+    config = value if isinstance(value, dict) else _written(conv, name)
     if config is not None:
         _from_mapping(conv, name, config)
     else:
@@ -29,11 +29,11 @@ def from_deepspeed(conv: Conversion, name: str = "deepspeed") -> None:
 
 def _written(conv: Conversion, name: str) -> dict[str, Any] | None:
     """Return the mapping of a JSON text or of a file that is there."""
-    said = conv.text(name)
-    text = said
-    if not said.lstrip().startswith("{"):
-        file = Path(said).expanduser()
-        if file.suffix != ".json" or not file.is_file():
+    text = conv.text(name)
+    if not text.lstrip().startswith("{"):
+        places = (Path(text).expanduser(), conv.folder / text)
+        file = next((each for each in places if each.suffix == ".json" and each.is_file()), None)
+        if file is None:
             return None
         text = file.read_text(encoding="utf-8", errors="replace")
     try:
@@ -61,8 +61,8 @@ def _from_mapping(conv: Conversion, name: str, config: dict[str, Any]) -> None:
 
 def _device(zero: dict[str, Any], part: str) -> str | None:
     """Return where a part is offloaded to."""
-    said = zero.get(f"offload_{part}")
-    device = said.get("device") if isinstance(said, dict) else None
+    options = zero.get(f"offload_{part}")
+    device = options.get("device") if isinstance(options, dict) else None
     if device is None and zero.get("cpu_offload") and part == "optimizer":
         return "cpu"  # the old key
     return None if device in (None, "none") else str(device)
@@ -71,12 +71,12 @@ def _device(zero: dict[str, Any], part: str) -> str | None:
 def _from_name(conv: Conversion, name: str, file: str) -> None:
     """Take the stage from the name of a file that is not here: zero3.json, ds_z2_offload_config.json."""
     base = Path(file).name
-    found, offloads = STAGE.search(base), "offload" in base.lower()
-    if found is None:
+    match, offloads = STAGE.search(base), "offload" in base.lower()
+    if match is None:
         also = ", and engine.offload=optimizer or all" if offloads else ""
         conv.tell(Fate.OTHER, name, f"that file is not here: give engine=zero1, zero2 or zero3, as it says{also}")
         return
-    stage = int(found[1])
+    stage = int(match[1])
     conv.choose("engine", BY_STAGE[stage], name, why="by the file's name")
     if offloads:
         _offload(conv, name, stage, weights=stage == 3, optimizer=True)
@@ -86,8 +86,8 @@ def offload(conv: Conversion, *, weights: str, optimizer: str) -> None:
     """Take over accelerate's arguments for a device that holds a part of the training state."""
     engine = conv.choices.get("engine")
     stage = next((stage for stage, option in BY_STAGE.items() if engine and option == engine.value), 0)
-    said = {part: conv.text(part) not in (None, "none") for part in (weights, optimizer)}
-    _offload(conv, weights if said[weights] else optimizer, stage, weights=said[weights], optimizer=said[optimizer])
+    moved = {part: conv.text(part) not in (None, "none") for part in (weights, optimizer)}
+    _offload(conv, weights if moved[weights] else optimizer, stage, weights=moved[weights], optimizer=moved[optimizer])
 
 
 def _offload(conv: Conversion, name: str, stage: int, *, weights: bool, optimizer: bool) -> None:
@@ -110,8 +110,8 @@ def from_fsdp(conv: Conversion, *names: str) -> None:
     if not given:
         return
     conv.choose("engine", "fsdp2", *given)
-    said = conv.get("fsdp_config")
-    config = said if isinstance(said, dict) else {}
+    value = conv.get("fsdp_config")
+    config = value if isinstance(value, dict) else {}
     if config.get("activation_checkpointing") or config.get("fsdp_activation_checkpointing"):
         conv.put("memory.checkpointing", True, "fsdp_config", why="activation_checkpointing")
     listed = conv.get("fsdp")

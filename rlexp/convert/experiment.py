@@ -25,7 +25,7 @@ from rlexp.convert.kinds import place
 from rlexp.convert.rules import Fate
 
 WIDTH = 116
-MOST, LONGEST = 10, 60  # arguments that are trained otherwise, and characters of a value, where not all is said
+MOST, LONGEST = 10, 60  # arguments that are trained otherwise, and characters of a value, of the short head
 NO_TEXTS = ("true", "false", "null", "nan", "inf")  # in Hydra's overrides, without quotes
 # The order of the groups: the one in which people think of a run. Other groups come last.
 ORDER = ("seed", "launch", "parallel", "engine", "model", "adapter", "data", "rollout", "reward", "loss", "reference",
@@ -35,8 +35,8 @@ ORDER = ("seed", "launch", "parallel", "engine", "model", "adapter", "data", "ro
 def text_of(conv: Conversion, name: str, file: str, *, verbose: bool = True) -> str:
     """Return the experiment as yaml. If it is `verbose`, it has a comment for every argument, else for those that
     matter."""
-    said = wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert.")
-    lines = ["# @package _global_", *said, f"# Command:  {command(conv, name)}"]
+    title = wrapped(f"{conv.framework}'s {conv.trainer} of {file}, by python -m rlexp.convert.")
+    lines = ["# @package _global_", *title, f"# Command:  {command(conv, name)}"]
     lines += [*(_all_said(conv) if verbose else _what_matters(conv)), "", "defaults:"]
     for group, option in sorted(conv.choices.items(), key=lambda item: _place(item[0])):
         lines.append(_with_comment(f"  - override /{group}: {option.value}", option.origin))
@@ -65,7 +65,11 @@ def _what_matters(conv: Conversion) -> Iterator[str]:
         yield f"#   and {len(otherwise) - MOST} more: --verbose names them"
     for note in conv.notes:
         yield from wrapped(note)
-    yield from _listed(Fate.OTHER, conv.lines[Fate.OTHER], longest=LONGEST)
+    variables = [line.name for line in conv.lines[Fate.OTHER] if line.why == UNKNOWN_VARIABLE]
+    others = [line for line in conv.lines[Fate.OTHER] if line.why != UNKNOWN_VARIABLE]
+    yield from _listed(Fate.OTHER, others, longest=LONGEST)
+    if variables:
+        yield from wrapped(f"Environment, to be given to `python -m rlexp` too: {', '.join(variables)}.", "  ")
     yield from _listed(Fate.ABSENT, missing, longest=LONGEST)
     unknown = [line.name for line in conv.lines[Fate.ABSENT] if not line.known]
     if unknown:

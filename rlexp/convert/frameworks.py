@@ -17,6 +17,7 @@ from rlexp.convert.read import (
     is_named_value,
     mapping_of,
     named_value,
+    near,
     plain,
     read,
     refuse_unknown,
@@ -77,8 +78,12 @@ def converted(
         raise ConvertError(f"--trainer={trainer}: {file} is for {chosen}. Leave --trainer out.")
     if chosen not in framework.trainers:
         raise ConvertError(f"{file}: {_unread(asked.framework, chosen)}")
-    known = version[1] if version is not None else versions.told(asked.framework, file, asked.given)
-    return of_asked(replace(asked, trainer=chosen), gpus, known)
+    known = version[1] if version is not None else versions.of_file(asked.framework, file, asked.given)
+    conv = of_asked(replace(asked, trainer=chosen), gpus, known, file.parent)
+    other = trl.trainer_of(asked.given) if asked.framework == "TRL" and trainer is not None else None
+    if other not in (None, chosen):
+        conv.notes.insert(0, f"Trainer: --trainer says {chosen}, and the file has arguments of {other} alone.")
+    return conv
 
 
 def _unread(framework: str, trainer: str) -> str:
@@ -104,7 +109,9 @@ def _unread(framework: str, trainer: str) -> str:
     )
 
 
-def of_asked(asked: Asked, gpus: int | None, known_versions: Versions | None = None) -> Conversion:
+def of_asked(
+    asked: Asked, gpus: int | None, known_versions: Versions | None = None, folder: Path = Path()
+) -> Conversion:
     """Convert what a file asks for."""
     framework, trainer = FRAMEWORKS[asked.framework], asked.trainer or ""
     rules = [rule for rule in framework.rules if not rule.trainers or trainer in rule.trainers]
@@ -117,10 +124,10 @@ def of_asked(asked: Asked, gpus: int | None, known_versions: Versions | None = N
     raw = {**launcher, **variables, **arguments}
     for name, value in raw.items():
         if name in known and known[name].fate is Fate.TAKEN:
-            refuse_unknown(name, value)
+            refuse_unknown(name, value, asked.sourced)
     given = {name: plain(value) for name, value in raw.items()}
     conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables),
-                      of_command=asked.of_command, versions=known_versions or Versions())  # fmt: skip
+                      of_command=asked.of_command, versions=known_versions or Versions(), folder=folder)  # fmt: skip
     for name, value in asked.again:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:
@@ -128,7 +135,7 @@ def of_asked(asked: Asked, gpus: int | None, known_versions: Versions | None = N
     if options := [word.partition("=")[0] for word in asked.around if word.startswith("--")]:
         conv.remark(Fate.NEEDLESS, asked.around[0], " ".join(options), STARTS)
     framework.convert(conv)
-    images.told(conv, str(conv.values["model.path"].value))
+    images.note(conv, str(conv.values["model.path"].value))
     conv.settle()
     return conv
 
@@ -137,9 +144,9 @@ def _spelled(given: Mapping[str, Any], known: Iterable[str], *, shortened: bool 
     """Return arguments with underscores, where the trainer takes dashes for them too, and with the whole name where a
     command may have its beginning."""
     names = {name: name if name in known else name.replace("-", "_") for name in given}
-    for name, said in names.items():
-        meant = [each for each in known if each.startswith(said)] if shortened and len(said) >= SHORTEST else []
-        names[name] = meant[0] if said not in known and len(meant) == 1 else said
+    for name, start in names.items():
+        meant = [each for each in known if each.startswith(start)] if shortened and len(start) >= SHORTEST else []
+        names[name] = meant[0] if start not in known and len(meant) == 1 else start
     return {names[name] if names[name] in known else name: value for name, value in given.items()}
 
 
@@ -175,19 +182,17 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
 def _no_yaml(asked: Asked, named: str, file: Path, more: Sequence[str]) -> str:
     """Say that a yaml file which a command names is not here, and what to do."""
     option, trainer = ("--config=", f" --trainer {asked.trainer}") if asked.framework == "TRL" else ("", "")
-    near = file.parent / Path(named).name
-    path = quote(str(near)) if near.is_file() else quote(named)
     also = f", and add {', '.join(more)}" if more else ""
     return (
         f"{option}{named}: the rest of the arguments are in that file, and there is none at {file.parent / named}. Put "
-        f"it there, or convert it: python -m rlexp.convert {path}{trainer}{also}."
+        f"it there, or convert it: python -m rlexp.convert {quote(near(named, file))}{trainer}{also}."
     )
 
 
 def _beside(named: str, file: Path) -> dict[str, Any] | None:
     """Return the mapping of a yaml file that a file names; None where it is not here."""
-    found = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
-    return mapping_of(text_of(found), found) if found else None
+    path = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
+    return mapping_of(text_of(path), path) if path else None
 
 
 def _with_profile(asked: Asked, file: Path) -> Asked:

@@ -18,7 +18,7 @@ KEEP_ALL = 1_000_000
 FILES = (".json", ".jsonl", ".parquet", ".gz", ".zst")
 OPTIMIZERS = {"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adamw": "adamw", "sgd": "sgd"}
 DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "constant_with_warmup": "constant",
-          "cosine_with_min_lr": "cosine", "cosine_warmup_with_min_lr": "cosine",
+          "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine", "cosine_warmup_with_min_lr": "cosine",
           "inverse_sqrt": "inverse_sqrt"}  # fmt: skip
 NO_DECAY = "the rate decays by a line, a cosine or an inverse square root, or stays (optim.decay)"
 LOGGERS = ("wandb", "tensorboard", "trackio")
@@ -135,7 +135,7 @@ def sizes(conv: Conversion, gpus: int, ring: str, *, fill: int = 0) -> tuple[int
         raise ConvertError(
             f"{conv.name(ring)}={size}: does not divide the {gpus} GPUs. Give a size that does, or another --gpus."
         )
-    if conv.name(ring) or conv.default(ring) is not None:
+    if conv.name(ring) or (conv.default(ring) is not None and "parallel.ring_size" not in conv.values):
         conv.put("parallel.ring_size", size, ring)
     replicas = gpus // size
     micro = conv.whole("per_device_train_batch_size")
@@ -187,8 +187,8 @@ def falls(conv: Conversion, name: str, options: Mapping[str, Any], by: str, to: 
         least = float(f"{rate / lr:.6g}")
     if "min_lr" in name and least is not None:
         conv.put("optim.min_lr_ratio", least, to)
-    elif {key for key, value in options.items() if (key, value) != ("num_cycles", 0.5)}:
-        conv.tell(Fate.ABSENT, to, NO_DECAY)
+    elif any((key, value) != ("num_cycles", 1 if "restarts" in name else 0.5) for key, value in options.items()):
+        conv.tell(Fate.INSTEAD if "restarts" in name else Fate.ABSENT, to, NO_DECAY)
 
 
 def warm_up(

@@ -7,6 +7,8 @@ from typing import Any
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import Fate
 
+SPLITS = ["train", "test"]  # of alignment-handbook, where a file names none
+
 
 def sets(conv: Conversion) -> list[dict[str, Any]]:
     """Return the sets as TRL's `datasets` has them: each a path, a name, a split."""
@@ -14,7 +16,7 @@ def sets(conv: Conversion) -> list[dict[str, Any]]:
     each = mixture.get("datasets")
     if mixture and not (isinstance(each, list) and all(isinstance(one, dict) for one in each)):
         conv.refuse("dataset_mixture", "must have datasets, a list of mappings", "Give each one an id.")
-    splits = conv.texts("dataset_splits") or ["train_sft"]
+    splits = conv.texts("dataset_splits") or SPLITS
     each = each or [{"id": name, "weight": share, "split": splits[0]} for name, share in mixer.items()]
     return conv.entries("datasets") or [_as_trl(conv, one) for one in each]
 
@@ -26,7 +28,7 @@ def argument(conv: Conversion) -> str:
 
 def held_out(conv: Conversion) -> tuple[float, str | None]:
     """Return how many rows a mixture holds out, or what share; and the split that it has for them."""
-    size, splits = conv.mapping("dataset_mixture").get("test_split_size"), conv.texts("dataset_splits")
+    size, splits = conv.mapping("dataset_mixture").get("test_split_size"), conv.texts("dataset_splits") or SPLITS
     whole = size if isinstance(size, int | float) and not isinstance(size, bool) else 0
     return whole, splits[1] if splits[1:] and conv.mapping("dataset_mixer") else None
 

@@ -52,13 +52,13 @@ def template_file(value: Any) -> Any:
     )
 
 
-def rope(conv: Conversion, argument: str, said: Any, reach: str | None = None) -> None:
+def rope(conv: Conversion, argument: str, value: Any, reach: str | None = None) -> None:
     """Take over YaRN: a mapping with its factor, or its bare name, whose factor follows from data.max_length."""
     try:
-        options = yaml.safe_load(said) if isinstance(said, str) and said.startswith("{") else said
+        options = yaml.safe_load(value) if isinstance(value, str) and value.startswith("{") else value
     except yaml.YAMLError:
         conv.refuse(argument, "must be a mapping", 'For example: {"type": "yarn", "factor": 4.0}.')
-    options = options if isinstance(options, Mapping) else {"type": said}
+    options = options if isinstance(options, Mapping) else {"type": value}
     kind = options.get("rope_type", options.get("type"))
     factor, native = options.get("factor"), options.get("original_max_position_embeddings")
     rest = sorted({*options} - {"rope_type", "type", "factor", "original_max_position_embeddings"})
@@ -78,7 +78,7 @@ def rope(conv: Conversion, argument: str, said: Any, reach: str | None = None) -
 def described(model: str) -> Mapping[str, Any]:
     """Return config.json of a model that is a folder here; nothing for any other."""
     try:
-        found = plain_json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = plain_json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return config if isinstance(config, dict) else {}

@@ -173,7 +173,9 @@ def _loss(conv: Conversion) -> None:
         conv.differs("policy_loss_type", "loss=gspo takes the advantages of group_norm", Fate.INSTEAD)
     divisor = conv.default("loss.normalize", "token")
     of = "all tokens of the batch" if divisor == "token" else "each answer's tokens"
-    conv.put("loss.normalize", divisor, why=f"the mean over {of}, as theirs")
+    apart = divisor == "token" and conv.versions.older("0.10.3")
+    whose = "theirs is over each micro-batch's" if apart else "as theirs"
+    conv.put("loss.normalize", divisor, why=f"the mean over {of}, {whose}")
     whitens = estimator in ("gae", "reinforce", "reinforce_baseline")
     conv.put("loss.whiten", whitens, "advantage_estimator", why="over a train batch; theirs over the rollout" * whitens)
     if estimator in BY_GROUP and not conv.flag("use_kl_loss") and conv.number("init_kl_coef"):

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from rlexp.base import plain_yaml
-from rlexp.base.secrets import is_secret
+from rlexp.base.secrets import is_secret, masked
 from rlexp.convert.conversion import ConvertError
 from rlexp.convert.shell import ENDS, Call, Command, TooMuch, Unknown, commands
 
@@ -42,7 +42,8 @@ class Asked:
     around: list[str] = field(default_factory=list)  # words of a command around this one: srun … bash -c
     again: list[tuple[str, Any]] = field(default_factory=list)  # values of arguments that a later one overrides
     of_command: bool = False
-    used: frozenset[str] = frozenset()  # variables of the environment that the script reads too
+    used: frozenset[str] = frozenset()  # variables that the script reads too, as far as it does not set them
+    sourced: tuple[str, ...] = ()  # other scripts that it takes in
 
 
 def read(file: Path, call: Call | None = None) -> Asked:
@@ -56,20 +57,20 @@ def read(file: Path, call: Call | None = None) -> Asked:
     except (TooMuch, RecursionError) as error:
         reason = error if isinstance(error, TooMuch) else "its commands are too deep in each other"
         raise ConvertError(f"{file}: cannot be read, since {reason}.") from None
-    found = [(command, asked) for command in every if (asked := _asked(command)) is not None]
+    of_trainers = [(command, asked) for command in every if (asked := _asked(command)) is not None]
     line = call.line if call is not None else None
-    meant = [each for each in found if line in (None, each[0].line)]
+    meant = [each for each in of_trainers if line in (None, each[0].line)]
     if len(meant) == 1:
-        _refuse_undecided(file, meant[0][1])
+        _refuse_undecided(file, meant[0][1], call or Call())
         return meant[0][1]
-    if found:
-        raise ConvertError(f"{file}: has {_several(found)}")
+    if of_trainers:
+        raise ConvertError(f"{file}: has {_several(of_trainers)}")
     if every and every[-1].words == [ENDS]:
         raise ConvertError(
             f"{file}: ends at line {every[-1].line}, before a command of a trainer. If its arguments change that, give "
             f"them behind --, as: python -m rlexp.convert {quote(str(file))} -- ARGUMENT."
         )
-    count, own = max(map(_own_program, every), default=(0, ""))
+    count, own = max((_own_program(each, file) for each in every), key=lambda each: each[0], default=(0, ""))
     if count:
         raise ConvertError(f"{file}: {own}")
     if file.suffix in (".yaml", ".yml") and (where := _wrong_line(text)):
@@ -77,7 +78,7 @@ def read(file: Path, call: Call | None = None) -> Asked:
     raise ConvertError(f"{file}: {_UNKNOWN}")
 
 
-def _own_program(command: Command) -> tuple[int, str]:
+def _own_program(command: Command, file: Path) -> tuple[int, str]:
     """Say what can be done with a command that starts a program of the author's own, and how many arguments of a
     trainer it has."""
     place = next((place for place, word in enumerate(command.words) if word.endswith(".py")), None)
@@ -88,42 +89,49 @@ def _own_program(command: Command) -> tuple[int, str]:
     count = len(OF_TRAINING & line.given.keys())
     if not files and count < 2:
         return 0, ""
-    said = (
+    cause = (
         f"line {command.line} starts {command.words[place]}, a program of its own, whose code decides what is trained."
     )
     if files:
-        rest = ", ".join(name for name in line.given if name != "config")
+        rest = ", ".join(f"{name}={masked(name, value)}" for name, value in line.given.items() if name != "config")
         more = f" Then add what the command gives: {rest}." if rest else ""
-        ask = f"python -m rlexp.convert {quote(str(files[0]))} --trainer NAME."
-        return count + 2, f"{said} If it reads {files[0]} as TRL does: {ask}{more}"
-    return count, f"{said} Write its arguments as those of a trainer: trl dpo …, or a yaml file of TRL."
+        ask = f"python -m rlexp.convert {quote(near(str(files[0]), file))} --trainer NAME."
+        return count + 2, f"{cause} If it reads {files[0]} as TRL does: {ask}{more}"
+    return count, f"{cause} Write its arguments as those of a trainer: trl dpo …, or a yaml file of TRL."
 
 
-def _several(found: Sequence[tuple[Command, Asked]]) -> str:
+def near(named: str, file: Path) -> str:
+    """Return where a file that another one names is, if it is here: beside it, or where the command is typed."""
+    places = (file.parent / named, Path(named), file.parent / Path(named).name)
+    return next((str(place) for place in places if place.is_file()), named)
+
+
+def _several(several: Sequence[tuple[Command, Asked]]) -> str:
     """Say which commands a script has, and how to name the one that is meant."""
-    names = [f"{asked.framework}'s {asked.trainer} in line {command.line}" for command, asked in found]
+    names = [f"{asked.framework}'s {asked.trainer} in line {command.line}" for command, asked in several]
     listed = f"{', '.join(names[:SHOWN])}{', …' * (len(names) > SHOWN)}"
-    unsure = next((command.unsure for command, _ in found if command.unsure), None)
+    unsure = next((command.unsure for command, _ in several if command.unsure), None)
     decides = f", and {unsure} decides which of them run" if unsure else ""
-    if len({command.line for command, _ in found}) > 1:
-        remedy = f"Say which one is meant: --line {found[-1][0].line}."
-    elif loop := found[0][0].loop:
+    if len({command.line for command, _ in several}) > 1:
+        remedy = f"Say which one is meant: --line {several[-1][0].line}."
+    elif loop := several[0][0].loop:
         remedy = f"Say which one is meant by the loop's variable: --set {loop}=VALUE."
     else:
         remedy = "Leave one in it, and convert them in turn."
-    return f"{len(found)} commands ({listed}){decides}. {remedy}"
+    return f"{len(several)} commands ({listed}){decides}. {remedy}"
 
 
-def _refuse_undecided(file: Path, asked: Asked) -> None:
+def _refuse_undecided(file: Path, asked: Asked, call: Call) -> None:
     """Refuse a word that depends on a branch or a loop of which only bash knows whether it runs."""
     for name, value in (*asked.given.items(), *(("", word) for word in asked.positional)):
         for each in value if isinstance(value, list) else [value]:
             if isinstance(each, Unknown) and each.why and not is_secret(name):
-                variables = [*dict.fromkeys(re.findall(r"\$\{?([A-Za-z_]\w*)", f"{each.why} {each.part}"))]
-                raise ConvertError(
-                    f"{file}: {each.why} decides what {each.part} is, and only bash knows how. Say it: "
-                    f"--set {variables[0] if variables else 'VARIABLE'}=VALUE."
-                )
+                names = re.findall(r"\$\{?([A-Za-z_]\w*)", f"{each.why} {each.part}")
+                left = [name for name in names if name not in call.variables]
+                remedy = f"Say it: --set {left[0] if left else 'VARIABLE'}=VALUE."
+                if call.arguments is None and not call.variables and asked.used & {*"123456789@*#"}:
+                    remedy = f"It reads arguments: give them as python -m rlexp.convert {quote(str(file))} -- ARGUMENT."
+                raise ConvertError(f"{file}: {each.why} decides what {each.part} is, and only bash knows how. {remedy}")
 
 
 def text_of(file: Path) -> str:
@@ -241,27 +249,31 @@ def plain(value: Any) -> Any:
 
 def _asked(command: Command) -> Asked | None:
     """Return what a command of a trainer asks for; None for any other command."""
-    words = command.words
+    words, blank = command.words, command.words[-1] and not command.words[-1].strip()
     for place, word in enumerate(words):
         for find in (_openrlhf, _trl, _swift, _factory, _axolotl):
             if (match := find(words, place, word)) is None:
                 continue
             framework, trainer, after = match
+            if blank:
+                raise ConvertError(f"the command of line {command.line} ends too early, at a space behind a backslash: "
+                                   f"bash takes it for a word. Remove that space.")  # fmt: skip
             line, before = _Arguments(words[after:]), _Arguments(words[:place])
             if framework == "ms-swift" and trainer == "rlhf":
                 trainer = str(line.given.get("rlhf_type", "dpo"))
             if framework == "LLaMA-Factory":
                 trainer = str(line.given.get("stage", "sft"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
-                         command.around, line.again, of_command=True, used=command.used)  # fmt: skip
+                         command.around, line.again, of_command=True, used=command.used,
+                         sourced=command.sourced)  # fmt: skip
     return None
 
 
 def _openrlhf(_: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    found = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(?:\.py)?", word)
-    if found is None or "openrlhf" not in word:
+    match = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(?:\.py)?", word)
+    if match is None or "openrlhf" not in word:
         return None
-    trainer = {"train_ppo_ray": "ppo", "train_ppo": "ppo"}.get(found[1], found[1].removeprefix("train_"))
+    trainer = {"train_ppo_ray": "ppo", "train_ppo": "ppo"}.get(match[1], match[1].removeprefix("train_"))
     return "OpenRLHF", trainer, place + 1
 
 
@@ -349,8 +361,9 @@ def _like(word: str, value: str) -> str:
     return Unknown.of(value, word.part, word.why) if isinstance(word, Unknown) else value
 
 
-def refuse_unknown(name: str, value: Any) -> None:
-    """Refuse a value that only bash could know."""
+def refuse_unknown(name: str, value: Any, sourced: Sequence[str] = ()) -> None:
+    """Refuse a value that only bash could know. Scripts that are `sourced` are not read."""
+    elsewhere = f", and {', '.join(sourced)}, which it takes in, is not read" if sourced else ""
     for each in value if isinstance(value, list) else [value]:
         if not isinstance(each, Unknown) or is_secret(name):
             continue
@@ -363,6 +376,6 @@ def refuse_unknown(name: str, value: Any) -> None:
                 f"python -m rlexp.convert FILE -- ARGUMENT."
             )
         raise ConvertError(
-            f"{name}={each}: {variable[1]} has no value in the script. Set it there, as {variable[1]}=VALUE, or say "
-            f"it: --set {variable[1]}=VALUE."
+            f"{name}={each}: {variable[1]} has no value in the script{elsewhere}. Set it there, as "
+            f"{variable[1]}=VALUE, or say it: --set {variable[1]}=VALUE."
         )

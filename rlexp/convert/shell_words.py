@@ -1,4 +1,4 @@
-"""The words of a shell script as bash makes them, from where a reader is; nothing is run.
+"""The words of a shell script: as they are written (`Tokens`), and as bash makes them (`Expansion`). Nothing is run.
 
 What only bash could know (`$1`, `$(date)`, a variable of the environment) stays as it is written, and its word is
 marked `Unknown`.
@@ -12,12 +12,13 @@ import math
 import operator
 import os
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
 OF_A_WORD = 64  # characters that a word counts for beside its own
+DEEPEST = 100  # of parentheses in each other
 MOST_PUT_IN = 1 << 24  # characters in place of variables, in a whole script: A=$A$A doubles them
 # Those of bash, which rounds a quotient towards 0.
 OPERATIONS: Mapping[type[ast.AST], Callable[[int, int], float]] = {
@@ -25,14 +26,23 @@ OPERATIONS: Mapping[type[ast.AST], Callable[[int, int], float]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }  # fmt: skip
-REDIRECTION = re.compile(r"\d*(?:&>>?|>>?&?|<(?!<))|\d*<<-?|<<<")
-OPERATORS = ("&&", "||", "|&", ";;&", ";;", ";&", "|", "&", ";", "\n", "(", ")")
-PLAIN = re.compile(r"\$([A-Za-z_]\w*|[0-9@*#?$!-])")
-BRACED = re.compile(r"([A-Za-z_]\w*|[0-9]+|[@*#])(\[[^\]]*\])?")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+ARRAY = re.compile(r"([A-Za-z_]\w*\+?=)\((.*?)\)?", re.S)
+HOME = re.compile(r"\A((?:[A-Za-z_]\w*\+?=)?)~(?=/|$)")
+CONTINUED = re.compile(r"\\\r?\n")
+BLANK = re.compile(r"(?:[ \t\r]|\\\r?\n|\\[ \t\r]*\Z|#.*)+")  # with comments and the ends of continued lines
+TARGET = r"(?P<target>[<>]\((?:[^()\n]|\([^()\n]*\))*\)|(?:\"[^'\"\n]*\"|'[^'\"\n]*'|)(?:\$\([^()\n]*\)|[^\s;|&])*)"
+LEFT_OUT = re.compile(rf"{BLANK.pattern}|\d*(?:&>>?|>>?&?|<(?!<)|<<<|<<-?)[ \t]*{TARGET}")  # with redirections
+OPERATOR = re.compile(r"&&|\|\||\|&|;;&|;;|;&|[|&;\n()<>]|\Z")
+VARIABLE = r"\$(?:[A-Za-z_]\w*|[0-9@*#?$!-])"
+PART = re.compile(rf"{VARIABLE}|[^\s'\"\\$`;|&()<>]+|.", re.S)
+QUOTED_PART = re.compile(rf"{VARIABLE}|[^\"\\$]+|.", re.S)
+Fields = list[list[str]]  # the words that one becomes, with the pieces of each: without a piece it is none
+BRACED = re.compile(r"\$\{(#(?=\w))?([A-Za-z_]\w*|[0-9]+|[@*#])(\[[^\]]*\])?(.*)\}", re.S)
 
 
 class TooMuch(ValueError):
-    """A script whose variables make too much text."""
+    """A script that is too deep, or whose variables make too much text."""
 
 
 class Unknown(str):
@@ -49,310 +59,314 @@ class Unknown(str):
         return word
 
 
-@dataclass
-class Word:
-    text: str = ""
-    begun: bool = False  # a word may be empty: ''
-    quoted: bool = False
-    unknown: Unknown | None = None  # its first part of this kind
-    array: list[str] | None = None  # the elements, in NAME=( … )
-    end: int = 0  # where it ends in the script
+def joined(texts: Sequence[str], by: str = "") -> str:
+    """Return one text of several; it is unknown if one of them is."""
+    unknown = next((each for each in texts if isinstance(each, Unknown)), None)
+    text = by.join(texts)
+    return text if unknown is None else Unknown.of(text, unknown.part, unknown.why)
 
-    def made(self) -> str:
-        return self.text if self.unknown is None else Unknown.of(self.text, self.unknown.part, self.unknown.why)
 
-    def add(self, text: str) -> None:
-        self.text += text
-        if isinstance(text, Unknown):
-            self.unknown = self.unknown or text
+def like(word: str, text: str) -> str:
+    """Return a text that is made of a word; it is unknown if the word is."""
+    return Unknown.of(text, word.part, word.why) if isinstance(word, Unknown) else text
+
+
+# ---- words as they are written ----
 
 
 @dataclass(frozen=True)
-class Operator:
+class Token:
+    """A word or an operator as it is written; at the end of the script it has no text."""
+
     text: str
+    at: int
+    line: int
+    operator: bool
 
 
-class Room:
-    """The room that is left for texts in place of variables."""
+class Tokens:
+    """The words and operators of a script. Redirections are left out with the file that they name."""
 
-    def __init__(self) -> None:
-        self.left = MOST_PUT_IN
+    def __init__(self, text: str, line: int = 1) -> None:
+        self.text, self.at, self.first_line = text if text.endswith("\n") else f"{text}\n", 0, line
+        self.ends = [each.start() for each in re.finditer("\n", text)]
+        self.in_test = False  # in [[ … ]]: < and > compare
+        self.delimiters: list[str] = []  # of the here-documents that begin behind this line
+        self.documents: list[tuple[str, bool]] = []  # of the last command; whether no variable is put in
+        self.token = self._read()
 
-    def take(self, texts: Sequence[str]) -> Sequence[str]:
-        self.left -= sum(map(len, texts)) + OF_A_WORD * len(texts)
-        if self.left < 0:
-            raise TooMuch(f"its variables make more than {MOST_PUT_IN:,} characters")
-        return texts
+    def take(self) -> Token:
+        """Return this token, and go to the next."""
+        token, self.token = self.token, self._read()
+        return token
+
+    def take_match(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Return what begins with this token, if it is as the pattern says, and go behind it."""
+        if (match := pattern.match(self.text, self.token.at)) is not None:
+            self.at = match.end()
+            self.take()
+        return match
+
+    def take_command(self, *ends: str) -> list[str]:
+        """Return the words of a simple command, and go behind it."""
+        self.documents, words, tests = [], list[str](), self.token.text == "[["
+        while self.token.text not in ("", "\n", *ends) and (tests or not self.token.operator):
+            tests = self.in_test = tests and self.token.text != "]]"
+            words.append(self.take().text)
+        self.in_test = False
+        return words
+
+    def _read(self) -> Token:
+        left_out = BLANK if self.in_test else LEFT_OUT
+        while (match := left_out.match(self.text, self.at)) is not None:
+            self.at = match.end()
+            if re.match(r"\d*<<(?!<)", match[0]):
+                self.delimiters.append(match["target"])
+        at, line = self.at, self.first_line + bisect(self.ends, self.at)
+        if (operator := OPERATOR.match(self.text, at)) is None:
+            return Token(self._word(), at, line, operator=False)
+        self.at = operator.end()
+        if operator[0] == "\n":
+            self._read_documents()
+        return Token(operator[0], at, line, operator=True)
+
+    def _word(self) -> str:
+        """Return the word here; `NAME=( … )` is one."""
+        word = ""
+        while self.at < len(self.text) and self.text[self.at] not in " \t\r\n;|&()<>":
+            end = part_end(self.text, self.at)
+            part, self.at = self.text[self.at : end], end
+            word += "" if CONTINUED.fullmatch(part) else part
+        if self.text.startswith("(", self.at) and ASSIGNMENT.fullmatch(word):
+            start, self.at = self.at, self.at + 1
+            while self._read().text not in ("", ")"):
+                pass
+            word += self.text[start : self.at]
+        return word
+
+    def _read_documents(self) -> None:
+        for delimiter in self.delimiters:
+            name = re.sub(r"['\"\\]", "", delimiter)
+            end = re.compile(rf"^[ \t]*{re.escape(name)}[ \t\r]*$|\Z", re.M).search(self.text, self.at)
+            start, self.at = self.at, end.end() if end else len(self.text)
+            self.documents.append((self.text[start : end.start() if end else self.at], name != delimiter))
+        self.delimiters = []
 
 
-class Words:
-    """The words of a text from `at`, with the variables that are `known`: a variable has one element, an array any
-    number. `args` are the script's own arguments; None: they are not known."""
+def part_end(text: str, at: int, *, quoted: bool = False) -> int:
+    """Return where the part of a word ends that begins here: a quoted text, a variable or plain characters."""
+    char = text[at]
+    if text.startswith(("$(", "${"), at):
+        return closing(text, at + 1)
+    if char == "\\":
+        return at + (3 if text.startswith("\\\r\n", at) else 2)
+    if char in "'`" and not quoted:
+        end = text.find(char, at + 1)
+        return len(text) if end < 0 else end + 1
+    if char == '"' and not quoted:
+        at += 1
+        while at < len(text) and text[at] != '"':
+            at = part_end(text, at, quoted=True)
+        return at + 1
+    match = (QUOTED_PART if quoted else PART).match(text, at)
+    return match.end() if match else at + 1
 
-    def __init__(self, text: str, known: dict[str, list[str]], room: Room, args: list[str] | None = None) -> None:
-        self.text, self.at, self.known, self.room, self.args = text, 0, known, room, args
+
+def parts(text: str, *, quoted: bool = False) -> Iterator[str]:
+    at = 0
+    while at < len(text):
+        end = part_end(text, at, quoted=quoted)
+        yield text[at:end]
+        at = end
+
+
+def closing(text: str, at: int) -> int:
+    """Return the place behind what closes the parenthesis or brace here."""
+    depth = 0
+    for match in re.compile(r"[()]" if text[at] == "(" else r"[{}]").finditer(text, at):
+        depth += 1 if match[0] == text[at] else -1
+        if depth > DEEPEST and match[0] == "(":
+            raise TooMuch("its commands are too deep in each other")
+        if not depth:
+            return match.end()
+    return len(text)
+
+
+# ---- words as bash makes them ----
+
+
+class Expansion:
+    """What bash makes of words, with the variables that are `known`: a variable has one element, an array any number.
+    `args` are the script's own arguments; None: they are not known."""
+
+    def __init__(self, known: dict[str, list[str]], args: list[str] | None) -> None:
+        self.known, self.args, self.room = known, args, MOST_PUT_IN
         self.used: set[str] = set()
-        self.splits = True  # whether spaces in a variable end a word, outside quotes
 
-    def tokens(self) -> Iterator[Word | Operator]:
-        """Yield words and what ends a command. Redirections are left out with the file that they name."""
-        word = Word()
-        while self.at < len(self.text):
-            char = self.text[self.at]
-            redirection = None if char.isdigit() and word.begun else REDIRECTION.match(self.text, self.at)
-            if char == "(" and word.text.endswith("=") and ASSIGNMENT.fullmatch(word.text):
-                word.array = self._array()
-            elif word.begun and (char in " \t\r" or self._operator() or redirection):
-                word.end = self.at
-                yield word
-                word = Word()
-                continue
-            if word.array is not None:
-                word.end = self.at
-                yield word
-                word = Word()
-            elif char in " \t\r":
-                self.at, word = self.at + 1, Word()
-            elif char == "#" and not word.begun:
-                self.at = _end(self.text, "\n", self.at)
-            elif self.text.startswith(("\\\n", "\\\r\n"), self.at):
-                self.at = self.text.index("\n", self.at) + 1
-            elif char == "\\" and not self.text[self.at + 1 :].strip(" \t\r"):  # it continues nothing at the end
-                self.at = len(self.text)
-            elif redirection:
-                self.at = redirection.end()
-                yield from self._redirected(redirection[0])
-            elif operator := self._operator():
-                self.at, word = self.at + len(operator), Word()
-                yield Operator(operator)
-            else:
-                made = self._part(word)
-                yield from made[:-1]
-                word = made[-1]
-        if word.begun:
-            word.end = self.at
-            yield word
-        yield Operator("\n")
+    def words(self, text: str, *, operators: bool = False) -> list[str]:
+        """Return the words of a text; operators among them, if they are asked for."""
+        tokens, words = Tokens(text), list[str]()
+        while tokens.token.text:
+            token = tokens.take()
+            words += self.split(token.text) if not token.operator else [token.text] if operators else []
+        return [word for word in words if word != "\n"]
 
-    def made(self) -> list[str]:
-        """Return all words of the text; operators are words too, but for the ends of lines."""
-        every = [token.made() if isinstance(token, Word) else token.text for token in self.tokens()]
-        return [each for each in every if each != "\n"]
+    def split(self, word: str) -> list[str]:
+        """Return the words that one becomes."""
+        return [joined(pieces) for pieces in self._fields(word, quoted=ASSIGNMENT.match(word) is not None) if pieces]
 
-    def _operator(self) -> str | None:
-        return next((each for each in OPERATORS if self.text.startswith(each, self.at)), None)
+    def one(self, word: str) -> str:
+        """Return the word that one becomes where spaces in variables end none: in an assignment, or in [[ … ]]."""
+        return joined([joined(pieces) for pieces in self._fields(word, quoted=True)], " ")
 
-    def _redirected(self, operator: str) -> Iterator[Operator]:
-        """Skip the word behind a redirection; a here-document's is its delimiter, with a quote if nothing is put in."""
-        found = re.compile(r"[ \t]*(?:(['\"])([^'\"\n]*)\1|(\\?)([^\s;|&]*))").match(self.text, self.at)
-        if found is not None:
-            self.at = found.end()
-            if operator.lstrip("0123456789") in ("<<", "<<-"):
-                quote = "'" * bool(found[1] or found[3])
-                yield Operator(f"<<{quote}{found[2] or found[4] or ''}")
-
-    def document(self, delimiter: str) -> str:
-        """Return a here-document and go on behind it."""
-        quoted, delimiter = delimiter.startswith("'"), delimiter.removeprefix("'")
-        found = re.compile(rf"^[ \t]*{re.escape(delimiter)}[ \t]*$", re.M).search(self.text, self.at)
-        body = self.text[self.at : found.start() if found else len(self.text)]
-        self.at = found.end() if found else len(self.text)
-        return body if quoted else self._filled(re.sub(r"\\\n", " ", body))
-
-    def _filled(self, text: str) -> str:
-        """Return a text with the values of its variables."""
-        word, inner = Word(), self._inner(text)
-        while inner.at < len(inner.text):
-            if inner.text[inner.at] == "$":
-                inner._dollar(word, quoted=True)
-            else:
-                word.text += inner.text[inner.at]
-                inner.at += 1
-        return word.made()
-
-    def _inner(self, text: str) -> Words:
-        inner = Words(text, self.known, self.room, self.args)
-        inner.used = self.used
-        return inner
-
-    def _array(self) -> list[str]:
-        """Read the elements of `NAME=( … )`, whose `NAME=` has just been read."""
-        inner = self._inner(self.text)
-        inner.at, elements = self.at + 1, []
-        for token in inner.tokens():
-            if isinstance(token, Word):
-                elements.append(token.made())
-            elif token.text == ")":
-                break
-        self.at = inner.at
-        return elements
-
-    # ---- the parts of a word ----
-
-    def _part(self, word: Word) -> list[Word]:
-        """Read one part of a word: a quoted text, a variable or one character. A variable may make several words."""
-        char, word.begun = self.text[self.at], True
-        word.quoted = word.quoted or char in "'\"\\"
-        if char == "\\":
-            word.text += self.text[self.at + 1 : self.at + 2]
-            self.at += 2
-        elif char == "'":
-            end = _end(self.text, "'", self.at + 1)
-            word.text += self.text[self.at + 1 : end]
-            self.at = end + 1
-        elif char == '"':
-            return self._double_quoted(word)
-        elif char == "$":
-            return self._dollar(word, quoted=False)
-        elif char == "~" and not word.text and re.match(r"~(/|\s|$)", self.text[self.at : self.at + 2]):
-            word.text += str(Path.home())
-            self.at += 1
-        elif char == "`":
-            end = _end(self.text, "`", self.at + 1)
-            word.add(self._computed(self.text[self.at : end + 1]))
-            self.at = end + 1
-        else:
-            word.text += char
-            self.at += 1
-        return [word]
-
-    def _double_quoted(self, word: Word) -> list[Word]:
-        made, self.at = [word], self.at + 1
-        while self.at < len(self.text) and self.text[self.at] != '"':
-            char = self.text[self.at]
-            if char == "$":
-                made = [*made[:-1], *self._dollar(made[-1], quoted=True)]
-            elif char == "\\" and self.text[self.at + 1 : self.at + 2] in tuple('"\\$`\n'):
-                made[-1].text += self.text[self.at + 1].replace("\n", "")
-                self.at += 2
-            else:
-                made[-1].text += char
-                self.at += 1
-        self.at += 1
-        return made
-
-    def _dollar(self, word: Word, *, quoted: bool) -> list[Word]:
-        """Put in the value of a variable; what is not known stays as it is written."""
-        text, at = self.text, self.at
-        quoted = quoted or not self.splits or ASSIGNMENT.match(word.text) is not None
-        if text.startswith("$(", at):
-            self.at = _closing(text, at + 1, "(", ")")
-            word.add(self._computed(text[at : self.at]))
-            return [word]
-        if text.startswith("${", at):
-            self.at = _closing(text, at + 1, "{", "}")
-            return self._braced(word, text[at : self.at], quoted=quoted)
-        if (found := PLAIN.match(text, at)) is None:
-            word.text, self.at = f"{word.text}$", at + 1
-            return [word]
-        self.at = found.end()
-        return self._put(word, found[1], found[0], quoted, whole=found[1] in "@*")
-
-    def _put(self, word: Word, name: str, said: str, quoted: bool, *, whole: bool = False) -> list[Word]:
-        value = self.value(name)
-        if value is None:
-            word.add(Unknown.of(said, said))
-            return [word]
-        return _spread(word, value, quoted, whole=whole)
+    def filled(self, text: str) -> str:
+        """Return a here-document or a sum with the values of its variables."""
+        fields: Fields = [[]]
+        self._put_quoted(fields, text, escapes="$`\\\n")
+        return joined([joined(pieces) for pieces in fields], " ")
 
     def value(self, name: str) -> Sequence[str] | None:
         """Return the elements of a variable, to be put in; None if it is not known."""
         self.used.add(name)
         if name in self.known:
-            return self.room.take(self.known[name])
+            return self.taken(self.known[name])
         if self.args is None or not re.fullmatch(r"[1-9]\d*|[@*#]", name):
             return None
         if name.isdigit():
-            return self.room.take(self.args[int(name) - 1 : int(name)] or [""])
-        return [str(len(self.args))] if name == "#" else self.room.take(self.args)
+            return self.taken(self.args[int(name) - 1 : int(name)] or [""])
+        return [str(len(self.args))] if name == "#" else self.taken(self.args)
 
-    def _braced(self, word: Word, said: str, *, quoted: bool) -> list[Word]:
-        """Put in `${NAME}`, `${NAME:-default}`, `${NAME%.sh}` and their like."""
-        counts = re.fullmatch(r"\$\{#(\w+)(\[[@*]\])?\}", said)
-        if counts is not None and (value := self.value(counts[1])) is not None:
-            word.add(str(len(value) if counts[2] else len("".join(value[:1]))))
-            return [word]
-        inner = said[2:-1]
-        found = BRACED.match(inner)
-        if found is None or counts is not None or not said.endswith("}"):
-            word.add(Unknown.of(said, said))
-            return [word]
-        name, rest = found[1], inner[found.end() :]
-        whole = name in "@*" or found[2] in ("[@]", "[*]")
-        value = self.value(name)
-        if value is None and whole and found[2]:  # no variable of the environment is an array
+    def assign(self, name: str, value: list[str]) -> None:
+        """Give a variable a value that a word gives it: `${NAME:=value}`."""
+        self.known[name] = value
+
+    def taken(self, texts: Sequence[str]) -> Sequence[str]:
+        """Return texts that are put in, if there is room for them."""
+        self.room -= sum(map(len, texts)) + OF_A_WORD * len(texts)
+        if self.room < 0:
+            raise TooMuch(f"its variables make more than {MOST_PUT_IN:,} characters")
+        return texts
+
+    # ---- the parts of a word ----
+
+    def _fields(self, word: str, *, quoted: bool) -> Fields:
+        fields: Fields = [[]]
+        word = array[1] if (array := ARRAY.fullmatch(word)) else word
+        for part in parts(HOME.sub(lambda match: f"{match[1]}{Path.home()}", word, count=1)):
+            self._put(fields, part, quoted=quoted)
+        return fields
+
+    def _put(self, fields: Fields, part: str, *, quoted: bool) -> None:
+        """Put in what one part of a word becomes."""
+        if part.startswith("${"):
+            self._put_braced(fields, part, quoted)
+        elif part.startswith(("$(", "`")):
+            fields[-1].append(self._computed(part))
+        elif part[0] == "$" and len(part) > 1:
+            value = self.value(part[1:])
+            spread(fields, [Unknown.of(part, part)] if value is None else value, quoted, whole=part in ("$@", "$*"))
+        elif part[0] == '"':
+            self._put_quoted(fields, part[1:].removesuffix('"'), escapes='"$`\\\n')
+        elif part[0] == "'":
+            fields[-1].append(part.strip("'"))
+        else:
+            fields[-1].append(part.removeprefix("\\"))
+
+    def _put_quoted(self, fields: Fields, text: str, escapes: str) -> None:
+        if not text:
+            fields[-1].append("")
+        for part in parts(text, quoted=True):
+            if part[0] == "$":
+                self._put(fields, part, quoted=True)
+            elif part[0] == "\\" and part[1:] in escapes:
+                fields[-1].append(part[1:].strip("\n"))
+            else:
+                fields[-1].append(part)
+
+    def _put_braced(self, fields: Fields, part: str, quoted: bool) -> None:
+        """Put in `${NAME}`, `${#NAME}`, `${NAME:-default}`, `${NAME%.sh}` and their like."""
+        if (match := BRACED.fullmatch(part)) is None:
+            fields[-1].append(Unknown.of(part, part))
+            return
+        counts, name, index, rest = match.groups()
+        whole, value = name in "@*" or index in ("[@]", "[*]"), self.value(name)
+        plain = not rest and (whole or index in (None, "[0]"))
+        if value is None and whole and index and not counts:  # no variable of the environment is an array
             value = []
-        if (other := re.match(r":?([-=+?])", rest)) is not None:
-            there = value is not None and (other[0][0] != ":" or value not in ([""], []))
-            if other[1] == "+" or not there:
-                if other[1] == "?" or (value is None and other[1] == "+"):
-                    word.add(Unknown.of(said, said))
-                elif there or other[1] != "+":
-                    return self._default(word, rest[other.end() :], quoted)
-                word.begun = quoted or bool(word.text)
-                return [word]
-            return _spread(word, value or [], quoted, whole=whole)
-        if value is not None and not rest and found[2] in (None, "[0]", "[@]", "[*]"):
-            return _spread(word, value, quoted, whole=whole)
-        shaped = None if value is None or found[2] or len(value) != 1 else self._shaped(value[0], rest)
-        return _spread(word, [Unknown.of(said, said) if shaped is None else shaped], quoted, whole=False)
-
-    def _default(self, word: Word, text: str, quoted: bool) -> list[Word]:
-        if quoted:
-            word.add(self._filled(text.replace('"', "")))
-            return [word]
-        every = [token.made() for token in self._inner(text).tokens() if isinstance(token, Word)]
-        return _spread(word, every, True, whole=True)
+        if (default := re.match(r":?([-=+?])", rest)) is not None:
+            there = value is not None and (rest[0] != ":" or value not in ([""], []))
+            if there and default[1] != "+":
+                spread(fields, value or [], quoted, whole=whole)
+            elif default[1] == "?" or (default[1] == "+" and value is None):
+                fields[-1].append(Unknown.of(part, part))
+            elif there or default[1] != "+":
+                text = rest[default.end() :]
+                texts = [self.filled(text.replace('"', ""))] if quoted else self.words(text)
+                if default[1] == "=":
+                    self.assign(name, [joined(texts, " ")])
+                spread(fields, texts, quoted=True, whole=True)
+            elif quoted:
+                fields[-1].append("")
+        elif counts and plain and value is not None:
+            fields[-1].append(str(len(value) if whole else len("".join(value[:1]))))
+        elif plain and value is not None:
+            spread(fields, value, quoted, whole=whole)
+        else:
+            shaped = None if value is None or counts or index or len(value) != 1 else self._shaped(value[0], rest)
+            spread(fields, [Unknown.of(part, part) if shaped is None else shaped], quoted)
 
     def _shaped(self, value: str, rest: str) -> str | None:
         """Return a value without its start (#, ##) or its end (%, %%), or with another part (/, //)."""
         if isinstance(value, Unknown):
-            return Unknown.of(value, value.part, value.why)
+            return value
         if rest in ("^^", ",,"):
             return value.upper() if rest == "^^" else value.lower()
-        found = re.fullmatch(r"(##?|%%?|//?)(.*)", rest, re.S)
-        if found is None:
+        match = re.fullmatch(r"(##?|%%?|//?)(.*)", rest, re.S)
+        if match is None:
             return None
-        replaces = found[1][0] == "/"
-        parts = [" ".join(self._inner(each).made()) for each in (found[2].split("/", 1) if replaces else [found[2]])]
-        if any("$" in each or "`" in each for each in parts):
+        replaces = match[1][0] == "/"
+        texts = [self.one(each) for each in (match[2].split("/", 1) if replaces else [match[2]])]
+        if any("$" in each or "`" in each for each in texts):
             return None
         if replaces:
-            pattern = fnmatch.translate(parts[0]).removesuffix(r"\z").removesuffix(r"\Z")
-            return re.sub(pattern, lambda _: "".join(parts[1:]), value, count=len(found[1]) % 2)
-        ends = range(len(value) + 1) if found[1] in ("#", "%%") else range(len(value), -1, -1)
+            pattern = fnmatch.translate(texts[0]).removesuffix(r"\z").removesuffix(r"\Z")
+            return re.sub(pattern, lambda _: "".join(texts[1:]), value, count=len(match[1]) % 2)
+        ends = range(len(value) + 1) if match[1] in ("#", "%%") else range(len(value), -1, -1)
         for end in ends:
-            cut, kept = (value[:end], value[end:]) if found[1][0] == "#" else (value[end:], value[:end])
-            if fnmatch.fnmatchcase(cut, parts[0]):
+            cut, kept = (value[:end], value[end:]) if match[1][0] == "#" else (value[end:], value[:end])
+            if fnmatch.fnmatchcase(cut, texts[0]):
                 return kept
         return value
 
     def _computed(self, text: str) -> str:
         """Return what `$((8 * 2))`, `$(expr 16 / $n)` or `$(basename "$M")` is; others only bash knows."""
-        if (said := self._of_command(re.sub(r"^\$\(|^`|[)`]$", "", text))) is not None:
-            return said
+        if (printed := self._of_command(re.sub(r"^\$\(|^`|[)`]$", "", text))) is not None:
+            return printed
         inner = re.fullmatch(r"\$\(\((.*)\)\)|(?:\$\(|`)\s*expr\s(.*?)[)`]", text, re.S)
         result = self.result((inner[1] or inner[2] or "") if inner else "")
         return Unknown.of(text, text) if result is None else str(result)
 
     def result(self, terms: str) -> int | None:
         """Return what bash makes of sums, products, quotients and comparisons of whole numbers; None: not known."""
-        filled = self._filled(terms)
+        filled = self.filled(terms)
         put_in = re.sub(r"[A-Za-z_]\w*", lambda each: " ".join(self.value(each[0]) or ["?"]), filled)
         return None if isinstance(filled, Unknown) else _result(re.sub(r"\\(?=\*)|['\"]", "", put_in))
 
     def _of_command(self, text: str) -> str | None:
-        """Return what `pwd`, `dirname "$0"`, `basename F .sh` or `cd "$X/.." && pwd` prints; None of any other."""
-        words = self._inner(text).made()
-        match [word for word in words if not isinstance(word, Unknown)]:
+        """Return what `pwd`, `dirname "$0"`, `basename F .sh`, `cd "$X/.." && pwd` or `echo "$X" | tr A-Z a-z` prints;
+        None of any other."""
+        words = [word for word in self.words(text, operators=True) if word != "--"]
+        match words if not any(isinstance(each, Unknown) for each in words) else []:
             case ["pwd"]:
                 return str(Path.cwd())
             case ["dirname", file]:
                 return str(Path(file).parent)
-            case ["basename", file, *end] if len(words) == 2 + len(end) and len(end) < 2:
+            case ["basename", file, *end] if len(end) < 2:
                 return Path(file).name.removesuffix(end[0] if end else "")
             case ["cd", folder, "&&", "pwd"]:
                 return os.path.abspath(folder)
+            case ["echo", word, "|", "tr", "[:upper:]" | "A-Z", "[:lower:]" | "a-z"]:
+                return word.lower()
         return None
 
 
@@ -373,22 +387,14 @@ def _number(node: ast.AST) -> int:
     return int(ast.literal_eval(node))
 
 
-def _spread(word: Word, elements: Sequence[str], quoted: bool, *, whole: bool) -> list[Word]:
-    """Put the value of a variable into a word: outside quotes its spaces end words, and an array has a word each."""
-    if quoted and not whole:
-        pieces = [*elements[:1]] or [""]
-    elif quoted:
-        pieces = [*elements]
+def spread(fields: Fields, elements: Sequence[str], quoted: bool, *, whole: bool = False) -> None:
+    """Put in the value of a variable: outside quotes its spaces end words, and a whole array has a word each."""
+    if quoted:
+        pieces = [*elements] if whole else [*elements[:1]] or [""]
     else:
         pieces = [piece for each in elements for piece in _split(each)]
-    if not pieces:
-        word.begun = (quoted and not whole) or bool(word.text)
-        return [word]
-    word.add(pieces[0])
-    rest = [Word(begun=True, quoted=quoted) for _ in pieces[1:]]
-    for each, piece in zip(rest, pieces[1:], strict=True):
-        each.add(piece)
-    return [word, *rest]
+    fields[-1] += pieces[:1]
+    fields += [[piece] for piece in pieces[1:]]
 
 
 def _split(text: str) -> list[str]:
@@ -398,18 +404,3 @@ def _split(text: str) -> list[str]:
     of = [Unknown.of(each, text.part, text.why) if text.why or text.part in each or "$" in each else each
           for each in text.split()]  # fmt: skip
     return of or [text]
-
-
-def _end(text: str, char: str, start: int) -> int:
-    found = text.find(char, start)
-    return len(text) if found < 0 else found
-
-
-def _closing(text: str, at: int, opens: str, closes: str) -> int:
-    """Return the place behind what closes the parenthesis or brace here."""
-    depth = 0
-    for place in range(at, len(text)):
-        depth += {opens: 1, closes: -1}.get(text[place], 0)
-        if not depth:
-            return place + 1
-    return len(text)

@@ -5,12 +5,25 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.read import text_of
-from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended, needless, other, taken, worked_out
+from rlexp.convert.rules import (
+    UNSAID,
+    ByTrainer,
+    Fate,
+    Refused,
+    Rule,
+    absent,
+    extended,
+    needless,
+    other,
+    taken,
+    worked_out,
+)
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm", "grpo")
 OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm grpo"
@@ -32,6 +45,15 @@ OF_QUANTIZED = (
 OTHERWISE = ("vllm_importance", "use_bias", "max_prompt")
 LIKE_TRL = [replace(rule, trainers=("grpo",)) for rule in rollouts.RULES
             if "grpo" in rule.trainers and not rule.names[0].startswith(OTHERWISE)]  # fmt: skip
+
+
+def _tokens(value: Any) -> Any:
+    """Return new tokens, which theirs may read from a file."""
+    tokens = value if isinstance(value, list) else [value]
+    if any(str(each).endswith(".txt") for each in tokens):
+        return Refused("theirs reads the tokens of this file: give them as model.add_tokens", Fate.INSTEAD)
+    return tokens
+
 
 RULES: tuple[Rule, ...] = extended(
     (*huggingface.RULES, *LIKE_TRL),
@@ -83,8 +105,9 @@ RULES: tuple[Rule, ...] = extended(
     other("columns", "data.columns", "rlexp maps field to column"),
     taken("max_length", "data.max_length", "tokens of prompt and answer; their default is the model's limit"),
     worked_out("truncation_strategy", "data.too_long"),
-    taken("packing padding_free", "data.packing",
-          "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows"),
+    taken("packing", "data.packing", "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows"),
+    taken("padding_free", "data.packing"),
+    absent("freeze_llm", "the language model is what is trained here", fate=Fate.INSTEAD),
     worked_out("system", "data.system"),
     absent("loss_type", "all tokens weigh the same", "cross_entropy", of=SUPERVISED, fate=Fate.INSTEAD),
     taken("streaming", "data.streaming"),
@@ -94,7 +117,7 @@ RULES: tuple[Rule, ...] = extended(
           to=lambda value: UNSAID if kinds.flag(value) else "never"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
-    taken("new_special_tokens", "model.add_tokens"),
+    taken("new_special_tokens", "model.add_tokens", to=_tokens),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
     worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size",
@@ -120,8 +143,9 @@ def convert(conv: Conversion) -> None:
     _task(conv)
     gpus = launchers.needed(conv)
     if conv.values["launch.nproc"].origin == "CUDA_VISIBLE_DEVICES" and gpus > 1:
-        why = "theirs is one process, whose model is spread over these GPUs; here each is a rank of its own"
+        why = "theirs is one process, whose model is spread over these GPUs; here they are one ring"
         conv.differs("CUDA_VISIBLE_DEVICES", why)
+        conv.put("parallel.ring_size", gpus, "CUDA_VISIBLE_DEVICES")
         gpus = 1  # replicas of theirs
     sized = huggingface.sizes(conv, gpus, "sequence_parallel_size", fill=LEAST_BATCH)
     ring = int(conv.whole("sequence_parallel_size"))

@@ -14,8 +14,7 @@ from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended,
 TRAINERS = ("dpo", "grpo", "rloo", "ppo", "cpo", "orpo", "sft", "kto", "bco", "reward")
 # Arguments that one trainer has and no other: a file does not name its trainer.
 TELLTALE = {
-    "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha loss_weights use_weighting "
-    "reference_free rpo_alpha",
+    "dpo": "discopop_tau f_divergence_type f_alpha_divergence_coef ld_alpha loss_weights use_weighting rpo_alpha",
     "grpo": "scale_rewards delta importance_sampling_level top_entropy_quantile use_bias_correction_kl "
     "off_policy_mask_threshold multi_objective_aggregation",
     "rloo": "normalize_advantages reward_clip_range rloo_k",
@@ -112,9 +111,10 @@ RULES: tuple[Rule, ...] = extended(
     *answers.weights("desirable_weight", "undesirable_weight", "kto"),
     worked_out("precompute_ref_log_probs", "reference=precompute", "dpo, bco, and kto with apo_zero_unpaired",
                of=f"dpo {SINGLE}"),
-    needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder max_completion_length "
-             "use_logits_to_keep max_target_length", "the numbers are the same; data.max_length is one limit",
-             of=f"{PAIRS} {SINGLE}"),
+    needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder use_logits_to_keep",
+             "the numbers are the same", of=f"{PAIRS} {SINGLE}"),
+    other("max_completion_length max_target_length", "data.max_length",
+          "one limit, for prompt and answer together; TRL before 0.29 cuts an answer there", of=f"{PAIRS} {SINGLE}"),
     absent("generate_during_eval", "use `python -m rlexp.generate`", of=f"{PAIRS} {SINGLE}"),
     needless("prompt_sample_size min_density_ratio max_density_ratio",
              "only with a function for embeddings, which a file does not name", of="bco"),
@@ -154,18 +154,18 @@ RULES: tuple[Rule, ...] = extended(
 
 def trainer_of(given: dict[str, Any]) -> str | None:
     """Return the trainer that a file is for, if an argument of it belongs to one trainer only."""
-    found = [name for name, words in TELLTALE.items() if set(words.split()) & given.keys()]
+    trainers = [name for name, words in TELLTALE.items() if set(words.split()) & given.keys()]
     loss = given.get("loss_type")
-    if not found and isinstance(loss, str) and loss in (*rollouts.DIVISORS, "bnpo"):
+    if not trainers and isinstance(loss, str) and loss in (*rollouts.DIVISORS, "bnpo"):
         return "grpo"
-    if not found and loss == "simpo":
+    if not trainers and loss == "simpo":
         return "cpo"
-    if not found and isinstance(loss, str):
-        found = [name for name, types in (("sft", OF_SFT), ("kto", answers.SINGLE)) if loss in types]
+    if not trainers and isinstance(loss, str):
+        trainers = [name for name, types in (("sft", OF_SFT), ("kto", answers.SINGLE)) if loss in types]
     losses = [str(each) for each in (loss if isinstance(loss, list) else [loss])]
-    if not found and losses and all(each in (*preference.LOSSES, preference.SFT) for each in losses):
+    if not trainers and losses and all(each in (*preference.LOSSES, preference.SFT) for each in losses):
         return "dpo"
-    return found[0] if len(found) == 1 else None
+    return trainers[0] if len(trainers) == 1 else None
 
 
 def convert(conv: Conversion) -> None:
@@ -213,10 +213,12 @@ def _engine(conv: Conversion) -> None:
 
 def _by_profile(conv: Conversion, name: str) -> None:
     profile = conv.text(name).rpartition("/")[2]
-    if (found := re.search(r"zero([0-3])", profile)) is not None:
-        conv.choose("engine", f"zero{found[1]}", name)
+    if (match := re.search(r"zero([0-3])", profile)) is not None:
+        conv.choose("engine", f"zero{match[1]}", name)
     elif "fsdp" in profile:
         conv.choose("engine", "fsdp2", name)
+    elif re.search("multi_gpu|single_gpu|ddp", profile):
+        conv.tell(Fate.NEEDLESS, name, "each rank holds the whole state, unless an engine splits it")
     else:
         conv.tell(Fate.OTHER, name, "the engine holds the training state: engine=zero3, as docs/engines.md says")
 
@@ -335,6 +337,9 @@ def _cpo(conv: Conversion) -> None:
 def _sft(conv: Conversion) -> None:
     answers.chosen_of(conv, answers.SUPERVISED, "nll")
     conv.choose("loss", "sft", "loss_type")
+    if conv.get("dataset_mixer"):
+        why = f"alignment-handbook packs rows by itself; {answers.OF_BLOCKS}"
+        conv.remark(Fate.OTHER, "packing", conv.get("packing", True), why)
     if not conv.flag("assistant_only_loss"):
         conv.notes.append(answers.OF_CONVERSATIONS)
         conv.tell(Fate.OTHER, "assistant_only_loss", ALONE)

@@ -270,6 +270,9 @@ def _generation(conv: Conversion, forward: int, steps: int) -> int:
             f"{argument}: is no multiple of gradient_accumulation_steps={steps}, so that a step "
             f"would take samples of two generations. rlexp has whole train batches of one rollout: give a multiple."
         )
+    if each > steps and conv.trainer == "grpo" and conv.get("loss_type") == "dapo" and conv.framework == "TRL":
+        why = f"TRL divides dapo's loss by the tokens of all {each // steps} train batches: its gradients are smaller"
+        conv.remark(Fate.OTHER, conv.name("generation_batch_size") or "steps_per_generation", size or each, why)
     return forward * each
 
 

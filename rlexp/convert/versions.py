@@ -39,8 +39,8 @@ CHANGES: Sequence[Change] = (
     Change("TRL", "grpo", "vllm_importance_sampling_clip_max", "0.26", 2.0),
     Change("ms-swift", "", "split_dataset_ratio", "3.6", 0.01),
     Change("ms-swift", "dpo", "rpo_alpha", "3.8", 1.0),
-    Change("ms-swift", "grpo", "top_p", "4.0", 0.9),
-    Change("ms-swift", "grpo", "top_k", "4.0", 50),
+    Change("ms-swift", "grpo", "top_p", "4.0.3", 0.9),
+    Change("ms-swift", "grpo", "top_k", "4.0.3", 50),
     Change("OpenRLHF", "ppo", "loss.normalize", "0.6.4", "sequence"),
     Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.5.7", 0.95),
     Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.0", 1.0),
@@ -88,7 +88,7 @@ def asked_for(words: Sequence[str]) -> tuple[str | None, tuple[str, Versions] | 
     return trainer, versions
 
 
-def told(framework: str, file: Path, given: Iterable[str]) -> Versions:
+def of_file(framework: str, file: Path, given: Iterable[str]) -> Versions:
     """Return the versions that a file may be for: by a requirement in it or beside it, or by its arguments' names."""
     package = next(name for name, of in PACKAGES.items() if of == framework)
     for each in (file, *sorted(file.parent.glob("*requirements*.txt")), file.parent / "uv.lock"):
@@ -97,8 +97,8 @@ def told(framework: str, file: Path, given: Iterable[str]) -> Versions:
         except OSError:
             continue
         pattern = rf'(?<![\w-]){package}(?:==|"\nversion = ")(\d+(?:\.\d+)*)'
-        if (found := re.search(pattern, text)) is not None:
-            return Versions(parsed(found[1]), parsed(found[1]))
+        if (match := re.search(pattern, text)) is not None:
+            return Versions(parsed(match[1]), parsed(match[1]))
     names = set(given)
     if framework == "ms-swift" and names & {"train_type", "tuner_type"}:
         return Versions((3,), (3, 9999)) if "train_type" in names else Versions((4,))

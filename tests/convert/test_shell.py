@@ -15,7 +15,7 @@ from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.read import plain, read
 from rlexp.convert.rules import Fate
 from rlexp.convert.shell import commands
-from tests.convert.texts import COMMAND, OPENRLHF, SWIFT, SWIFT_LORA, TRL, conversion, named, values, written
+from tests.convert.texts import COMMAND, FACTORY, OPENRLHF, SWIFT, SWIFT_LORA, TRL, conversion, named, values, written
 from tests.helpers.paths import FILES
 
 
@@ -51,6 +51,9 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
          "done\nc $L", ["c", "5"]),
         ("[ ] && { exit 1; }\nL=${L:-${M:-o}/x}\nc ${L^^} ${L/o/p} $(basename a/b.sh .sh)", ["c", "O/X", "p/x", "b"]),
         ("read -r -d '' X <<'EOF'\n--a $y\nEOF\nc \"${X# }\"; exit 0\nc 2", ["c", "--a $y"]),
+        (": ${X:=1}\n: \"${X:=2}\"\nc $X > >(tee -a log)", ["c", "1"]),
+        ("c $(echo A/b | tr '[:upper:]' '[:lower:]') $(cd -- \"$(dirname -- /usr/y)\" && pwd)", ["c", "a/b", "/usr"]),
+        ("[ ! -d / ] || c 1\nif [ -f /etc/passwd ]; then c 2; fi", ["c", "2"]),
         ("n=4\nc --a $(expr 16 / $n) $(expr 32 / $n / 3)", ["c", "--a", "4", "2"]),
         ("n=4 m=3\nc $((n)) $((8*16)) $(( (n + 1) * ${m} - 2 )) $((7 / 2)) $(((2 - 9) / 2)) $((9 % n))",
          ["c", "4", "128", "13", "3", "-3", "1"]),
@@ -153,7 +156,10 @@ def test_no_script_is_a_traceback() -> None:
             f"read -d '' X <<EOF\n--save_path $1\nEOF\n{OPENRLHF} $X",
             "save_path=$1: only bash knows what $1 is. Give the ",
         ),
-        (f"{TRL}beta: 0.1\nbeta: 0.5\n", "line 5: beta is given twice. Leave one of them out."),
+        (f"{FACTORY}pref_beta: 0.1\npref_beta: 0.5\n", "line 6: pref_beta is given twice. Leave one of them out."),
+        (f"mapfile -t X < <(cat x)\n{OPENRLHF} ${{X[@]}}", "line 1, `mapfile -t X` decides what $X is"),
+        (f"{OPENRLHF} --seed 1 \\ \n --beta 2", "the command of line 1 ends too early, at a space behind a backslash"),
+        (f"source a.sh\n{OPENRLHF} --seed $X", "X has no value in the script, and a.sh, which it takes in, is not"),
         ("trl dpo --config recipe.yaml --learning_rate 1e-6", "--config=recipe.yaml: the rest of the arguments are in"),
         (f"i=0\nwhile [ $i -lt 900 ]; do i=$((i + 1)); done\n{OPENRLHF}", "since its loops take more than 200 rounds."),
         (f"X=1\nunset X\n{OPENRLHF} --seed $X", "seed=$X: X has no value in the script."),
@@ -300,3 +306,13 @@ def test_the_folder_of_a_script_is_known(tmp_path: Path) -> None:
     script.write_text(f"c() {{ printf '%s\\n' c \"$@\"; }}\n{text}\n")
     told = subprocess.run(["bash", str(script)], check=True, timeout=240, capture_output=True, cwd=tmp_path, text=True)
     assert told.stdout.splitlines()[:4] == words[:4]
+
+
+def test_files_that_are_sourced_are_named_and_not_read(tmp_path: Path) -> None:
+    (tmp_path / "env.sh").write_text("LR=5\n")
+    script = (
+        "c 1\nD=.\nsource env.sh\n[ -f x ] && . $D/more.sh x\nfalse && . no.sh\nfor i in 1 2; do . env.sh; done\nc $LR"
+    )
+    first, *_, last = commands(script)
+    assert (first.sourced, last.sourced) == ((), ("env.sh", "./more.sh"))
+    assert last.words == ["c", "$LR"]
