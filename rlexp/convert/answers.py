@@ -16,6 +16,10 @@ OF_MICRO_BATCHES = (
     "Supervised training: theirs is a mean over the tokens of each micro-batch, ours over the trained tokens of the "
     "train batch."
 )
+OF_GPUS = (
+    "Supervised training: theirs is a mean over the tokens of each GPU, and then over the GPUs; ours over the trained "
+    "tokens of the train batch."
+)
 OF_MISMATCHES = (
     "KTO: theirs estimates the divergence from each micro-batch's prompts with answers of other rows, and averages it "
     "over the ranks. rlexp estimates it from all prompts and answers of the train batch."

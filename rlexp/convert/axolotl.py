@@ -184,6 +184,8 @@ def convert(conv: Conversion) -> None:
     _loss(conv)
     if conv.trainer in OF_DPO.split():
         adapters.precomputed(conv)
+    if conv.trainer == "sft" and gpus > 1:
+        conv.notes.append(answers.OF_GPUS)
     if packed and conv.trainer == "sft":
         conv.differs("sample_packing", answers.OF_BLOCKS)
     if packed and not any(conv.get(name) for name in BACKENDS):

@@ -25,7 +25,7 @@ from rlexp.convert.read import (
     trainer_of_axolotl,
 )
 from rlexp.convert.rules import Fate, Rule
-from rlexp.convert.shell import Call
+from rlexp.convert.shell import Call, Unknown
 from rlexp.convert.versions import Versions
 
 
@@ -44,6 +44,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "LLaMA-Factory": Framework(llamafactory.RULES, llamafactory.TRAINERS, llamafactory.convert),
 }
 OF_PROFILES = ("num_processes", "num_machines", "zero_stage", "offload_optimizer_device", "offload_param_device")
+NAMES = ("hydra.run.dir", "logger.run_name", "logger.project", "logger.group")  # no number depends on these
 SHORTEST = 8  # letters of an argument that is shortened
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
 # Trainers whose files are recognized and refused, with the option of ours that would have them.
@@ -80,6 +81,9 @@ def converted(
         raise ConvertError(f"{file}: {_unread(asked.framework, chosen)}")
     known = version[1] if version is not None else versions.of_file(asked.framework, file, asked.given)
     conv = of_asked(replace(asked, trainer=chosen), gpus, known, file.parent)
+    if asked.program:
+        conv.notes.insert(0, f"Program: {asked.program} is not TRL's own. It is taken to train as TRL's {chosen}: what "
+                             f"else its code does is not seen.")  # fmt: skip
     other = trl.trainer_of(asked.given) if asked.framework == "TRL" and trainer is not None else None
     if other not in (None, chosen):
         conv.notes.insert(0, f"Trainer: --trainer says {chosen}, and the file has arguments of {other} alone.")
@@ -122,12 +126,17 @@ def of_asked(
     variables = {name: value for name, value in asked.environment.items()
                  if name not in arguments and (name in known or name not in asked.used)}  # fmt: skip
     raw = {**launcher, **variables, **arguments}
+    unnamed = {name: value for name, value in raw.items()
+               if name in known and known[name].key in NAMES and isinstance(value, Unknown)}  # fmt: skip
+    raw = {name: value for name, value in raw.items() if name not in unnamed}
     for name, value in raw.items():
         if name in known and known[name].fate is Fate.TAKEN:
             refuse_unknown(name, value, asked.sourced)
     given = {name: plain(value) for name, value in raw.items()}
     conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables),
                       of_command=asked.of_command, versions=known_versions or Versions(), folder=folder)  # fmt: skip
+    for name, value in unnamed.items():
+        conv.remark(Fate.OTHER, name, value, f"only bash knows {value.part}: rlexp gives its own name")
     for name, value in asked.again:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:
@@ -153,7 +162,7 @@ def _spelled(given: Mapping[str, Any], known: Iterable[str], *, shortened: bool 
 def _with_yaml(asked: Asked, file: Path) -> Asked:
     """Put in the arguments of the yaml file that a command of TRL or ms-swift names. Those of the command win."""
     option = asked.framework in ("TRL", "ms-swift") and asked.of_command and "config" in asked.given
-    first = asked.positional[0] if asked.positional and asked.framework != "TRL" else ""
+    first = asked.positional[0] if asked.positional and (asked.framework != "TRL" or asked.program) else ""
     if not option and not first.endswith((".yaml", ".yml")):
         if asked.framework in ("LLaMA-Factory", "axolotl") and first and not asked.given:
             refuse_unknown("the yaml file", first)

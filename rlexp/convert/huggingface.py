@@ -105,8 +105,9 @@ RULES: tuple[Rule, ...] = (
     needless("dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor",
              "rows are tokenized once and then mapped"),
     needless("remove_unused_columns no_remove_unused_columns label_names ddp_find_unused_parameters ddp_bucket_cap_mb "
-             "ddp_backend use_liger_kernel average_tokens_across_devices torch_empty_cache_steps local_rank "
+             "ddp_backend use_liger_kernel torch_empty_cache_steps local_rank "
              "overwrite_output_dir", "no number depends on it here"),
+    absent("average_tokens_across_devices", "the tokens of all GPUs have one mean", True, fate=Fate.OTHER),
     absent("group_by_length", "no sample is moved by its length"),
     taken("train_sampling_strategy", "data.shuffle", "random is true, sequential is false",
           to=one_of({"random": True, "sequential": False}, "the order")),

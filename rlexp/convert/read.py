@@ -44,6 +44,7 @@ class Asked:
     of_command: bool = False
     used: frozenset[str] = frozenset()  # variables that the script reads too, as far as it does not set them
     sourced: tuple[str, ...] = ()  # other scripts that it takes in
+    program: str = ""  # not the trainer's own, but one that reads arguments as it does
 
 
 def read(file: Path, call: Call | None = None) -> Asked:
@@ -251,7 +252,7 @@ def _asked(command: Command) -> Asked | None:
     """Return what a command of a trainer asks for; None for any other command."""
     words, blank = command.words, command.words[-1] and not command.words[-1].strip()
     for place, word in enumerate(words):
-        for find in (_openrlhf, _trl, _swift, _factory, _axolotl):
+        for find in (_openrlhf, _trl, _swift, _factory, _axolotl, _recipe):
             if (match := find(words, place, word)) is None:
                 continue
             framework, trainer, after = match
@@ -265,7 +266,7 @@ def _asked(command: Command) -> Asked | None:
                 trainer = str(line.given.get("stage", "sft"))
             return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
                          command.around, line.again, of_command=True, used=command.used,
-                         sourced=command.sourced)  # fmt: skip
+                         sourced=command.sourced, program=word if find is _recipe else "")  # fmt: skip
     return None
 
 
@@ -285,6 +286,16 @@ def _trl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | 
         return None
     name = "rloo of TRL before 0.19" if "/rloo/" in word else script[1] or script[2]
     return "TRL", SCRIPTS_OF_TRL.get(name, name), place + 1
+
+
+def _recipe(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    """Recognize the programs of open-r1 and alignment-handbook, which have TRL's arguments, and copies of them."""
+    script = re.fullmatch(r"(?:\S*/)?(?:open_r1/|run_)(sft|grpo|dpo|orpo|kto|simpo)\.py", word)
+    rest = words[place + 1 :]
+    names = {each.removeprefix("--").partition("=")[0] for each in rest}
+    if script is None or not (any(each.endswith((".yaml", ".yml")) for each in rest) or len(OF_TRAINING & names) > 1):
+        return None
+    return "TRL", {"simpo": "cpo"}.get(script[1], script[1]), place + 1
 
 
 def _swift(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
