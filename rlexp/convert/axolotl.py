@@ -21,13 +21,13 @@ PLAIN_PLUGINS = re.compile("liger|cut_cross_entropy|lm_eval|kernels|swanlab|expe
 HUB = re.compile(r"[\w.-]+/[\w.-]+")
 # Keys of a source, and of a data set's columns.
 SOURCE = {"name": "subset", "split": "split", "revision": "revision", "field_messages": "columns.prompt",
-          "field_chosen": "columns.chosen", "field_rejected": "columns.rejected", "field_tools": "columns.tools",
-          "field": "columns.text", "text_column": "columns.text"}  # fmt: skip
+          "field_prompt": "columns.prompt", "field_chosen": "columns.chosen", "field_rejected": "columns.rejected",
+          "field_tools": "columns.tools", "text_column": "columns.text"}  # fmt: skip
 # Those of a type that is a mapping.
 OWN_TYPE = {"field_prompt": "prompt", "field_instruction": "prompt", "field_input": "input",
             "field_output": "completion", "field_completion": "completion", "field_label": "label",
             "field_chosen": "chosen", "field_rejected": "rejected", "field_system": "system"}  # fmt: skip
-TOLD = {"path", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train",
+TOLD = {"path", "field", "data_files", "ds_type", "type", "roles", "message_property_mappings", "roles_to_train",
         *SOURCE}  # fmt: skip
 SCORED = "bradley_terry.chat_template"
 # The columns of some of its types, by our fields.
@@ -224,6 +224,9 @@ def _model_config(conv: Conversion) -> None:
     rope = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or apart
     if rope is not None:
         model_keys.rope(conv, "rope_scaling" if apart else "overrides_of_model_config", rope)
+    if options.pop("output_router_logits", False):
+        name = f"{conv.spelled('overrides_of_model_config')}: output_router_logits"
+        conv.remark(Fate.INSTEAD, name, True, "no auxiliary loss for experts")
     for name, value in options.items():
         conv.remark(
             Fate.OTHER, f"{conv.spelled('overrides_of_model_config')}: {name}", value, "write it into config.json"
@@ -258,8 +261,11 @@ def _adapter(conv: Conversion) -> None:
     if kind:
         conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
     adapters.none(conv, "adapter")
-    if conv.get("bf16") is True and not conv.get("deepspeed"):
-        conv.differs("bf16", "weights that are trained are float32, theirs bfloat16 without DeepSpeed")
+    if conv.flag("bf16", not conv.flag("fp16")) and not any(
+        conv.get(name) for name in ("deepspeed", "fsdp", "fsdp_config")
+    ):
+        why = "weights that are trained are float32, theirs bfloat16 without DeepSpeed or FSDP"
+        conv.remark(Fate.OTHER, "bf16", conv.get("bf16", "auto"), why)
 
 
 def _normalize(conv: Conversion) -> None:
@@ -338,7 +344,8 @@ def _data(conv: Conversion) -> None:
         conv.put("data.system", prompt, by, why="its system_prompt")
     elif prompts - {""}:
         conv.remark(Fate.OTHER, f"{by}: system_prompt", sorted(prompts), "data.system is one for all sets")
-    whole = [str(source.get("type")).startswith(("completion", "pretrain")) for source in sources]
+    whole = [str(source.get("type")).startswith(("completion", "pretrain")) and conv.trainer == "sft"
+             for source in sources]  # fmt: skip
     if all(whole):
         conv.tell(Fate.NEEDLESS, "train_on_inputs", "a row that is a text is trained on whole")
     if any(whole):
@@ -378,7 +385,9 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
     of_file = files and kind in ("json", "parquet", None) and Path(str(files)).suffix
     conv.put(f"{key}.path", files if of_file else source.get("path"), by)
     renamed = {"field_messages": "columns.messages"} if conv.trainer == "sft" else {}
-    for theirs, ours in (SOURCE | renamed).items():
+    messages = str(source.get("type")).startswith(("sharegpt", "chat_template"))
+    field = {"field": "columns.messages" if messages and conv.trainer == "sft" else "columns.text"}
+    for theirs, ours in (SOURCE | renamed | field).items():
         value = source.get(theirs)
         if value is not None and value != ours.rpartition(".")[2]:
             conv.put(f"{key}.{ours}", value, by)

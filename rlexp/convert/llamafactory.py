@@ -54,6 +54,7 @@ RULES: tuple[Rule, ...] = extended(
     needless("use_unsloth use_unsloth_gc", "the numbers are the same"),
     absent("freeze_trainable_layers freeze_trainable_modules freeze_extra_modules", "use model.freeze",
            when=lambda conv: conv.text("finetuning_type") == "freeze", rest="only with finetuning_type=freeze"),
+    absent("train_mm_proj_only", "all weights are trained", fate=Fate.INSTEAD),
     absent("quantization_bit", adapters.QUANTIZED, until="quant"),
     absent("ref_model_quantization_bit", adapters.QUANTIZED, until="quant", of=REFERRED),
     needless("quantization_method quantization_type double_quantization quantization_device_map",
@@ -123,6 +124,8 @@ def convert(conv: Conversion) -> None:
     gpus = launchers.spread(conv, launchers.needed(conv), *SPLIT)
     huggingface.sizes(conv, gpus, "sequence_parallel_size")
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))
+    if conv.values["train.precision"].value == "fp32":
+        conv.differs("bf16", "without bf16 and fp16 theirs computes as the checkpoint is stored, ours in float32")
     huggingface.drop_last(conv)
     conv.choose("model", "hf")
     path = conv.needed("model_name_or_path", model_keys.TRAINED, "Qwen/Qwen3-0.6B")

@@ -314,6 +314,8 @@ def _lengths(conv: Conversion) -> None:
 
 def _held_out(conv: Conversion, paths: list[str]) -> None:
     if (path := conv.text("eval_dataset")) is None:
+        if conv.name("train_split") == "train_split" and conv.name("eval_split") and len(paths) == 1:
+            conv.put("data.eval_split", conv.text("eval_split"), "eval_split")  # until OpenRLHF 0.6: of the same set
         return
     if path not in paths and len(paths) == 1:
         conv.put("data.eval_path", path, "eval_dataset")
@@ -349,10 +351,9 @@ def _files(conv: Conversion, steps: int = 1) -> None:
 
 def _evaluation(conv: Conversion, steps: int) -> None:
     every = int(conv.whole("eval_steps"))
-    if conv.get("eval_dataset") is None:
+    if not {"data.eval_path", "data.eval_split"} & conv.values.keys():
         return
     if every > 0:
         conv.put("train.eval_every", every * steps, "eval_steps")
     elif conv.trainer != "ppo":
-        why = "once an epoch there: give train.eval_every, once `python -m rlexp.data` has said how many steps it has"
-        conv.differs("eval_steps", why)
+        conv.put("train.eval_every", "1 epoch", "eval_steps")

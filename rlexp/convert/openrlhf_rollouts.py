@@ -187,10 +187,11 @@ def _loss(conv: Conversion) -> None:
     conv.put("loss.clip_high", high, clip)
     if loss == "ppo":
         conv.put("loss.value_coef", 1.0, why="theirs adds the critic's loss as it is")
-        conv.notes.append(
-            "PPO: OpenRLHF's critic begins as the reward model or as critic_pretrain, ours with the policy's weights "
-            "(loss.critic)."
-        )
+        if conv.get("critic_pretrain") or conv.get("reward_pretrain"):
+            conv.notes.append(
+                "PPO: OpenRLHF's critic begins as the reward model or as critic_pretrain, ours with the policy's "
+                "weights (loss.critic)."
+            )
     elif estimator == "reinforce" and conv.number("gamma") != 1:
         conv.tell(Fate.ABSENT, "gamma", f"loss={loss} discounts no reward")
     if conv.flag("dynamic_filtering"):

@@ -176,8 +176,9 @@ def mapping_of(text: str, file: Path, repeated: list[tuple[str, Any]] | None = N
         return None
     if not isinstance(given, dict) or not all(re.fullmatch(r"[A-Za-z_][\w.-]*", str(name)) for name in given):
         return None
-    if lines and "stage" in given:  # LLaMA-Factory reads it by OmegaConf, which refuses that
-        name, line = lines.popitem()
+    unlike = [name for name, value in repeated or () if value != given.get(name)]
+    if unlike and "stage" in given:  # LLaMA-Factory reads it by OmegaConf, which refuses that
+        name, line = unlike[0], lines[unlike[0]]
         raise ConvertError(f"{file}, line {line}: {name} is given twice. Leave one of them out.")
     return {str(name): value for name, value in given.items()}
 

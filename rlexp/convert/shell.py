@@ -400,4 +400,4 @@ def _holds(words: Sequence[str]) -> bool | None:
 def _has_command(text: str) -> bool:
     """Recognize a command of a trainer in one word: it was quoted."""
     match = TRAINER.search(text)
-    return match is not None and re.compile(r"\s--|\.ya?ml\b").search(text, match.end()) is not None
+    return match is not None and re.compile(r"\s--|\s\S+\.ya?ml\b").search(text, match.end()) is not None

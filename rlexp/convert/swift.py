@@ -107,6 +107,11 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("truncation_strategy", "data.too_long"),
     taken("packing", "data.packing", "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows"),
     taken("padding_free", "data.packing"),
+    absent("freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters "
+           "trainable_parameters_regex", "all weights are trained, but for those that model.freeze names", 0, 0.0,
+           fate=Fate.INSTEAD),
+    other("custom_dataset_info", "data", "it describes data sets by name: give their data.path and data.columns"),
+    other("model_type", "model", "the model's own folder says it; a type of one's own code is not here"),
     absent("freeze_llm", "the language model is what is trained here", fate=Fate.INSTEAD),
     worked_out("system", "data.system"),
     absent("loss_type", "all tokens weigh the same", "cross_entropy", of=SUPERVISED, fate=Fate.INSTEAD),
@@ -122,7 +127,7 @@ RULES: tuple[Rule, ...] = extended(
     taken("dataset_num_proc", "data.workers"),
     worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size",
                default=1),
-    needless("attn_impl load_from_cache_file use_hf model_type lazy_tokenize",
+    needless("attn_impl load_from_cache_file use_hf lazy_tokenize",
              "no number depends on it here"),
     worked_out("NPROC_PER_NODE", "launch.nproc", rest=launchers.COUNTED),
     worked_out("NNODES", "launch.nodes", rest=launchers.ONE_NODE),
@@ -251,7 +256,11 @@ def _data(conv: Conversion) -> None:
         if most:
             why = "the first rows; theirs are drawn, or repeated up to it"
             conv.put(f"{key}.max_samples", int(most), "dataset", why=why)
-    conv.differs("dataset", f"{ROWS.get(conv.trainer, PAIRS)}; and the hub is Hugging Face's")
+    conv.differs(
+        "dataset",
+        f"{ROWS.get(conv.trainer, PAIRS)}; the hub is Hugging Face's, "
+        "and a set that ms-swift knows by name has other splits and columns there",
+    )
     strategy = conv.text("truncation_strategy", "left" if conv.trainer == "grpo" else "delete")
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")

@@ -181,6 +181,9 @@ def convert(conv: Conversion) -> None:
         rollouts.convert(conv, gpus // int(conv.whole(name, 1)), *sized)
         return
     _loss(conv)
+    if conv.get("dataset_mixer") and conv.flag("auto_insert_empty_system_msg", True):
+        why = "alignment-handbook gives rows without a system message an empty one; here the template does as it does"
+        conv.remark(Fate.OTHER, "auto_insert_empty_system_msg", True, why)
     if "precompute_ref_log_probs" in conv.by_name:
         adapters.precomputed(conv)
     _lengths(conv)
@@ -285,7 +288,8 @@ def _data(conv: Conversion) -> bool:
         conv.put("data.eval_split", conv.text("dataset_test_split"), "dataset_test_split")
         rows = True
     elif not rows and huggingface.evaluates(conv):
-        why = "datasets has no held-out rows: give data.eval_size, or data.sources.NAME.eval_split"
+        key = "data.eval_split" if len(sources) == 1 else "data.sources.NAME.eval_split"
+        why = f"{mixtures.argument(conv)} has no held-out rows: give data.eval_size, or {key}"
         conv.tell(Fate.OTHER, "eval_strategy", why)
     return rows
 

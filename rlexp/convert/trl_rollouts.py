@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -13,6 +14,7 @@ DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
 ELSEWHERE = "no number depends on it here"
 UNWEIGHED = "vLLM generates no samples, or no weight is asked for"
+WINDOWS = ("vllm_max_model_length", "vllm_max_model_len")  # of prompt and answer
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
 
 RULES: tuple[Rule, ...] = (
@@ -230,6 +232,9 @@ def _rollout(conv: Conversion, replicas: int, micro: int, steps: int, limit: str
     prompt = conv.whole(limit, least=1)
     why = "" if prompt else f"theirs has no limit of prompts; {LONG} tokens are allowed here"
     conv.put("data.max_length", conv.whole("max_completion_length") + (prompt or LONG), limit, why=why)
+    window = next((name for name in WINDOWS if conv.name(name)), None)
+    if window and (conv.whole(window) or math.inf) < conv.values["data.max_length"].value:
+        conv.differs(window, "prompt and answer together are no longer there: data.max_length")
     if prompt and limit == "max_prompt_length":
         conv.put("data.too_long", "truncate", limit, why="the start of a longer prompt is cut, as there")
 

@@ -102,6 +102,10 @@ def of_file(framework: str, file: Path, given: Iterable[str]) -> Versions:
     names = set(given)
     if framework == "ms-swift" and names & {"train_type", "tuner_type"}:
         return Versions((3,), (3, 9999)) if "train_type" in names else Versions((4,))
+    if framework == "TRL" and "vllm_device" in names:
+        return Versions((), (0, 17, 9999))
+    if framework == "OpenRLHF" and "train_split" in names:
+        return Versions((), (0, 6, 9999))
     if framework == "OpenRLHF":
         return Versions((0, 10, 2)) if any("." in name for name in names) else Versions((), (0, 10, 1))
     return Versions()

@@ -127,8 +127,11 @@ def test_no_script_is_a_traceback() -> None:
         (f"{OPENRLHF} --learning_rate $LR", "learning_rate=$LR: LR has no value in the script. Set it there, as LR="),
         (f"{OPENRLHF} --max_len $((8*X))", "max_len=$((8*X)): only bash knows what $((8*X)) is."),
         (f"{OPENRLHF} --max_len $((8/0))", "max_len=$((8/0)): only bash knows what $((8/0)) is."),
-        (f"D=$(date)\nS=$D/x\n{OPENRLHF} --save_path $S", "save_path=$(date)/x: only bash knows what $(date) is."),
-        (f"{OPENRLHF} --save_path out-$(date +%s)", "save_path=out-$(date +%s): only bash knows what $(date +%s) is."),
+        (
+            f"D=$(date)\nS=$D/x\n{OPENRLHF} --ref_pretrain $S",
+            "ref_pretrain=$(date)/x: only bash knows what $(date) is.",
+        ),
+        (f"{OPENRLHF} --seed 1$(date +%s)", "seed=1$(date +%s): only bash knows what $(date +%s) is."),
         (f"{OPENRLHF} --pretrain $1", "pretrain=$1: only bash knows what $1 is."),
         (
             f"{OPENRLHF}\n{OPENRLHF}",
@@ -153,8 +156,8 @@ def test_no_script_is_a_traceback() -> None:
             "ends at line 1, before a command of a trainer. If its arguments change",
         ),
         (
-            f"read -d '' X <<EOF\n--save_path $1\nEOF\n{OPENRLHF} $X",
-            "save_path=$1: only bash knows what $1 is. Give the ",
+            f"read -d '' X <<EOF\n--ref_pretrain $1\nEOF\n{OPENRLHF} $X",
+            "ref_pretrain=$1: only bash knows what $1 is. Give the ",
         ),
         (f"{FACTORY}pref_beta: 0.1\npref_beta: 0.5\n", "line 6: pref_beta is given twice. Leave one of them out."),
         (f"mapfile -t X < <(cat x)\n{OPENRLHF} ${{X[@]}}", "line 1, `mapfile -t X` decides what $X is"),
@@ -175,7 +178,7 @@ def test_what_cannot_be_known_is_one_message(text: str, said: str) -> None:
 CHOOSES = f"""if [ $MODE = lora ]; then
 {SWIFT_LORA} --lora_rank ${{1:-8}} --learning_rate $LR
 else
-{SWIFT} --learning_rate 1e-6 --output_dir "$1"
+{SWIFT} --learning_rate 1e-6 --ref_model "$1"
 fi
 """
 
@@ -185,9 +188,9 @@ fi
     [
         (["--set", "MODE=lora", "--set", "LR=1e-3"], {"adapter": "lora", "adapter.rank": 8, "optim.lr": 1e-3}),
         (["--set", "MODE=lora", "--set", "LR=1", "--", "32"], {"adapter.rank": 32}),
-        (["--line", "4", "--", "out"], {"optim.lr": 1e-6, "hydra.run.dir": "out"}),
+        (["--line", "4", "--", "out"], {"optim.lr": 1e-6, "reference.path": "out"}),
         ([], "--line 4."),
-        (["--set", "MODE=full"], "output_dir=$1: only bash knows what $1 is. Give the script's arguments behind --: "),
+        (["--set", "MODE=full"], "ref_model=$1: only bash knows what $1 is. Give the script's arguments behind --: "),
         (["--set", "MODE"], "--set MODE: must be a name, = and a value. For example: --set LR=1e-6."),
     ],
 )

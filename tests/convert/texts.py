@@ -27,6 +27,8 @@ AXOLOTL_LORA = AXOLOTL + "adapter: lora\nlora_r: 32\nlora_alpha: 64\nlora_dropou
 FACTORY_LORA = FACTORY.replace("finetuning_type: full\n", "")
 SWIFT_LORA = SWIFT.replace("--tuner_type full ", "")
 COMMAND = "trl dpo --model_name_or_path org/m --dataset_name org/d "
+AXOLOTL_SFT = AXOLOTL.replace("rl: dpo\n", "").replace("chat_template.default", "chat_template")
+SWIFT_SFT = SWIFT.replace("rlhf --rlhf_type dpo", "sft")
 
 
 def conversion(text: str, trainer: str | Sequence[str] | None = None, gpus: int | None = None) -> Conversion:
