@@ -14,7 +14,10 @@ from rlexp.convert.experiment import composed, overrides, text_of
 from rlexp.convert.rules import Fate
 from tests.convert.texts import conversion, named, values, written
 
-COUNTED = re.compile("NPROC|VISIBLE|nproc_per_node|config_file|num_processes")  # in files that say how many GPUs
+COUNTED = re.compile(
+    "NPROC|VISIBLE|include|nproc_per_node|config_file|num_processes"
+)  # in files that say how many GPUs
+IMAGES = "Images: "
 OTHER, ABSENT, NEEDLESS, INSTEAD, REMARK = Fate.OTHER, Fate.ABSENT, Fate.NEEDLESS, Fate.INSTEAD, "remark"
 # Our keys with their values, None for one that nothing sets; behind a fate, the arguments that have it, separated by
 # commas, or an empty text if none has it; and behind REMARK, what the comments say, even without --verbose.
@@ -52,7 +55,9 @@ def assert_becomes(conv: Conversion, wanted: Becomes) -> None:
     for fate, names in ((key, value) for key, value in wanted.items() if isinstance(key, Fate)):
         assert set(filter(None, names.split(", "))) <= named(conv, fate), (fate, named(conv, fate))
         assert names or not conv.lines[fate], fate
-    assert wanted.get(REMARK, "") in comments(conv)
+    text = comments(conv)
+    assert wanted.get(REMARK, "") in text
+    assert (IMAGES in text) == (wanted.get(REMARK) == IMAGES)
     assert not [line for lines in conv.lines.values() for line in lines if lines.count(line) > 1]
 
 

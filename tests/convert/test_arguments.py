@@ -13,7 +13,7 @@ from rlexp.config.chat_templates import NAMED
 from rlexp.convert import model_keys
 from rlexp.training.train.build import build_schedule
 from tests.convert import tables
-from tests.convert.tables import ABSENT, INSTEAD, NEEDLESS, OTHER, REMARK, Becomes, Table
+from tests.convert.tables import ABSENT, IMAGES, INSTEAD, NEEDLESS, OTHER, REMARK, Becomes, Table
 from tests.convert.texts import AXOLOTL, COMMAND, FACTORY, GRPO, OPENRLHF, RAY, SWIFT, SWIFT_SFT, TRL, written
 from tests.helpers.paths import ROOT
 from tests.helpers.schedules import rates_of
@@ -21,7 +21,7 @@ from tests.helpers.schedules import rates_of
 pytestmark = pytest.mark.usefixtures("folder")
 SWIFT_UNCOUNTED = SWIFT.removeprefix("NPROC_PER_NODE=4 ")
 MODEL = "model_name_or_path: org/m\n"
-IMAGES = "Images: "
+TEXTS = ("0906_1200", "007", "2024_01_01", "1_000", "inf", "nan", "0x10", "1e3")  # though they look like numbers
 ARGUMENTS: Table = {
     (TRL, "dpo"): {
         "save_strategy: epoch\neval_strategy: epoch\nsave_total_limit: 0\nreport_to: [none]\noutput_dir: ''\n"
@@ -47,10 +47,12 @@ ARGUMENTS: Table = {
         "lr_scheduler_type: cosine_with_restarts\nmax_completion_length: 9\nlabel_smoothing: 0.1\nlabel_smoothing: 0":
             {"optim.decay": "cosine", "loss.label_smoothing": 0.0, OTHER: "max_completion_length",
             NEEDLESS: "label_smoothing"},
-        "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}": {
-            INSTEAD: "lr_scheduler_kwargs"},
+        "lr_scheduler_type: cosine_with_restarts\nlr_scheduler_kwargs: {num_cycles: 3}\ntrust_remote_code: true": {
+            "model.trust_remote_code": None, INSTEAD: "lr_scheduler_kwargs", OTHER: "trust_remote_code"},
         "zero_stage: 3\noffload_optimizer_device: cpu\noffload_param_device: cpu\nparallelism_config_cp_size: 2":
             {"engine": "zero3", "engine.offload": "all", "train.batch_size": 32, "parallel.ring_size": 2}},
+    (TRL + "env: {WANDB_PROJECT: zz}\n", "dpo"): {f"run_name: {name}": {"logger.run_name": name, "logger.project": "zz"}
+        for name in ("my trl dpo run", "swift rlhf baseline", "openrlhf.cli.train_dpo")},
     (TRL, "sft"): {
         "train_sampling_strategy: sequential\nmax_seq_length: 77": {"data.shuffle": False, "data.max_length": 77},
         "train_sampling_strategy: group_by_length\nchat_template_path: org/m2": {"data.shuffle": None,
@@ -90,6 +92,15 @@ ARGUMENTS: Table = {
             "hydra.run.dir": None, REMARK: "Program: src/open_r1/sft.py is not TRL's own."}},
     "accelerate launch --num_processes 2 -m axolotl.cli.train pairs.yaml ": {
         "--learning-rate 1e-6": {"loss": "dpo", "optim.lr": 1e-6, "launch.nproc": 2, "data.path": "org/d"}},
+    f"WANDB_PROJECT=zz CUDA_VISIBLE_DEVICES=0,1 FOO=1 {COMMAND}": {"": {"logger.project": "zz", "launch.nproc": 2,
+        OTHER: "FOO"}},
+    f"export NPROC_PER_NODE=8\n{SWIFT_UNCOUNTED}": {"": {"launch.nproc": 8}},
+    f"export LR=1e-6\nA=1 srun --nodes 2 bash -c \"{OPENRLHF} ": {"--learning_rate $LR\"": {"optim.lr": 1e-6,
+        OTHER: "A", NEEDLESS: "srun"}},
+    OPENRLHF.replace("deepspeed", "deepspeed --include localhost:4,5"): {"": {"launch.nproc": 2}},
+    f"torchrun --nproc_per_node 4 --nnodes 2 trl/scripts/{COMMAND[4:].replace('dpo', 'dpo.py', 1)}": {"": {
+        "launch.nproc": 4, "launch.nodes": 2}},
+    "trl dpo --config recipe.yaml ": {"--learning_rate 1e-6": {"optim.lr": 1e-6, "model.path": "org/m"}},
     COMMAND: {
         "--logging_first_step --log_level info --eval_strategy steps": {"train.eval_every": 10,
             NEEDLESS: "logging_first_step, log_level"},
@@ -98,6 +109,8 @@ ARGUMENTS: Table = {
     COMMAND.replace("trl dpo", "accelerate launch --config_file two.yaml trl/scripts/dpo.py"): {
         "": {"train.batch_size": 64, "launch.nproc": 4, "engine": "zero3"}},
     OPENRLHF: {
+        **{f"--use_wandb $X --wandb_run_name {text}": {"logger.run_name": text, "logger": "wandb"} for text in TEXTS},
+        "--save_path 007 --beta 0.1 --beta 0.5": {"hydra.run.dir": "007", "loss.beta": 0.5, NEEDLESS: "beta"},
         f"--max_samples 300\necho {OPENRLHF}\n": {"data.max_samples": 300, "data.split": None, "loss": "dpo"},
         "--tokenizer_chat_template '{% for m in messages %}{{ m }}' --eval_dataset org/e --eval_steps -1":
             {"model.chat_template": None, "train.eval_every": "1 epoch", "data.eval_path": "org/e",

@@ -152,10 +152,8 @@ def test_what_cannot_run_as_it_is_says_why(tmp_path: Path) -> None:
     assert done.stdout.startswith("# @package _global_")
     assert "it does not run: reward.function=rewards:accuracy_reward: there is no module rewards" in done.stderr
     wrong = command("nothing.yaml", tmp_path)
-    assert (wrong.returncode, wrong.stderr) == (
-        1,
-        "rlexp: nothing.yaml: cannot be read (No such file or directory). Give a file.\n",
-    )
+    assert wrong.returncode == 1
+    assert wrong.stderr == "rlexp: nothing.yaml: cannot be read (No such file or directory). Give a file.\n"
 
 
 @pytest.mark.parametrize("framework", FRAMEWORKS)

@@ -117,10 +117,6 @@ WRONG_FILES: dict[str, tuple[bytes | None, str]] = {
     "no text": (bytes(range(256)), "is no text, and is none of the files that can be converted. These are: "),
     "50 MB": (b"a: 1\n" * 10_000_000, "is larger than 256 KiB, and is none of the files that can be converted."),
     "100,000 aliases": (f"a: &a 1\nb: [{'*a,' * 100_000}]\n".encode(), "is larger than 256 KiB, and is none of the "),
-    "aliases of aliases": (
-        "\n".join(f"a{each}: &a{each} [{f'*a{each - 1},' * 9 if each else '1'}]" for each in range(9)).encode(),
-        "cannot be read, since with its aliases it has more than 100,000 values.",
-    ),
 }
 
 
