@@ -1,7 +1,7 @@
 """Convert the settings of another trainer into an experiment of rlexp.
 
 python -m rlexp.convert recipe.yaml --trainer dpo --gpus 8        TRL, axolotl, LLaMA-Factory
-python -m rlexp.convert train.sh --name mine                      a command of OpenRLHF, TRL, ms-swift, LLaMA-Factory
+python -m rlexp.convert train.sh --name mine                      a command of any of them, OpenRLHF, ms-swift
 python -m rlexp.convert train.sh --set LR=1e-6 -- ARGUMENT        as `LR=1e-6 bash train.sh ARGUMENT` would run
 
 It prints an experiment file. Its first lines say what is trained otherwise, means something else or is missing; with

@@ -131,7 +131,7 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("excess_length_strategy", "data.too_long", default="drop"),
     taken("curriculum_sampling", "data.shuffle", "rows in their order", to=lambda value: not value),
     needless("sample_packing_sequentially", "samples are packed in their order"),
-    worked_out("sample_packing", "data.packing", "sft: theirs counts blocks of rows in a batch, rlexp counts rows"),
+    worked_out("sample_packing", "data.packing", "sft: theirs counts blocks of rows"),
     needless("eval_sample_packing pad_to_sequence_len", "held-out rows are packed as the others"),
     worked_out("datasets", "data=hf, data.path or data.sources"),
     worked_out("test_datasets", "data.eval_path, data.eval_split"),

@@ -42,7 +42,7 @@ TRUST = other("trust_remote_code", "model.trust_remote_code",
               "a recipe does not decide that a model's own code runs: give it on the command line")  # fmt: skip
 RULES: tuple[Rule, ...] = (
     worked_out("per_device_train_batch_size", "train.micro_batch_size, train.batch_size",
-               "theirs counts samples of a GPU; train.batch_size counts all samples of a step", default=8, least=1),
+               "theirs counts a GPU's samples; train.batch_size all of a step", default=8, least=1),
     worked_out("gradient_accumulation_steps", "train.batch_size", "rlexp derives train.grad_acc from the batch",
                least=1),
     taken("learning_rate", "optim.lr", default=5e-5),

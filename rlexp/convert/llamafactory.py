@@ -97,7 +97,7 @@ RULES: tuple[Rule, ...] = extended(
     absent("mix_strategy interleave_probs", "sources with data.sources.NAME.weight", "concat"),
     taken("preprocessing_num_workers", "data.workers"),
     worked_out("packing neat_packing", "data.packing",
-               "sft, pt: theirs counts blocks of rows in a batch, rlexp counts rows",
+               "sft, pt: theirs counts blocks of rows",
                "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
              "compute_accuracy sequence_parallel_mode include_effective_tokens_per_second",

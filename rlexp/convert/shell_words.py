@@ -41,6 +41,9 @@ Fields = list[list[str]]  # the words that one becomes, with the pieces of each:
 BRACED = re.compile(r"\$\{(#(?=\w))?([A-Za-z_]\w*|[0-9]+|[@*#])(\[[^\]]*\])?(.*)\}", re.S)
 
 
+PLACES = re.compile(r"\$\{!([A-Za-z_]\w*)\[[@*]\]\}")  # of the elements of an array
+
+
 class TooMuch(ValueError):
     """A script that is too deep, or whose variables make too much text."""
 
@@ -284,12 +287,18 @@ class Expansion:
                 fields[-1].append(part)
 
     def _put_braced(self, fields: Fields, part: str, quoted: bool) -> None:
-        """Put in `${NAME}`, `${#NAME}`, `${NAME:-default}`, `${NAME%.sh}` and their like."""
+        """Put in `${NAME}`, `${#NAME}`, `${!NAME[@]}`, `${NAME:-default}`, `${NAME%.sh}` and their like."""
+        if (array := PLACES.fullmatch(part)) is not None and array[1] in self.known:
+            spread(fields, [str(place) for place in range(len(self.known[array[1]]))], quoted, whole=True)
+            return
         if (match := BRACED.fullmatch(part)) is None:
             fields[-1].append(Unknown.of(part, part))
             return
         counts, name, index, rest = match.groups()
         whole, value = name in "@*" or index in ("[@]", "[*]"), self.value(name)
+        place = None if whole or index is None or value is None else self.result(index[1:-1])
+        if value is not None and place is not None and place >= 0:
+            value, index = value[place : place + 1] or [""], None
         plain = not rest and (whole or index in (None, "[0]"))
         if value is None and whole and index and not counts:  # no variable of the environment is an array
             value = []
@@ -363,7 +372,7 @@ class Expansion:
                 return str(Path(file).parent)
             case ["basename", file, *end] if len(end) < 2:
                 return Path(file).name.removesuffix(end[0] if end else "")
-            case ["cd", folder, "&&", "pwd"]:
+            case ["cd", folder, "&&", "pwd"] | ["readlink", "-f", folder] | ["realpath", folder]:
                 return os.path.abspath(folder)
             case ["echo", word, "|", "tr", "[:upper:]" | "A-Z", "[:lower:]" | "a-z"]:
                 return word.lower()

@@ -98,7 +98,7 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts",
                "the column is found by its name", default="text", of="sft"),
     worked_out("packing", "data.packing",
-               "theirs counts blocks of rows in a batch, rlexp counts rows", of="sft"),
+               "theirs counts blocks of rows", of="sft"),
     absent("packing_strategy", "no row is cut into pieces", "bfd", of="sft"),
     needless("eval_packing", "held-out rows count alike, packed or not", of="sft"),
     needless("shuffle_dataset", "an epoch has an order of its own in any case", of="sft"),

@@ -52,6 +52,8 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("read -r -d '' X <<'EOF'\n--a $y\nEOF\nc \"${X# }\"; exit 0\nc 2", ["c", "--a $y"]),
         (": ${X:=1}\n: \"${X:=2}\"\nc $X > >(tee -a log)", ["c", "1"]),
         ("c $(echo A/b | tr '[:upper:]' '[:lower:]') $(cd -- \"$(dirname -- /usr/y)\" && pwd)", ["c", "a/b", "/usr"]),
+        ("A=(a 'b c'); for i in \"${!A[@]}\"; do B+=(\"${A[$i]}\" ${A[i + 1]}); done\nc \"${B[@]}\" $(realpath /usr)",
+         ["c", "a", "b", "c", "b c", "/usr"]),
         ("[ ! -d / ] || c 1\nif [ -f /etc/passwd ]; then c 2; fi", ["c", "2"]),
         ("n=4\nc --a $(expr 16 / $n) $(expr 32 / $n / 3)", ["c", "--a", "4", "2"]),
         ("n=4 m=3\nc $((n)) $((8*16)) $(( (n + 1) * ${m} - 2 )) $((7 / 2)) $(((2 - 9) / 2)) $((9 % n))",
