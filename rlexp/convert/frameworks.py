@@ -45,6 +45,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 }
 OF_PROFILES = ("num_processes", "num_machines", "zero_stage", "offload_optimizer_device", "offload_param_device")
 NAMES = ("hydra.run.dir", "logger.run_name", "logger.project", "logger.group")  # no number depends on these
+COUNTS = ("launch.nproc", "launch.nodes")
 SHORTEST = 8  # letters of an argument that is shortened
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
 # Trainers whose files are recognized and refused, with the option of ours that would have them.
@@ -127,16 +128,20 @@ def of_asked(
                  if name not in arguments and (name in known or name not in asked.used)}  # fmt: skip
     raw = {**launcher, **variables, **arguments}
     unnamed = {name: value for name, value in raw.items()
-               if name in known and known[name].key in NAMES and isinstance(value, Unknown)}  # fmt: skip
+               if name in known and isinstance(value, Unknown)
+               and (known[name].key in NAMES or (gpus is not None and known[name].key in COUNTS))}  # fmt: skip
     raw = {name: value for name, value in raw.items() if name not in unnamed}
     for name, value in raw.items():
+        if name in known and known[name].key in COUNTS and isinstance(value, Unknown):
+            raise ConvertError(f"{name}={value}: only bash knows {value.part}. Say how many GPUs there are: --gpus=8.")
         if name in known and known[name].fate is Fate.TAKEN:
             refuse_unknown(name, value, asked.sourced)
     given = {name: plain(value) for name, value in raw.items()}
     conv = Conversion(asked.framework, trainer, given, framework.rules, gpus, raw, frozenset(variables),
                       of_command=asked.of_command, versions=known_versions or Versions(), folder=folder)  # fmt: skip
     for name, value in unnamed.items():
-        conv.remark(Fate.OTHER, name, value, f"only bash knows {value.part}: rlexp gives its own name")
+        instead = "--gpus says how many" if known[name].key in COUNTS else "rlexp gives its own name"
+        conv.remark(Fate.OTHER, name, value, f"only bash knows {value.part}: {instead}")
     for name, value in asked.again:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:

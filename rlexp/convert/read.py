@@ -82,7 +82,9 @@ def read(file: Path, call: Call | None = None) -> Asked:
 def _own_program(command: Command, file: Path) -> tuple[int, str]:
     """Say what can be done with a command that starts a program of the author's own, and how many arguments of a
     trainer it has."""
-    place = next((place for place, word in enumerate(command.words) if word.endswith(".py")), None)
+    first = command.words[0]
+    unknown = 0 if isinstance(first, Unknown) else None
+    place = next((place for place, word in enumerate(command.words) if word.endswith(".py")), unknown)
     if place is None:
         return 0, ""
     line = _Arguments(command.words[place + 1 :])
@@ -90,6 +92,12 @@ def _own_program(command: Command, file: Path) -> tuple[int, str]:
     count = len(OF_TRAINING & line.given.keys())
     if not files and count < 2:
         return 0, ""
+    if isinstance(first, Unknown) and not place and count > 1:
+        variables = re.findall(r"[A-Za-z_]\w*", first.part)
+        return count, (
+            f"line {command.line} starts {first}, and only bash knows what that is. Say it: "
+            f"--set {variables[0] if variables else 'VARIABLE'}=VALUE."
+        )
     cause = (
         f"line {command.line} starts {command.words[place]}, a program of its own, whose code decides what is trained."
     )
@@ -271,9 +279,10 @@ def _asked(command: Command) -> Asked | None:
     return None
 
 
-def _openrlhf(_: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    match = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(?:\.py)?", word)
-    if match is None or "openrlhf" not in word:
+def _openrlhf(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
+    match = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(\.py)?", word)
+    of_old = match is not None and match[2] and "--pretrain" in words[place:]  # examples/train_dpo.py
+    if match is None or not ("openrlhf" in word or of_old):
         return None
     trainer = {"train_ppo_ray": "ppo", "train_ppo": "ppo"}.get(match[1], match[1].removeprefix("train_"))
     return "OpenRLHF", trainer, place + 1

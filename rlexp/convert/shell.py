@@ -33,7 +33,7 @@ ARITHMETIC = re.compile(r"\(\((.*?)\)\)(?!\))", re.S)
 DEEPEST = 3
 MOST_ROUNDS = 200  # of all loops of a script
 ENDS = "exit"  # the last command of a script that ends before its text does
-TRAINER = re.compile(r"openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b|\baxolotl\b")
+TRAINER = re.compile(r"openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b|\baxolotl\b|\btrain_\w+\.py")
 NUMERIC = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
            "-ge": operator.ge}  # fmt: skip
 
@@ -320,8 +320,8 @@ class _Script(Expansion):
             self.used.discard(name)
             self._set(name, value, more=word.startswith(f"{name}+"), array=array is not None)
         if declares == "export" and name in self.known:
-            self.exported[name] = " ".join(self.known[name])
-        return name, " ".join(value)
+            self.exported[name] = joined(self.known[name], " ")
+        return name, joined(value, " ")
 
     def assign(self, name: str, value: list[str]) -> None:
         self._set(name, value)
@@ -337,7 +337,7 @@ class _Script(Expansion):
             after = [joined([before[0], " ", unknown])] if adds else [*before, unknown]
         self.known[name] = after
         if name in self.exported:
-            self.exported[name] = " ".join(after)
+            self.exported[name] = joined(after, " ")
 
     def _within(self, start: Place, prefix: dict[str, str], args: list[str] | None) -> None:
         """Follow a function, or a script that is one word of a command."""
