@@ -133,7 +133,6 @@ def test_no_script_is_a_traceback() -> None:
             "ref_pretrain=$(date)/x: only bash knows what $(date) is.",
         ),
         (f"{OPENRLHF} --seed 1$(date +%s)", "seed=1$(date +%s): only bash knows what $(date +%s) is."),
-        (f"{OPENRLHF} --pretrain $1", "pretrain=$1: only bash knows what $1 is."),
         (
             f"{OPENRLHF}\n{OPENRLHF}",
             "has 2 commands (OpenRLHF's dpo in line 1, OpenRLHF's dpo in line 2). Say which one is meant: --line 2.",
