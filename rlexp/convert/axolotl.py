@@ -202,7 +202,10 @@ def _evaluation(conv: Conversion, steps: int | None, rows: bool) -> None:
     """Set when held-out rows are evaluated, and checkpoints saved; by default theirs leaves the best model."""
     huggingface.evaluation(conv, steps, rows, default="steps" if conv.get("eval_steps") else "no")
     for what, key, wanted in (("eval", "train.eval_every", rows), ("save", "checkpoint.save_every", True)):
-        if wanted and (times := conv.whole(f"{what}s_per_epoch", 0)):
+        times = conv.whole(f"{what}s_per_epoch", 0)
+        if what == "eval" and times * conv.number("num_train_epochs") == 1:
+            conv.tell(Fate.NEEDLESS, "evals_per_epoch", "theirs skips a single evaluation of the whole run")
+        elif wanted and times:
             every = "1 epoch" if times == 1 else f"1/{times} epoch"
             conv.put(key, every, f"{what}s_per_epoch", f"{what}_strategy", f"{what}_steps")
     saves, evals = (conv.number(f"{what}s_per_epoch") for what in ("save", "eval"))
@@ -239,6 +242,8 @@ def _schedule(conv: Conversion, steps: int | None) -> None:
     least, decay = conv.number("cosine_min_lr_ratio"), conv.values.get("optim.decay")
     if least and decay is not None and decay.value == "cosine":
         conv.put("optim.min_lr_ratio", least, "cosine_min_lr_ratio")
+    if conv.given_value("warmup_steps") == 1:
+        conv.put("optim.warmup_steps", 2, "warmup_steps", why="as theirs, which takes no single step")
     if conv.given_value("warmup_steps") is not None or conv.given_value("warmup_ratio") is not None:
         return
     if steps is not None:
@@ -284,7 +289,7 @@ def _normalize(conv: Conversion) -> None:
         conv.differs("gradient_checkpointing", "activations stay on the GPU", Fate.ABSENT)
         given["gradient_checkpointing"] = True
     for what in ("save", "eval"):
-        if given.get(f"{what}_steps") and f"{what}_strategy" in given:
+        if given.get(f"{what}_steps") and given.get(f"{what}_strategy", "no") not in ("no", False):
             name = f"{what}_strategy"
             conv.remark(Fate.NEEDLESS, name, given.pop(name), f"{what}_steps decides")
     conv.given = given
@@ -405,5 +410,9 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
     for ours, theirs in COLUMNS.get(str(kind), {}).items():
         conv.put(f"{key}.columns.{ours}", theirs, by)
     if not str(kind).startswith(TEMPLATES):
-        whose = "model.chat_template" if "model.chat_template" in conv.values else "the tokenizer's template"
+        whose = (
+            "model.chat_template"
+            if "model.chat_template" in conv.values
+            else "the tokenizer's template, or as Role: text without one"
+        )
         conv.remark(Fate.OTHER, "datasets: type", source["type"], f"rows are written by {whose}")

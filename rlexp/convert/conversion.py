@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+from rlexp.base import plain_json
 from rlexp.base.errors import UserError
 from rlexp.base.secrets import masked
 from rlexp.convert import kinds
@@ -184,6 +186,9 @@ class Conversion:
 
     def mapping(self, name: str) -> dict[str, Any]:
         def fit(value: Any) -> dict[str, Any]:
+            if isinstance(value, str) and value.startswith("{"):
+                with contextlib.suppress(ValueError):
+                    value = plain_json.loads(value)
             if not isinstance(value, dict):
                 raise kinds.WrongKind("must be a mapping")
             return {str(key): each for key, each in value.items()}
@@ -251,10 +256,10 @@ class Conversion:
 
     def _list(self, fate: Fate, name: str, why: str, *, off: bool = True) -> None:
         """Add a line on an argument. One that is off needs none, unless that means something else here."""
-        if off and not self.given[name]:
+        known, value = name in self.elsewhere or name in self.environment, self.given[name]
+        if off and not value and (known or value in (None, False, "")):
             self.off.append(name)
         else:
-            known = name in self.elsewhere or name in self.environment
             self.lines[fate].append(Line(name, self.given[name], why, known))
 
     def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:

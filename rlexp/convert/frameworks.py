@@ -206,7 +206,11 @@ def _no_yaml(asked: Asked, named: str, file: Path, more: Sequence[str]) -> str:
 def _beside(named: str, file: Path) -> dict[str, Any] | None:
     """Return the mapping of a yaml file that a file names; None where it is not here."""
     path = next((path for path in (file.parent / named, Path(named)) if path.is_file()), None)
-    return mapping_of(text_of(path), path) if path else None
+    if path is None:
+        return None
+    if (given := mapping_of(text_of(path), path)) is None:
+        raise ConvertError(f"{path}: is no yaml with names and values. Correct it.")
+    return given
 
 
 def _with_profile(asked: Asked, file: Path) -> Asked:

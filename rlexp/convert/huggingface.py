@@ -328,7 +328,8 @@ def evaluation(
 
 
 def logger(conv: Conversion) -> None:
-    names = [each for each in conv.texts("report_to") if each != "none"]
+    off = conv.name("report_to") is not None and conv.given_value("report_to") is None
+    names = [] if off else [each for each in conv.texts("report_to") if each.lower() != "none"]
     known = [each for each in names if each in LOGGERS]
     conv.choose("logger", known[0] if known else "none", "report_to")
     if names != known[:1]:

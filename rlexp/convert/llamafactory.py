@@ -29,6 +29,7 @@ SPLIT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
 RULES: tuple[Rule, ...] = extended(
     huggingface.RULES,
+    needless("gradient_checkpointing activation_checkpointing", "disable_gradient_checkpointing says it"),
     worked_out("stage", "loss", rest="the loss is chosen"),
     worked_out("model_name_or_path", "model=hf, model.path"),
     huggingface.TRUST,
@@ -119,8 +120,9 @@ OF_PT = "their default for pt: "
 
 
 def convert(conv: Conversion) -> None:
-    if conv.flag("do_predict") and not conv.flag("do_train"):
-        conv.refuse("do_predict", "predicts, and trains nothing", "Convert a file that has do_train.")
+    for name in ("do_predict", "do_eval"):
+        if conv.flag(name) and not conv.flag("do_train"):
+            conv.refuse(name, "does that alone, and trains nothing", "Convert a file that has do_train.")
     gpus = launchers.spread(conv, launchers.needed(conv), *SPLIT)
     huggingface.sizes(conv, gpus, "sequence_parallel_size")
     steps = huggingface.shared(conv, bf16=conv.flag("pure_bf16"))

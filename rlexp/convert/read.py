@@ -64,6 +64,9 @@ def read(file: Path, call: Call | None = None) -> Asked:
     if len(meant) == 1:
         _refuse_undecided(file, meant[0][1], call or Call())
         return meant[0][1]
+    if of_trainers and not meant:
+        lines = ", ".join(str(command.line) for command, _ in of_trainers[:SHOWN])
+        raise ConvertError(f"--line {line}: {file} has no command of a trainer there. There is one in line {lines}.")
     if of_trainers:
         raise ConvertError(f"{file}: has {_several(of_trainers)}")
     if every and every[-1].words == [ENDS]:
@@ -204,8 +207,10 @@ def _wrong_line(text: str) -> str:
 def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
     if "base_model" in given:
         return Asked("axolotl", trainer_of_axolotl(given), given)
-    if "stage" in given or {"model", "train_dataset"} <= given.keys():
+    if {"model", "train_dataset"} <= given.keys():
         return Asked("LLaMA-Factory", str(given.get("stage", "v1")), given)
+    if {"stage", "finetuning_type"} & given.keys():
+        return Asked("LLaMA-Factory", str(given.get("stage", "sft")), given)
     if "model" in given and {"rlhf_type", "tuner_type", "train_type", OF_MEGATRON} & given.keys():
         return _with_variables(Asked("ms-swift", "megatron" if OF_MEGATRON in given else None, given))
     if not {"model_name_or_path", "sft_model_path", "dataset_name", "datasets", "dataset_mixture", "output_dir"} & {
@@ -388,15 +393,15 @@ def refuse_unknown(name: str, value: Any, sourced: Sequence[str] = ()) -> None:
     for each in value if isinstance(value, list) else [value]:
         if not isinstance(each, Unknown) or is_secret(name):
             continue
-        variable = re.fullmatch(r"\$\{?(\w+|[@*#])\}?", each.part)
+        variable, value = re.fullmatch(r"\$\{?(\w+|[@*#])\}?", each.part), masked(name, str(each))
         if variable is None:
-            raise ConvertError(f"{name}={each}: only bash knows what {each.part} is. Write the value in its place.")
+            raise ConvertError(f"{name}={value}: only bash knows what {each.part} is. Write the value in its place.")
         if not re.match(r"[A-Za-z_]", variable[1]):
             raise ConvertError(
-                f"{name}={each}: only bash knows what {each.part} is. Give the script's arguments behind --: "
+                f"{name}={value}: only bash knows what {each.part} is. Give the script's arguments behind --: "
                 f"python -m rlexp.convert FILE -- ARGUMENT."
             )
         raise ConvertError(
-            f"{name}={each}: {variable[1]} has no value in the script{elsewhere}. Set it there, as "
+            f"{name}={value}: {variable[1]} has no value in the script{elsewhere}. Set it there, as "
             f"{variable[1]}=VALUE, or say it: --set {variable[1]}=VALUE."
         )

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 
+from rlexp.base.secrets import HIDDEN, is_secret, masked
 from rlexp.convert.shell_words import ARRAY, ASSIGNMENT, Expansion, Token, Tokens, TooMuch, Unknown, joined, like
 
 __all__ = ("Command", "TooMuch", "Unknown", "commands")
@@ -28,10 +29,13 @@ SKIPPED = ("then", "else", "elif", "do", "}", "fi", "done", "esac", "time", "exe
 ASKING = ("grep", "command", "which", "type", "curl", "pgrep", "nc", "ping", "diff", "cmp", "read", "python", "python3")
 SILENT = ("echo", "printf", "trap", "alias")
 FUNCTION = re.compile(r"(?:function\s+([^\s(){}]+)[ \t]*(?:\([ \t]*\))?|([\w-]+)[ \t]*\([ \t]*\))\s*\{")
+ELEMENT = re.compile(r"([A-Za-z_]\w*)\[")
 GROUP = re.compile(r"\{(?=\s)|\(+")
 ARITHMETIC = re.compile(r"\(\((.*?)\)\)(?!\))", re.S)
-DEEPEST = 3
+MOST_WITHIN = 8  # functions and quoted scripts in each other
 MOST_ROUNDS = 200  # of all loops of a script
+MOST_COMMANDS = 20_000  # that are followed
+MOST_IN_A_TEST = 200  # words
 ENDS = "exit"  # the last command of a script that ends before its text does
 TRAINER = re.compile(r"openrlhf\.cli|\btrl\b|\bswift\b|\bllamafactory-cli\b|\baxolotl\b|\btrain_\w+\.py")
 NUMERIC = {"-eq": operator.eq, "-ne": operator.ne, "-lt": operator.lt, "-le": operator.le, "-gt": operator.gt,
@@ -86,7 +90,7 @@ class _Script(Expansion):
         self.functions: dict[str, Place] = {}
         self.exported: dict[str, str] = {}
         self.sourced: dict[str, None] = {}  # a set in the order of the script
-        self.rounds = MOST_ROUNDS
+        self.rounds, self.steps = MOST_ROUNDS, MOST_COMMANDS
         self.line, self.source = 0, ""  # of the command at hand
         self.doubt = ""  # the line that decides whether it runs, where that is not known
         self.status: Status = SUCCESS  # of the last command
@@ -148,10 +152,13 @@ class _Script(Expansion):
             self._through("}", runs=False)
         elif (arithmetic := tokens.take_match(ARITHMETIC)) is not None:
             if runs:
-                self.line, self.source, result = line, arithmetic[0], self.result(arithmetic[1])
+                self.line, self.source, result = line, arithmetic[0], self._counted(arithmetic[1])
                 self.status = (None, None) if result is None else (bool(result), bool(result))
         elif (group := tokens.take_match(GROUP)) is not None:
-            self._through("}" if group[0] == "{" else ")", runs)
+            if group[0] == "{":
+                self._through("}", runs)
+            else:
+                self._subshell(runs)
         elif self.next == "if":
             self._if(runs)
         elif self.next in ("while", "until"):
@@ -163,6 +170,26 @@ class _Script(Expansion):
         elif (words := tokens.take_command()) and runs:
             self.line = line
             self._simple(words)
+
+    def _subshell(self, runs: bool) -> None:
+        """Follow commands in parentheses, which change no variable outside and leave nothing there."""
+        outer = {**self.known}, {**self.exported}, self.args, self.folder
+        self._through(")", runs)
+        self.known, self.exported, self.args, self.folder = outer
+        self.left = ""
+
+    def _counted(self, terms: str) -> int | None:
+        """Return the value of (( … )), after what it does to a variable: N++, N += 2, N = M * 2."""
+        step = re.fullmatch(r"\s*(?:(\+\+|--)\s*)?([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.*))?\s*", terms, re.S)
+        if step is None or not (step[1] or step[3] or step[5]):
+            for name in re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))", terms):
+                self._set(name, [Unknown.of(f"${name}", f"${name}")])
+            return self.result(terms)
+        name, sign = step[2], step[1] or step[3]
+        before = self.result(name)
+        after = self.result(f"{name} {sign[0]} 1" if sign else f"{name} {step[4]} ({step[5]})" if step[4] else step[5])
+        self._set(name, [Unknown.of(f"${name}", f"${name}") if after is None else str(after)])
+        return before if step[3] else after
 
     def _doubt(self, holds: bool | None, keyword: str = "") -> None:
         """Remember the command at hand if it decides whether the next ones run, and only bash knows how."""
@@ -269,6 +296,9 @@ class _Script(Expansion):
     def _simple(self, written: list[str]) -> None:
         """Do what a command does to variables, and keep it if it is a program."""
         assigned = [*takewhile(ASSIGNMENT.match, written)]
+        self.steps -= 1
+        if self.steps < 0:
+            raise TooMuch(f"it runs more than {MOST_COMMANDS:,} commands")
         rest, declares = written[len(assigned) :], ""
         if rest and rest[0] in DECLARES:
             declares, *assigned = rest
@@ -277,8 +307,10 @@ class _Script(Expansion):
             [self.one(each) for each in rest] if rest[:1] == ["[["] else [e for each in rest for e in self.split(each)]
         )
         documents = [text if literal else self.filled(text) for text, literal in self.tokens.documents]
-        prefix = dict(self._assign(each, declares, keep=not rest) for each in assigned)
-        self.source = " ".join([*(f"{name}={value}" for name, value in prefix.items()), *words])
+        values = [self._value(each) for each in assigned] if declares else []  # of all before any is set
+        prefix = dict(self._assign(each, declares, keep=not rest, made=values[place] if values else None)
+                      for place, each in enumerate(assigned))  # fmt: skip
+        self.source = shown(written)
         self.status = (None, None) if words and words[0] in ASKING else SUCCESS
         match words:
             case ["true" | "false" | ":" as name, *_]:
@@ -287,8 +319,26 @@ class _Script(Expansion):
                 self.status = _holds(test), _holds(test)
             case ["unset", *names]:
                 for name in names:
-                    self.known.pop(name, None)
                     self.exported.pop(name, None)
+                    if (element := ELEMENT.match(name)) is not None:
+                        self._set(element[1], [Unknown.of(f"${element[1]}", f"${element[1]}")])
+                    self.known.pop(name, None)
+            case ["let", *terms]:
+                for term in terms:
+                    self._counted(term)
+            case ["cd", folder] if folder != "-" and not isinstance(folder, Unknown):
+                known = self.folder is not None and not self.doubt
+                self.folder = os.path.abspath(os.path.join(self.folder or "", folder)) if known else None
+                self._program(words, prefix)
+            case ["cd" | "pushd" | "popd", *_]:
+                self.folder = None
+            case ["eval", *others]:
+                tokens = Tokens(joined(others, " "), self.line)
+                self._within((tokens, tokens.at, tokens.token), prefix, self.args)
+            case ["printf", "-v", name, *_]:
+                self._set(name, [Unknown.of(f"${name}", f"${name}")])
+            case ["read", *others]:
+                self._read(others, documents)
             case ["exit" | "return" | "break" | "continue" as name, *_]:
                 if not self.doubt and (self.loops or name in ("exit", "return")):
                     self.left = "exit" if name == "return" and not self.depth else name
@@ -300,20 +350,40 @@ class _Script(Expansion):
                 self._set(name, [Unknown.of(f"${name}", f"${name}", f"line {self.line}, `{self.source}`")])
             case ["set", "--", *arguments]:
                 self.args = None if self.doubt else arguments
-            case [name, *arguments] if name in self.functions and self.depth < DEEPEST:
+            case [name, *arguments] if name in self.functions and self.depth < MOST_WITHIN:
                 self._within(self.functions[name], prefix, arguments)
             case [name, *others] if name not in SILENT:
-                if name == "read" and documents:
-                    self._set(words[-1], [like(documents[-1], documents[-1].strip())])
                 self.sourced |= dict.fromkeys(others[:1] if name in ("source", ".") else [])
                 self._program(words, prefix)
 
-    def _assign(self, written: str, declares: str, *, keep: bool) -> tuple[str, str]:
-        """Return the name and the value of an assignment. If it is one for the script, keep it."""
+    def _read(self, words: Sequence[str], documents: Sequence[str]) -> None:
+        """Give the variables of `read` what only bash knows, or the here-document that it reads whole."""
+        names, takes = list[str](), ""
+        for word in words:
+            if not takes and word.startswith("-") and len(word) > 1:
+                takes = word[-1] if word[-1] in "pdtnNui" else ""
+            elif takes:
+                takes = ""
+            else:
+                names.append(word)
+        for name in names:
+            whole = like(documents[-1], documents[-1].strip()) if documents and len(names) == 1 else None
+            self._set(name, [Unknown.of(f"${name}", f"${name}") if whole is None else whole])
+
+    def _value(self, written: str) -> tuple[str, list[str]]:
+        """Return an assignment as bash makes it, and the elements of its value."""
         array = ARRAY.fullmatch(written)
         word = self.one(written)
-        name, assigns, text = word.partition("=")
-        name, value = name.removesuffix("+"), self.words(array[2]) if array else [like(word, text)]
+        return word, self.words(array[2]) if array else [like(word, word.partition("=")[2])]
+
+    def _assign(
+        self, written: str, declares: str, *, keep: bool, made: tuple[str, list[str]] | None = None
+    ) -> tuple[str, str]:
+        """Return the name and the value of an assignment. If it is one for the script, keep it."""
+        array = ARRAY.fullmatch(written)
+        word, value = made or self._value(written)
+        name, assigns, _ = word.partition("=")
+        name = name.removesuffix("+")
         if declares == "local":
             self.hidden.setdefault(name, self.known.get(name))
         if keep and assigns:
@@ -329,6 +399,8 @@ class _Script(Expansion):
     def _set(self, name: str, value: list[str], *, more: bool = False, array: bool = False) -> None:
         if name in self.given:
             return
+        if (element := ELEMENT.match(name)) is not None:
+            name, value = element[1], [Unknown.of(f"${element[1]}", f"${element[1]}")]
         before = self.known.get(name, []) if more else []
         adds = bool(before) and not array
         after = [joined([before[0], value[0]])] if adds else [*before, *value]
@@ -355,7 +427,7 @@ class _Script(Expansion):
         self.depth -= 1
 
     def _program(self, words: list[str], prefix: dict[str, str]) -> None:
-        inner = [place for place, word in enumerate(words) if self.depth < DEEPEST and _has_command(word)]
+        inner = [place for place, word in enumerate(words) if self.depth < MOST_WITHIN and _has_command(word)]
         for place in inner:
             tokens, count = Tokens(words[place], self.line), len(self.commands)
             self._within((tokens, tokens.at, tokens.token), prefix, self.args)
@@ -372,6 +444,8 @@ class _Script(Expansion):
 
 def _holds(words: Sequence[str]) -> bool | None:
     """Say whether the words of `[ … ]` hold: && and || as well as -a and -o, and ! before one test."""
+    if len(words) > MOST_IN_A_TEST:
+        return None
     for operators, decisive in ((("||", "-o"), True), (("&&", "-a"), False)):
         places = [place for place, word in enumerate(words) if word in operators and 0 < place < len(words) - 1]
         if places:
@@ -395,6 +469,16 @@ def _holds(words: Sequence[str]) -> bool | None:
         case [one, by, other] if by in NUMERIC and all(re.fullmatch(r"-?\d+", each) for each in (one, other)):
             return bool(NUMERIC[by](int(one), int(other)))
     return None
+
+
+def shown(words: Sequence[str]) -> str:
+    """Return the words of a command as they may be shown."""
+    texts = []
+    for word in words:
+        name, equals, _ = word.partition("=")
+        hides = equals and ASSIGNMENT.match(word) and is_secret(name)
+        texts.append(f"{name}={HIDDEN}" if hides else str(masked("", word)))
+    return re.sub(r"(?i)(bearer|authorization:)\s+[^\s'\"]+", rf"\1 {HIDDEN}", " ".join(texts))
 
 
 def _has_command(text: str) -> bool:

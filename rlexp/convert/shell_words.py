@@ -19,6 +19,7 @@ from pathlib import Path
 
 OF_A_WORD = 64  # characters that a word counts for beside its own
 DEEPEST = 100  # of parentheses in each other
+LONGEST = 4096  # of a value that is cut
 MOST_PUT_IN = 1 << 24  # characters in place of variables, in a whole script: A=$A$A doubles them
 # Those of bash, which rounds a quotient towards 0.
 OPERATIONS: Mapping[type[ast.AST], Callable[[int, int], float]] = {
@@ -26,7 +27,7 @@ OPERATIONS: Mapping[type[ast.AST], Callable[[int, int], float]] = {
     ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le, ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }  # fmt: skip
-ASSIGNMENT = re.compile(r"[A-Za-z_]\w*\+?=")
+ASSIGNMENT = re.compile(r"[A-Za-z_]\w*(?:\[[^\]]*\])?\+?=")
 ARRAY = re.compile(r"([A-Za-z_]\w*\+?=)\((.*?)\)?", re.S)
 HOME = re.compile(r"\A((?:[A-Za-z_]\w*\+?=)?)~(?=/|$)")
 CONTINUED = re.compile(r"\\\r?\n")
@@ -204,6 +205,7 @@ class Expansion:
 
     def __init__(self, known: dict[str, list[str]], args: list[str] | None) -> None:
         self.known, self.args, self.room = known, args, MOST_PUT_IN
+        self.folder: str | None = str(Path.cwd())  # where the script is, as far as it is known
         self.used: set[str] = set()
 
     def words(self, text: str, *, operators: bool = False) -> list[str]:
@@ -267,6 +269,7 @@ class Expansion:
             fields[-1].append(self._computed(part))
         elif part[0] == "$" and len(part) > 1:
             value = self.value(part[1:])
+            value = [joined(value, " ")] if quoted and part == "$*" and value is not None else value
             spread(fields, [Unknown.of(part, part)] if value is None else value, quoted, whole=part in ("$@", "$*"))
         elif part[0] == '"':
             self._put_quoted(fields, part[1:].removesuffix('"'), escapes='"$`\\\n')
@@ -299,18 +302,22 @@ class Expansion:
         place = None if whole or index is None or value is None else self.result(index[1:-1])
         if value is not None and place is not None and place >= 0:
             value, index = value[place : place + 1] or [""], None
+        if quoted and value is not None and (name == "*" or index == "[*]") and not counts:
+            value = [joined(value, " ")]
         plain = not rest and (whole or index in (None, "[0]"))
         if value is None and whole and index and not counts:  # no variable of the environment is an array
             value = []
         if (default := re.match(r":?([-=+?])", rest)) is not None:
-            there = value is not None and (rest[0] != ":" or value not in ([""], []))
+            missing = self.args is not None and name.isdigit() and int(name) > len(self.args)
+            there = value is not None and not missing and (rest[0] != ":" or value not in ([""], []))
             if there and default[1] != "+":
                 spread(fields, value or [], quoted, whole=whole)
             elif default[1] == "?" or (default[1] == "+" and value is None):
                 fields[-1].append(Unknown.of(part, part))
             elif there or default[1] != "+":
                 text = rest[default.end() :]
-                texts = [self.filled(text.replace('"', ""))] if quoted else self.words(text)
+                unquoted = re.sub(r'(\\)?"', lambda each: '"' if each[1] else "", text)
+                texts = [self.filled(unquoted)] if quoted else self.words(text)
                 if default[1] == "=":
                     self.assign(name, [joined(texts, " ")])
                 spread(fields, texts, quoted=True, whole=True)
@@ -328,6 +335,8 @@ class Expansion:
         """Return a value without its start (#, ##) or its end (%, %%), or with another part (/, //)."""
         if isinstance(value, Unknown):
             return value
+        if len(value) > LONGEST:
+            return None
         if rest in ("^^", ",,"):
             return value.upper() if rest == "^^" else value.lower()
         match = re.fullmatch(r"(##?|%%?|//?)(.*)", rest, re.S)
@@ -367,13 +376,13 @@ class Expansion:
         words = [word for word in self.words(text, operators=True) if word != "--"]
         match words if not any(isinstance(each, Unknown) for each in words) else []:
             case ["pwd"]:
-                return str(Path.cwd())
+                return self.folder
             case ["dirname", file]:
                 return str(Path(file).parent)
             case ["basename", file, *end] if len(end) < 2:
                 return Path(file).name.removesuffix(end[0] if end else "")
-            case ["cd", folder, "&&", "pwd"] | ["readlink", "-f", folder] | ["realpath", folder]:
-                return os.path.abspath(folder)
+            case ["cd", path, "&&", "pwd"] | ["readlink", "-f", path] | ["realpath", path] if self.folder is not None:
+                return os.path.abspath(os.path.join(self.folder, path))
             case ["echo", word, "|", "tr", "[:upper:]" | "A-Z", "[:lower:]" | "a-z"]:
                 return word.lower()
         return None
@@ -398,8 +407,9 @@ def _number(node: ast.AST) -> int:
 
 def spread(fields: Fields, elements: Sequence[str], quoted: bool, *, whole: bool = False) -> None:
     """Put in the value of a variable: outside quotes its spaces end words, and a whole array has a word each."""
+    elements = elements if whole else elements[:1]
     if quoted:
-        pieces = [*elements] if whole else [*elements[:1]] or [""]
+        pieces = [*elements] if whole else [*elements] or [""]
     else:
         pieces = [piece for each in elements for piece in _split(each)]
     fields[-1] += pieces[:1]

@@ -63,7 +63,8 @@ RULES: tuple[Rule, ...] = extended(
            "grpo", of="grpo", fate=Fate.INSTEAD),
     absent("multi_turn_scheduler use_gym_env", "answers have one turn", of="grpo", fate=Fate.INSTEAD),
     absent("soft_cache_length soft_max_length", "use rollout.overlong", of="grpo"),
-    needless("sleep_level offload_optimizer offload_model move_model_batches external_plugins log_entropy "
+    absent("external_plugins", "code of one's own, which may change what is trained", fate=Fate.INSTEAD),
+    needless("sleep_level offload_optimizer offload_model move_model_batches log_entropy "
              "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,
              of="grpo"),
     worked_out("rlhf_type", "loss", "swift sft and swift pt are loss=sft", "the loss is chosen", of=OF_RLHF),
@@ -87,7 +88,7 @@ RULES: tuple[Rule, ...] = extended(
         worked_out("merge_lora", "checkpoint.export=merged", adapters.MERGED),
     ),
     worked_out("ref_adapters", "reference=adapter", "only the same adapter as adapters",
-               "the loss compares with no reference", of="dpo kto"),
+               "the loss compares with no reference", of="dpo kto grpo"),
     needless("lora_dtype tuner_backend use_swift_lora lora_ga_batch_size lora_ga_iters lora_ga_max_length "
              "lora_ga_direction lora_ga_scale lora_ga_stable_gamma", "an adapter's weights are float32"),
     absent("quant_method", adapters.QUANTIZED, until="quant"),

@@ -29,7 +29,7 @@ TELLTALE = {
 PAIRS, OF_CPO = "dpo cpo orpo", "cpo orpo"
 SINGLE = "kto bco"
 OFFLINE = f"{PAIRS} sft {SINGLE} reward"
-RATES = ByTrainer(dict.fromkeys(TRAINERS, 1e-6), ppo=3e-6, sft=2e-5, reward=1e-4, bco=5e-5)
+RATES = ByTrainer(dict.fromkeys(TRAINERS, 1e-6), ppo=3e-6, sft=2e-5, reward=1e-4, bco=5e-7)
 OF_SFT = (*answers.SUPERVISED, "dft")
 ORDERS = {"random": True, "sequential": False}
 ANOTHER = "another argument chooses the engine"
@@ -182,7 +182,10 @@ def convert(conv: Conversion) -> None:
         return
     _loss(conv)
     if conv.get("dataset_mixer") and conv.flag("auto_insert_empty_system_msg", True):
-        why = "alignment-handbook gives rows without a system message an empty one; here the template does as it does"
+        why = (
+            "alignment-handbook gives rows without a system message an empty one, and a tokenizer without <|im_start|> "
+            "ChatML's tokens (model.add_tokens)"
+        )
         conv.remark(Fate.OTHER, "auto_insert_empty_system_msg", True, why)
     if "precompute_ref_log_probs" in conv.by_name:
         adapters.precomputed(conv)

@@ -160,7 +160,7 @@ def _rloo(conv: Conversion) -> None:
 
 def _ppo(conv: Conversion) -> None:
     conv.choose("loss", "ppo")
-    conv.put("loss.value_lr", None, "learning_rate", why="the critic's too")
+    conv.put("loss.value_lr", None, why="learning_rate is the critic's too")
     for key in ("clip_low", "clip_high"):
         conv.put(f"loss.{key}", conv.number("cliprange"), "cliprange")
     if (penalty := conv.number("missing_eos_penalty")) is not None:

@@ -14,6 +14,8 @@ Version = tuple[int, ...]
 PACKAGES = {"trl": "TRL", "ms-swift": "ms-swift", "openrlhf": "OpenRLHF", "axolotl": "axolotl",
             "llamafactory": "LLaMA-Factory"}  # fmt: skip
 LATEST: Version = (9999,)
+VERSION = r"\d{1,6}(?:\.\d{1,6})*"
+MOST = 1 << 20  # characters of a file
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,17 @@ CHANGES: Sequence[Change] = (
     Change("TRL", "grpo", "top_k", "0.18", 50),
     Change("TRL", "grpo", "beta", "0.19", 0.04),
     Change("TRL", "grpo", "max_prompt_length", "0.26", 512),
+    Change("TRL", "grpo rloo", "max_completion_length", "1.10", 256),
+    Change("TRL", "grpo", "vllm_importance_sampling_correction", "0.23", False),
+    Change("TRL", "grpo", "vllm_importance_sampling_mode", "0.26", "token_truncate"),
+    Change("TRL", "reward", "learning_rate", "0.24", 5e-5),
+    Change("TRL", "bco", "learning_rate", "0.29", 5e-5),
     Change("TRL", "grpo", "vllm_importance_sampling_clip_max", "0.26", 2.0),
     Change("ms-swift", "", "split_dataset_ratio", "3.6", 0.01),
     Change("ms-swift", "dpo", "rpo_alpha", "3.8", 1.0),
     Change("ms-swift", "grpo", "top_p", "4.0.3", 0.9),
     Change("ms-swift", "grpo", "top_k", "4.0.3", 50),
+    Change("LLaMA-Factory", "", "cutoff_len", "0.9.1", 1024),
     Change("OpenRLHF", "ppo", "loss.normalize", "0.6.4", "sequence"),
     Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.5.7", 0.95),
     Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.0", 1.0),
@@ -70,7 +78,7 @@ class Versions:
 def changes_of(framework: str, trainer: str, names: Iterable[str]) -> list[Change]:
     known = set(names)
     return [each for each in CHANGES if each.framework == framework and each.name in known
-            and each.trainers in ("", trainer)]  # fmt: skip
+            and (not each.trainers or trainer in each.trainers.split())]  # fmt: skip
 
 
 def asked_for(words: Sequence[str]) -> tuple[str | None, tuple[str, Versions] | None]:
@@ -80,7 +88,7 @@ def asked_for(words: Sequence[str]) -> tuple[str | None, tuple[str, Versions] | 
         package, equals, version = word.partition("==")
         if not equals:
             trainer = word
-        elif package not in PACKAGES or not re.fullmatch(r"\d+(\.\d+)*", version):
+        elif package not in PACKAGES or not re.fullmatch(VERSION, version):
             raise ConfigError(f"--trainer {word}: must be one of {', '.join(PACKAGES)}, == and a version. For example: "
                               f"--trainer trl==0.15.")  # fmt: skip
         else:
@@ -93,10 +101,11 @@ def of_file(framework: str, file: Path, given: Iterable[str]) -> Versions:
     package = next(name for name, of in PACKAGES.items() if of == framework)
     for each in (file, *sorted(file.parent.glob("*requirements*.txt")), file.parent / "uv.lock"):
         try:
-            text = each.read_text(encoding="utf-8", errors="replace")
+            text = each.open(encoding="utf-8", errors="replace").read(MOST) if each.is_file() else ""
         except OSError:
             continue
-        pattern = rf'(?<![\w-]){package}(?:==|"\nversion = ")(\d+(?:\.\d+)*)'
+        text = text if each == file else re.sub(r"#.*", "", text)
+        pattern = rf'(?<![\w-]){package}(?:(?:\[[\w,-]*\])?==|"\nversion = ")({VERSION})'
         if (match := re.search(pattern, text)) is not None:
             return Versions(parsed(match[1]), parsed(match[1]))
     names = set(given)

@@ -278,7 +278,7 @@ def test_a_deepspeed_configuration_is_one_engine_for_every_trainer(
 OF_VERSIONS: Table = {
     (GRPO, "grpo trl==0.15"): {"": {"loss.beta": 0.04, "rollout.temperature": 0.9, "loss.normalize": "sequence",
         "train.precision": "fp32"}},
-    (f"# pip install trl==0.25\n{GRPO}", "grpo"): {"": {"loss.beta": 0.0, "data.max_length": 1024}},
+    (f"# pip install trl==0.25\n{GRPO}", "grpo"): {"": {"loss.beta": 0.0, "data.max_length": 768}},
     (SWIFT_SFT.replace("tuner_type", "train_type"), "ms-swift==3.5.1"): {"": {"data.eval_size": 0.01}},
     (SWIFT, "ms-swift==3.7"): {"": {"loss.sft_weight": 1.0}},
     (RAY, "openrlhf==0.6.3"): {"--init_kl_coef 0": {"loss.normalize": "sequence", "loss.lam": 0.95}},

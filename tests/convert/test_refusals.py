@@ -70,7 +70,7 @@ REFUSED: Table = {
     RAY.partition("--reward")[0]: {
         "--agent_func_path agent.py": "agent_func_path=agent.py: an agent scores the answers"},
     FACTORY: {
-        "do_predict: true": "do_predict=True: predicts, and trains nothing.",
+        "do_predict: true": "do_predict=True: does that alone, and trains nothing.",
         "dataset_dir: nowhere": "dataset_info.json, and there is none here"},
     "": {
         **dict.fromkeys(UNKNOWN, "is none of the files that can be converted"),
