@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +46,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
 }
 OF_PROFILES = ("num_processes", "num_machines", "zero_stage", "offload_optimizer_device", "offload_param_device")
 NAMES = ("hydra.run.dir", "logger.run_name", "logger.project", "logger.group")  # no number depends on these
+SETTING_UP = re.compile(r"(?:activate|conda\.sh|bashrc|profile|setup_vars\.sh|set_env\.sh)$")  # of a machine
 COUNTS = ("launch.nproc", "launch.nodes")
 SHORTEST = 8  # letters of an argument that is shortened
 OF_PYTHON = ("-m", "-u")  # options of `python -m trl`
@@ -85,6 +87,10 @@ def converted(
     if asked.program:
         conv.notes.insert(0, f"Program: {asked.program} is not TRL's own. It is taken to train as TRL's {chosen}: what "
                              f"else its code does is not seen.")  # fmt: skip
+    if sourced := [each for each in asked.sourced if SETTING_UP.search(each) is None]:
+        conv.notes.append(
+            f"Sourced: {', '.join(sourced)} is not read; what it sets is not seen (--set VARIABLE=VALUE)."
+        )
     other = trl.trainer_of(asked.given) if asked.framework == "TRL" and trainer is not None else None
     if other not in (None, chosen):
         conv.notes.insert(0, f"Trainer: --trainer says {chosen}, and the file has arguments of {other} alone.")

@@ -427,6 +427,7 @@ class _Script(Expansion):
         self.depth -= 1
 
     def _program(self, words: list[str], prefix: dict[str, str]) -> None:
+        outer = {**self.known}, {**self.exported}
         inner = [place for place, word in enumerate(words) if self.depth < MOST_WITHIN and _has_command(word)]
         for place in inner:
             tokens, count = Tokens(words[place], self.line), len(self.commands)
@@ -434,6 +435,7 @@ class _Script(Expansion):
             for number, each in enumerate(self.commands[count:], count):
                 self.commands[number] = replace(each, around=[*words[:place], *each.around])
         if inner:
+            self.known, self.exported = outer
             return
         environment = self.exported | self.prefix | prefix
         self.taken([*environment])

@@ -94,7 +94,7 @@ ARGUMENTS: Table = {
         "--learning-rate 1e-6": {"loss": "dpo", "optim.lr": 1e-6, "launch.nproc": 2, "data.path": "org/d"}},
     f"WANDB_PROJECT=zz CUDA_VISIBLE_DEVICES=0,1 FOO=1 {COMMAND}": {"": {"logger.project": "zz", "launch.nproc": 2,
         OTHER: "FOO"}},
-    f"export NPROC_PER_NODE=8\n{SWIFT_UNCOUNTED}": {"": {"launch.nproc": 8}},
+    f"export NPROC_PER_NODE=8\n. ./a.sh\n{SWIFT_UNCOUNTED}": {"": {"launch.nproc": 8, REMARK: "./a.sh is not read"}},
     f"export LR=1e-6\nA=1 srun --nodes 2 bash -c \"{OPENRLHF} ": {"--learning_rate $LR\"": {"optim.lr": 1e-6,
         OTHER: "A", NEEDLESS: "srun"}},
     OPENRLHF.replace("deepspeed", "deepspeed --include localhost:4,5"): {"": {"launch.nproc": 2}},
