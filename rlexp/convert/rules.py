@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from rlexp.convert.conversion import Conversion
+from typing import Any
 
 
 class Fate(Enum):
@@ -40,7 +37,7 @@ class Rule:
     trainers: tuple[str, ...] = ()  # that have it; empty: all
     until: tuple[str, ...] = ()  # options and keys of ours with which a rule that refuses is no longer right
     rest: str = ""  # why a value that asks for something sets nothing, where no code says it
-    when: Callable[[Conversion], Any] | None = None  # whether it means anything in this file; else `rest` says why not
+    when: Callable[[Any], Any] | None = None  # whether it means anything in a conversion; else `rest` says why not
     alias: str = ""  # the name by which code that several trainers share asks for it
     split: str | None = None  # what separates the texts that one may hold
     least: float | None = None  # of a number

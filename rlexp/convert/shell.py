@@ -183,7 +183,7 @@ class _Script(Expansion):
         step = re.fullmatch(r"\s*(?:(\+\+|--)\s*)?([A-Za-z_]\w*)\s*(?:(\+\+|--)|([-+*/%]?)=(?!=)(.*))?\s*", terms, re.S)
         if step is None or not (step[1] or step[3] or step[5]):
             for name in re.findall(r"([A-Za-z_]\w*)\s*(?:\+\+|--|[-+*/%]?=(?!=))", terms):
-                self._set(name, [Unknown.of(f"${name}", f"${name}")])
+                self._forget(name)
             return self.result(terms)
         name, sign = step[2], step[1] or step[3]
         before = self.result(name)
@@ -317,44 +317,54 @@ class _Script(Expansion):
                 self.status = name != "false", name != "false"
             case ["test", *test] | ["[" | "[[", *test, _]:
                 self.status = _holds(test), _holds(test)
+            case ["exit" | "return" | "break" | "continue" as name, *_]:
+                if not self.doubt and (self.loops or name in ("exit", "return")):
+                    self.left = "exit" if name == "return" and not self.depth else name
+            case ["eval", *others]:
+                tokens = Tokens(joined(others, " "), self.line)
+                self._within((tokens, tokens.at, tokens.token), prefix, self.args)
+            case [name, *arguments] if name in self.functions and self.depth < MOST_WITHIN:
+                self._within(self.functions[name], prefix, arguments)
+            case [name, *others] if not self._builtin(words, documents) and name not in SILENT:
+                self.sourced |= dict.fromkeys(others[:1] if name in ("source", ".") else [])
+                self._program(words, prefix)
+
+    def _builtin(self, words: Sequence[str], documents: Sequence[str]) -> bool:
+        """Do what a command of bash does to variables, arguments or the folder. Return whether it is one."""
+        match words:
             case ["unset", *names]:
                 for name in names:
                     self.exported.pop(name, None)
-                    if (element := ELEMENT.match(name)) is not None:
-                        self._set(element[1], [Unknown.of(f"${element[1]}", f"${element[1]}")])
                     self.known.pop(name, None)
+                    if (element := ELEMENT.match(name)) is not None:
+                        self._forget(element[1])
             case ["let", *terms]:
                 for term in terms:
                     self._counted(term)
             case ["cd", folder] if folder != "-" and not isinstance(folder, Unknown):
                 known = self.folder is not None and not self.doubt
                 self.folder = os.path.abspath(os.path.join(self.folder or "", folder)) if known else None
-                self._program(words, prefix)
             case ["cd" | "pushd" | "popd", *_]:
                 self.folder = None
-            case ["eval", *others]:
-                tokens = Tokens(joined(others, " "), self.line)
-                self._within((tokens, tokens.at, tokens.token), prefix, self.args)
             case ["printf", "-v", name, *_]:
-                self._set(name, [Unknown.of(f"${name}", f"${name}")])
+                self._forget(name)
             case ["read", *others]:
                 self._read(others, documents)
-            case ["exit" | "return" | "break" | "continue" as name, *_]:
-                if not self.doubt and (self.loops or name in ("exit", "return")):
-                    self.left = "exit" if name == "return" and not self.depth else name
+            case ["mapfile" | "readarray", *others]:
+                name = next((each for each in others if each and not each.startswith("-")), "MAPFILE")
+                self._forget(name, f"line {self.line}, `{self.source}`")
             case ["shift", *count]:
                 places = int(count[0]) if count and count[0].isdecimal() else 1
                 self.args = None if self.doubt or self.args is None else self.args[places:]
-            case ["mapfile" | "readarray", *others]:
-                name = next((each for each in others if each and not each.startswith("-")), "MAPFILE")
-                self._set(name, [Unknown.of(f"${name}", f"${name}", f"line {self.line}, `{self.source}`")])
             case ["set", "--", *arguments]:
                 self.args = None if self.doubt else arguments
-            case [name, *arguments] if name in self.functions and self.depth < MOST_WITHIN:
-                self._within(self.functions[name], prefix, arguments)
-            case [name, *others] if name not in SILENT:
-                self.sourced |= dict.fromkeys(others[:1] if name in ("source", ".") else [])
-                self._program(words, prefix)
+            case _:
+                return False
+        return True
+
+    def _forget(self, name: str, why: str = "") -> None:
+        """Give a variable a value that only bash knows."""
+        self._set(name, [Unknown.of(f"${name}", f"${name}", why)])
 
     def _read(self, words: Sequence[str], documents: Sequence[str]) -> None:
         """Give the variables of `read` what only bash knows, or the here-document that it reads whole."""

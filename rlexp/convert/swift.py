@@ -63,7 +63,7 @@ RULES: tuple[Rule, ...] = extended(
            "grpo", of="grpo", fate=Fate.INSTEAD),
     absent("multi_turn_scheduler use_gym_env", "answers have one turn", of="grpo", fate=Fate.INSTEAD),
     absent("soft_cache_length soft_max_length", "use rollout.overlong", of="grpo"),
-    absent("external_plugins", "code of one's own, which may change what is trained", fate=Fate.INSTEAD),
+    absent("external_plugins", "its code is not here", fate=Fate.INSTEAD),
     needless("sleep_level offload_optimizer offload_model move_model_batches log_entropy "
              "vllm_max_num_seqs vllm_enforce_eager vllm_limit_mm_per_prompt max_resample_times", rollouts.ELSEWHERE,
              of="grpo"),
@@ -111,7 +111,7 @@ RULES: tuple[Rule, ...] = extended(
     absent("freeze_parameters freeze_parameters_regex freeze_parameters_ratio trainable_parameters "
            "trainable_parameters_regex", "all weights are trained, but for those that model.freeze names", 0, 0.0,
            fate=Fate.INSTEAD),
-    other("custom_dataset_info", "data", "give data.path and data.columns, as it describes them"),
+    other("custom_dataset_info", "data", "give data.path and data.columns"),
     other("model_type", "model", "the model's own folder says it; a type of one's own code is not here"),
     absent("freeze_llm", "the language model is what is trained here", fate=Fate.INSTEAD),
     worked_out("system", "data.system"),

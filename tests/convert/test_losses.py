@@ -69,10 +69,11 @@ LOSSES: Table = {
             OTHER: "max_prompt_length", NEEDLESS: "precompute_ref_log_probs"},
         "loss_type: apo_zero_unpaired\nbeta: 0.2": {"loss": "apo_zero_unpaired", "loss.beta": 0.2},
         "loss_type: bco\ndesirable_weight: 1.0": {"loss": "kto", INSTEAD: "loss_type"},
-        "prompt_sample_size: 512": {"loss": "bco", "loss.shift": "mean", "data.shuffle": None, "optim.lr": 5e-5,
+        "prompt_sample_size: 512": {"loss": "bco", "loss.shift": "mean", "data.shuffle": None, "optim.lr": 5e-7,
             NEEDLESS: "prompt_sample_size", REMARK: "BCO: theirs moves the mean reward with each micro-batch"},
-        "total_episodes: 1000\nsave_steps: 5\neval_strategy: steps\neval_steps: 7\nnum_ppo_epochs: 3":
-            {"reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15", "train.eval_every": 21}},
+        "total_episodes: 10\nsave_steps: 5\neval_strategy: steps\neval_steps: 7\nnum_ppo_epochs: 3\nlearning_rate: 1": {
+            "reward.path": "EleutherAI/pythia-160m", "checkpoint.save_every": "15", "train.eval_every": 21,
+            "optim.lr": 1}},
     (TRL, "cpo"): {"loss_type: hinge": {"loss": "cpo", INSTEAD: "loss_type"}},
     (TRL, "orpo"): {"beta: 0.2\nmax_length: 512": {"loss": "orpo", "loss.beta": 0.2, "loss.sft_weight": 1.0,
         "data.max_length": 512, REMARK: "ORPO: the likelihood in theirs counts the tokens of the prompt too"}},
