@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from omegaconf.errors import InterpolationResolutionError
 
@@ -89,3 +91,21 @@ def test_what_cannot_be_is_refused(words: tuple[str, ...], said: str) -> None:
 def test_a_train_batch_need_not_divide_where_tokens_are_counted() -> None:
     cfg = compose_config(["launch.device=cpu", "launch.nproc=8", "train.batch_size=12"])
     assert (cfg.train.grad_acc, cfg.parallel.dp_size) == (None, 8)
+
+
+def test_the_busiest_replica_s_share_of_a_batch_is_what_counts() -> None:
+    """Every batch of up to 20 pairs over up to 8 replicas, dealt by one to each in turn."""
+    cfg = compose_config(["launch.device=cpu", "data.max_length=300"])
+    for replicas in range(1, 9):
+        for batch in range(replicas, 21):
+            share = len(range(0, batch, replicas))
+            of_batch = dataclasses.replace(
+                cfg,
+                parallel=dataclasses.replace(cfg.parallel, dp_size=replicas),
+                train=dataclasses.replace(cfg.train, batch_size=batch),
+            )
+            one_each = dataclasses.replace(
+                of_batch, train=dataclasses.replace(of_batch.train, max_tokens_per_micro_batch=600)
+            )
+            assert at_once(of_batch) == AtOnce(tokens=min(ON_CPU, share * 600)), (batch, replicas)
+            assert micro_batches(one_each) == share, (batch, replicas)

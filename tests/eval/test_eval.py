@@ -256,6 +256,39 @@ def test_a_value_of_the_run_is_said_to_be_the_runs(tmp_path: Path) -> None:
         assert ("had this value" in str(refusal.value)) == its_own
 
 
+HAD = {"eval.buckets": [7, 9], "loss.beta": 0.3, "data.eval_size": 5, "model.window": 48, "data.max_length": 96}
+
+
+def words_of(keys: dict[str, Any]) -> list[str]:
+    return [f"{key}={value}".replace(" ", "") for key, value in keys.items()]
+
+
+@pytest.fixture(scope="module")
+def run_of_keys(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A run's folder with all of its checkpoint that says what was asked for."""
+    folder = tmp_path_factory.mktemp("keys") / "run"
+    checkpoint = folder / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    config = to_plain(compose_config(["launch.device=cpu", *words_of(HAD)]))
+    (checkpoint / "position.json").write_text(json.dumps({"config": config}))
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "typed",
+    [
+        {"eval.buckets": [5, 11, 30], "loss.beta": 0.7, "model.window": 32},
+        {"eval.buckets": []},
+        {"data.eval_size": 3, "data.max_length": 80},
+    ],
+    ids=lambda typed: " ".join(typed),
+)
+def test_what_is_typed_beside_a_run_replaces_that_of_the_run_alone(run_of_keys: str, typed: dict[str, Any]) -> None:
+    plain = to_plain(job_of([run_of_keys, "launch.device=cpu", *words_of(typed)]).cfg)
+    found = {key: plain[group][leaf] for key in HAD for group, leaf in [key.split(".")]}
+    assert found == {**HAD, **typed}
+
+
 def test_another_loss_may_evaluate_a_checkpoint(tmp_path: Path) -> None:
     """Also one that draws where the run's does not, and the other way round: its sizes are derived anew."""
     asked = ["reward.text=e", "rollout.max_new_tokens=8"]

@@ -16,6 +16,10 @@ from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
 from rlexp.generate import report
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob, job_of
+from rlexp.generate.rank import prompts_of
+from rlexp.training.model.loading import byte_tokenizer
+from rlexp.training.train.examples import read_examples
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers import warm
 from tests.helpers.adapters import adapter_of, loaded
 from tests.helpers.models import cache, made, smollm2, untied
@@ -23,6 +27,7 @@ from tests.helpers.models import cache, made, smollm2, untied
 __all__ = ["cache"]  # a fixture of every test here too
 QUESTIONS = ("Name a prime number.", "Who are you?", "Say hello in German, then in French, and then in Italian.")
 NEW = 16
+REWARDED = ("loss=ppo", "reward.rule=length", "rollout.batch_size=4", "rollout.n_samples=2")
 
 
 def generated(folder: Path, *words: str) -> list[dict[str, Any]]:
@@ -143,6 +148,23 @@ def test_samples_and_a_reference(rlexp: Callable[..., Any], tmp_path: Path) -> N
     (tmp_path / "two" / "config.json").write_text(json.dumps(other))
     done = warm.run("rlexp.generate", [*asked, "reference.path=two", "launch.device=cpu"], cwd=tmp_path)
     assert "reference.path=two: has a vocabulary of 300 tokens, and the policy of 259." in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["loss=dpo"], ["loss=kto", "data.unpair=true"], ["loss=kto"], ["loss=sft"], REWARDED]
+)
+def test_so_many_prompts_are_answered_as_are_asked_for(words: Sequence[str]) -> None:
+    """Each once, whatever a held-out row is read as: both answers of a pair that is unpaired have one prompt."""
+    cfg = compose_config(["launch.device=cpu", "data.size=8", "data.eval_size=5", *words])
+    tokenizer = byte_tokenizer()
+    examples = read_examples(cfg, tokenizer, World(0, 1, ALONE), trains=False)
+    for rows in (1, 2, 4, 5, 9, None):
+        job = GenerateJob(cfg, folder=None, beside=Beside.none, given=False, rows=rows, room=0)
+        found = prompts_of(job, cfg, examples, tokenizer)
+        wanted = range(min(5, rows or 5))
+        origins = [each.origin.removesuffix(" (chosen)") for each in found]
+        assert origins == [f"synthetic eval pair {place}" for place in wanted]
+        assert [each.index for each in found] == [*wanted]
 
 
 # ---- words ----

@@ -15,6 +15,7 @@ from tests.helpers.ranks import seeded
 EPS = 1e-2  # so large that it counts
 # Measured in Triton's interpreter: 5e-15, 3e-6 and 6e-3, bfloat16's last digit. A GPU's exponentials are less exact.
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 2e-5, torch.bfloat16: 2e-2}
+BLOCK = 8192  # logits of a row that a program reads at once
 SIZES = ((5, 48), (33, 8), (3, 4100))  # rows and columns: a size that is no power of 2, and one wider than a block
 
 
@@ -39,7 +40,10 @@ def calls(dtype: torch.dtype) -> Iterator[tuple[str, tuple[Any, ...]]]:
         gate, up = rows(4, 2200, seed=7).mul(3).chunk(2, dim=-1)
         yield "gate", (gate, up, kind)
         yield "gate_backward", (rows(4, 1100, seed=8), gate, up, kind)
-    logits, targets = rows(6, 9000, seed=9).mul(3), torch.tensor([0, 8999, 17, 4000, 8191, 8192])
+    heights = torch.tensor([*itertools.permutations((0, 4, 8))]).repeat_interleave(BLOCK, dim=1)
+    logits = rows(6, 2 * BLOCK + 808, seed=9).mul(3)
+    logits += heights[:, : logits.shape[1]]  # the blocks of a row rise and fall in every order
+    targets = torch.tensor([0, logits.shape[1] - 1, 17, 4000, BLOCK - 1, BLOCK])
     targets[2] = logits[2].argmax()
     for asked in (False, True):
         yield "read_logits", (logits, targets, 0.7, asked, asked, asked)

@@ -4,7 +4,8 @@ installed, tests/training/rollout/test_vllm_itself.py uses that.
 
 Its model is a table: the last token's logits of the next one. Its engine has a batch of few rows, which it fills,
 empties and turns about as vLLM does: a request waits, is read in two steps, is put out of the batch and in again, and
-changes its row. Nothing of that may change an answer.
+changes its row. Nothing of that may change an answer. Where all requests are greedy, a processor is left out that says
+that it never changes the likeliest token.
 """
 
 from __future__ import annotations
@@ -153,8 +154,10 @@ class Engine:
         if self.failing is not None and self.steps > 2:
             raise self.failing
         logits = self.model([(asked.prompt + asked.answer)[-1] for asked in self.rows]).clone()
+        greedy = all(asked.params.temperature == 0 for asked in self.rows)
         for processor in self.processors:
-            logits = processor.apply(logits)
+            if not (greedy and processor.is_argmax_invariant()):
+                logits = processor.apply(logits)
         ended = []
         for place, (asked, token) in enumerate(zip(self.rows, logits.argmax(-1).tolist(), strict=True)):
             asked.steps += 1

@@ -175,6 +175,9 @@ def test_the_watch_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None
         ({0: (True, 5, 5), 2: (True, 5, 5)}, [1]),  # it does not answer
         ({0: (False, 5, 5), 1: (False, 4, 5), 2: (False, 5, 5)}, [1]),  # a GPU's host cannot tell who waits
         ({0: (True, 5, 6), 1: (True, 5, 5), 2: (True, 5, 6)}, [1]),  # it has left a collective out
+        ({0: (True, 4, 6), 1: (True, 5, 5), 2: (True, 5, 5)}, [0]),  # it has begun more, and come less far
+        ({0: (True, 5, 6), 1: (True, 4, 9), 2: (True, 5, 5)}, [1, 2]),
+        ({0: (False, 6, 2), 1: (False, 5, 3), 2: (False, 6, 2)}, [1]),
         ({0: (True, 5, 5), 1: (True, 5, 5), 2: (True, 5, 5)}, []),
     ],
 )

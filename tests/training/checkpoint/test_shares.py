@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bench.curves import excesses
 from bench.resume import Where, curve_of, run
+from rlexp.config.load import compose_config, to_plain
+from rlexp.config.schema import Config
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
+from rlexp.training.train.build import build_schedule
+from rlexp.training.train.parts import Run
+from rlexp.training.train.resume import keep_warm_up
 from tests.helpers.runs import run_json
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -52,6 +60,42 @@ def test_shares_of_the_data_and_of_the_run_are_the_same_on_every_layout(
     curve = curve_of(run(end, tmp_path / "run", base=base))
     assert excesses(straight, curve) == []
     assert [row["step"] for row in curve.rows if "eval/loss" in row] == [2, 3, 5, 6, 8, 9]
+
+
+@pytest.fixture(scope="module")
+def composed() -> Config:
+    return compose_config(["launch.device=cpu"])
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "steps"),
+    [
+        ({"warmup_ratio": 0.5}, {"warmup_ratio": 0.5}, 2),  # of the 4 steps of then
+        ({"warmup_ratio": 0.5}, {"warmup_ratio": 0.25}, 3),  # of the 12 steps of now
+        ({"warmup_ratio": 0.5}, {"warmup_steps": 7}, 7),
+        ({"warmup_steps": 1}, {"warmup_ratio": 0.5}, 6),
+        ({"warmup_steps": 1}, {"warmup_steps": 7}, 7),
+        ({"warmup_ratio": 0.0}, {"warmup_ratio": 0.5}, 6),
+        ({"warmup_ratio": 0.5}, {"warmup_ratio": 0.0}, 0),
+    ],
+)
+def test_a_warm_up_is_kept_only_by_the_share_that_it_had(
+    composed: Config, before: dict[str, Any], now: dict[str, Any], steps: int
+) -> None:
+    """Another one comes by force, and is then that of the longer run."""
+    then, here = (
+        dataclasses.replace(
+            composed,
+            optim=dataclasses.replace(composed.optim, **warm),
+            train=dataclasses.replace(composed.train, max_steps=length),
+        )
+        for length, warm in ((4, before), (12, now))
+    )
+    saved = {"schedule": dataclasses.asdict(build_schedule(then, 9)), "config": to_plain(then)}
+    nothing: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
+    task: Any = SimpleNamespace(run=Run(**{**nothing, "cfg": here, "schedule": build_schedule(here, 9)}))
+    keep_warm_up(task, saved)
+    assert task.run.schedule == dataclasses.replace(build_schedule(here, 9), warmup_steps=steps)
 
 
 def test_a_longer_run_keeps_its_warm_up(rlexp: Shell, tmp_path: Path) -> None:

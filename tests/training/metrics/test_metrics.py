@@ -47,8 +47,9 @@ def test_one_reduction_tells_sharded_from_replicated() -> None:
     assert on_ranks(4, meter_rank) == [expected | {"apart": 4.0 - 0.6, "wait": 3.5}] * 4
 
 
-def slow_rank(spec: RankSpec, cfg: Config) -> float:
-    """Return how long a replica waits, by a clock in which only rank 1's forward passes take time: 0.2 s each."""
+def slow_rank(spec: RankSpec, cfg: Config) -> tuple[float, float, tuple[int, ...]]:
+    """Return how long a replica waits, by a clock in which only rank 1's forward passes take time: 0.2 s each; and how
+    uneven the replicas' work is said to be, with the work of each."""
     from rlexp.training.metrics import stopwatch
     from rlexp.training.train.build import build, unprobed
     from rlexp.training.train.step import train_step
@@ -62,15 +63,21 @@ def slow_rank(spec: RankSpec, cfg: Config) -> float:
 
     task.run.engine.forward = slowly  # type: ignore[method-assign]
     stopwatch.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
-    return train_step(task, 1)["train/replica_wait_seconds"]
+    row = train_step(task, 1)
+    return row["train/replica_wait_seconds"], row["train/replica_skew"], task.begin(1).dealt.work
 
 
 def test_how_long_a_replica_waits_for_a_slow_one_is_told() -> None:
-    """Two micro-batches of a replica take 0.4 s longer, before anything is reduced."""
+    """Two micro-batches of a replica take 0.4 s longer, before anything is reduced. And the busiest replica's work is
+    told, over the mean of both."""
     cfg = compose_config(["launch.device=cpu", "launch.nproc=2", "logger=none", "data=synthetic", "data.size=16",
                           "train.batch_size=8", "train.micro_batch_size=2", "engine=torch"])  # fmt: skip
     one, other = on_ranks(2, slow_rank, cfg)
-    assert one == other == pytest.approx(0.4)
+    assert one == other
+    waited, skew, work = one
+    assert waited == pytest.approx(0.4)
+    assert skew == pytest.approx(max(work) / np.mean(work))
+    assert skew > 1
 
 
 def test_the_memory_peak_is_of_the_step_alone() -> None:

@@ -46,6 +46,52 @@ def test_a_template_writes_what_its_sources_write(name: str, case: str) -> None:
     assert said == source["cases"][case]["text"]
 
 
+def render(text: str, name: str, messages: list[dict[str, str]]) -> str:
+    """Write a prompt as a template does, with the special tokens of the sources."""
+    tokenizer, source = byte_tokenizer(), KNOWN["templates"][name]
+    tokenizer.bos_token, tokenizer.eos_token, tokenizer.chat_template = source["bos"], source["eos"], text
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def padded(messages: list[dict[str, str]], *roles: str) -> list[dict[str, str]]:
+    """Put white space around the messages of some roles."""
+    return [{**each, "content": f" \n{each['content']}\t\n "} if each["role"] in roles else each for each in messages]
+
+
+def trl_originals() -> list[tuple[str, str, str]]:
+    """The models' own templates that TRL has, as name, case and original."""
+    return [(name, case, by.removeprefix("TRL ")) for name, case in CASES if case in ("asked", "asked by a system")
+            for by in KNOWN["templates"][name]["cases"][case]["by"] if by.startswith("TRL ")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "case", "original"), trl_originals())
+def test_white_space_around_messages_is_treated_as_by_the_models_own_template(
+    name: str, case: str, original: str
+) -> None:
+    trl = pytest.importorskip("trl")
+    theirs = (Path(trl.__file__).parent / "chat_templates" / f"{original}.jinja").read_text(encoding="utf-8")
+    messages = padded(KNOWN["conversations"][case]["messages"], "system", "user", "assistant")
+    assert render(template_text(name), name, messages) == render(theirs, name, messages)
+
+
+# The messages around which a template leaves white space out, as its original does. All others keep it.
+TRIMMED = {"llama3": ("system", "user", "assistant"), "gemma": ("user", "assistant"), "llama2": ("user", "assistant")}
+
+
+@pytest.mark.parametrize("name", NAMED)
+@pytest.mark.parametrize(
+    ("case", "roles"), [("asked", ("user", "assistant")), ("asked by a system", ("system",))], ids=["turns", "system"]
+)
+def test_white_space_around_messages_is_trimmed_or_kept(name: str, case: str, roles: tuple[str, ...]) -> None:
+    messages, text = KNOWN["conversations"][case]["messages"], template_text(name)
+    expected = render(text, name, messages)
+    kept = {*roles} - {*TRIMMED.get(name, ())}
+    for plain, wide in zip(messages, padded(messages, *kept), strict=True):
+        assert expected.count(plain["content"]) == 1
+        expected = expected.replace(plain["content"], wide["content"])
+    assert render(text, name, padded(messages, *roles)) == expected
+
+
 def test_every_name_has_a_text_and_sources_for_it() -> None:
     folder = ROOT / "rlexp" / "config" / "assets" / "chat_templates"
     assert {path.stem for path in folder.iterdir()} == NAMED.keys() == KNOWN["templates"].keys()

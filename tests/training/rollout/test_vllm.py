@@ -160,10 +160,26 @@ def test_its_loader_is_watched_once_and_then_left_out(make: Callable[..., Any]) 
     assert drawer._llm.told == ["collective_rpc", "reset_prefix_cache"] * 2
 
 
-def test_weights_are_held_until_a_bucket_is_full(make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("bucket", "together"),
+    [
+        (handing_over.BUCKET, [4]),
+        (1, [1, 1, 1, 1]),
+        (4 * WORDS**2, [1, 2, 1]),
+        (4 * WORDS**2 + 1, [2, 2]),
+        (6 * WORDS**2, [2, 2]),
+        (6 * WORDS**2 + 1, [3, 1]),
+        (12 * WORDS**2, [4]),
+    ],
+)
+def test_weights_are_held_until_a_bucket_is_full(
+    bucket: int, together: list[int], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its bytes: 4 and 2 of each number, by turns."""
     drawer = make()
-    new = {"odd": torch.ones(WORDS, WORDS), "even": torch.ones(WORDS, WORDS, dtype=torch.bfloat16), "scale": ONE}
-    drawer.renew(lambda: iter(new.items()))
+    odd, even = torch.ones(WORDS, WORDS), torch.ones(WORDS, WORDS, dtype=torch.bfloat16)
+    new = [("odd", odd), ("even", even), ("odd", odd), ("even", even), ("scale", ONE)]
+    drawer.renew(lambda: iter(new))
     copied: list[int] = []
     copy = torch._foreach_copy_
 
@@ -172,10 +188,9 @@ def test_weights_are_held_until_a_bucket_is_full(make: Callable[..., Any], monke
         copy(to, of)
 
     monkeypatch.setattr(torch, "_foreach_copy_", counted)
-    drawer.renew(lambda: iter(new.items()))
-    monkeypatch.setattr(handing_over, "BUCKET", 1)
-    drawer.renew(lambda: iter(new.items()))
-    assert copied == [2, 1, 1]
+    monkeypatch.setattr(handing_over, "BUCKET", bucket)
+    drawer.renew(lambda: iter(new))
+    assert copied == together
 
 
 def test_a_parameter_of_its_model_that_nothing_is_written_to_is_named(make: Callable[..., Any]) -> None:
@@ -273,6 +288,7 @@ class _Deaf:
 
     def __init__(self, chooser: Any) -> None:
         self.update_state, self._apply = chooser.update_state, chooser.apply
+        self.is_argmax_invariant = chooser.is_argmax_invariant
 
     def apply(self, logits: Tensor) -> Tensor:
         return self._apply(logits.clone()).roll(1, dims=-1)

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -14,8 +15,14 @@ from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.metrics.meter import Meter
+from rlexp.training.ring.kernels import Plain
+from rlexp.training.ring.layouts import get_layout
 from rlexp.training.train import operations
-from rlexp.training.train.operations import peak_of, speed
+from rlexp.training.train.operations import Operations, note_operations, peak_of, speed
+from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import SHORT, plan
 
@@ -88,6 +95,31 @@ def test_the_formula_is_what_operators_count(
     counted = sum(each["counted"] for each in found)
     assert counted - again == pytest.approx(sum(each["formula"] for each in found), rel=near)
     assert again > 0.03 * counted
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_an_uneven_ring_counts_each_pair_and_token_once(ranks: int, window: int | None) -> None:
+    """By the table of docs/dashboards.md, of two trained layers with 8 heads of 16: a ring of contiguous parts, whose
+    last rank sees most pairs. The second layer has the window."""
+    weights, head, of_pair = 1000, 64 * 259, 12 * 8 * 16
+    by = Operations(token=6 * weights, target=6 * head, pair=2 * of_pair)
+    asked = ((13, 8), (5, 20), (2, 1))
+    tokens, targets = sum(map(sum, asked)), sum(answer for _, answer in asked)
+    pairs = sum(min(place + 1, limit or place + 1) for limit in (None, window)
+                for each in asked for place in range(sum(each)))  # fmt: skip
+    layout = get_layout("contiguous")
+    sequences = [tuple(np.zeros(length, np.int64) for length in each) for each in asked]
+    pack = pack_sequences(sequences, layout.multiple(ranks))  # type: ignore[arg-type]
+    meter = Meter(World(0, 1, ALONE), torch.device("cpu"))
+    for rank in range(ranks):
+        ring = Ring(rank, tuple(range(ranks)))
+        shard = shard_pack(pack, ring, layout, Plain(), 64, (None, window))
+        assert (shard.most_work > 1.2 * shard.mean_work) == (ranks > 1)
+        note_operations(meter, shard, by)
+    found = speed({**meter.reduce(), "step_seconds": 1e-12}, ranks, 1e15)
+    assert found["tflops"] * ranks == pytest.approx(6 * weights * tokens + 6 * head * targets + of_pair * pairs)
+    assert found["mfu"] == pytest.approx(found["tflops"] * 1e-3)
 
 
 def test_the_rate_is_per_gpu_and_of_training_where_samples_are_drawn() -> None:

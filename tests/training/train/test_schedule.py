@@ -13,8 +13,9 @@ from transformers import TrainingArguments, optimization
 
 from rlexp.config.load import compose_config
 from rlexp.config.rates import ALL_WEIGHTS, LIKE_DPO, default_rate, rates_in_words
-from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema import KINDS, Config, Decay
 from rlexp.training.train.build import build_schedule
+from rlexp.training.train.schedule import Schedule
 from rlexp.verify.reference.rules import learning_rate
 from tests.conftest import ROOT
 from tests.helpers.schedules import rates_of
@@ -55,6 +56,22 @@ def test_a_warm_up_without_a_start_trains_in_its_first_step() -> None:
     cfg = compose_config([f"optim.lr={LR}", f"train.max_steps={STEPS}", "optim.warmup_ratio=0.15"])
     assert ours(cfg)[:5] == pytest.approx([LR * step / 5 for step in range(1, 6)])
     assert ours(cfg) == ours(compose_config([f"optim.lr={LR}", f"train.max_steps={STEPS}", "optim.warmup_steps=4"]))
+
+
+@pytest.mark.parametrize("warm_up", [0, 1, 10])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.5])
+@pytest.mark.parametrize("decay", Decay)
+def test_the_numbers_of_the_header_are_those_of_its_rates(decay: Decay, ratio: float, warm_up: int) -> None:
+    schedule = Schedule(5e-7, warm_up, STEPS, decay, min_lr_ratio=ratio)
+    said = re.fullmatch(r"(?:warm-up (\d+) (steps?), then )?([a-z ]+?)(?: to (\S+))?", schedule.in_words())
+    assert said
+    steps, unit, fall, rate = said.groups()
+    below = next(step for step in range(1, STEPS) if schedule.at(step) == schedule.lr) - 1
+    assert (int(steps or 0), unit) == (below, {0: None, 1: "step"}.get(below, "steps"))
+    assert fall == decay.value.replace("_", " ")
+    last, *after = (schedule.at(step) for step in (STEPS, STEPS + 1, 2 * STEPS))
+    ends = after[:1] if last != after[0] == after[1] else []  # of what falls, and then no further
+    assert [float(each) for each in [rate] if each] == pytest.approx(ends, rel=5e-3)
 
 
 # ---- the default rate ----
