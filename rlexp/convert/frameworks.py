@@ -26,7 +26,7 @@ from rlexp.convert.read import (
     trainer_of_axolotl,
 )
 from rlexp.convert.rules import Fate, Rule
-from rlexp.convert.shell import Call, Unknown
+from rlexp.convert.shell import Call, Unknown, shown
 from rlexp.convert.versions import Versions
 
 
@@ -139,7 +139,9 @@ def of_asked(
     raw = {name: value for name, value in raw.items() if name not in unnamed}
     for name, value in raw.items():
         if name in known and known[name].key in COUNTS and isinstance(value, Unknown):
-            raise ConvertError(f"{name}={value}: only bash knows {value.part}. Say how many GPUs there are: --gpus=8.")
+            raise ConvertError(
+                f"{name}={value}: only bash knows {shown([value.part])}. Say how many GPUs there are: --gpus=8."
+            )
         if name in known and known[name].fate is Fate.TAKEN:
             refuse_unknown(name, value, asked.sourced)
     given = {name: plain(value) for name, value in raw.items()}
@@ -147,7 +149,7 @@ def of_asked(
                       of_command=asked.of_command, versions=known_versions or Versions(), folder=folder)  # fmt: skip
     for name, value in unnamed.items():
         instead = "--gpus says how many" if known[name].key in COUNTS else "rlexp gives its own name"
-        conv.remark(Fate.OTHER, name, value, f"only bash knows {value.part}: {instead}")
+        conv.remark(Fate.OTHER, name, value, f"only bash knows {shown([value.part])}: {instead}")
     for name, value in asked.again:
         conv.remark(Fate.NEEDLESS, name, value, "it is given again behind this, and the last one decides")
     for word in asked.positional:

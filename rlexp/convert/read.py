@@ -14,7 +14,7 @@ import yaml
 from rlexp.base import plain_yaml
 from rlexp.base.secrets import is_secret, masked
 from rlexp.convert.conversion import ConvertError
-from rlexp.convert.shell import ENDS, Call, Command, TooMuch, Unknown, commands
+from rlexp.convert.shell import ENDS, Call, Command, TooMuch, Unknown, commands, shown
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
                   "reward_modeling": "reward"}  # fmt: skip
@@ -98,7 +98,7 @@ def _own_program(command: Command, file: Path) -> tuple[int, str]:
     if isinstance(first, Unknown) and not place and count > 1:
         variables = re.findall(r"[A-Za-z_]\w*", first.part)
         return count, (
-            f"line {command.line} starts {first}, and only bash knows what that is. Say it: "
+            f"line {command.line} starts {shown([first])}, and only bash knows what that is. Say it: "
             f"--set {variables[0] if variables else 'VARIABLE'}=VALUE."
         )
     cause = (
@@ -143,7 +143,9 @@ def _refuse_undecided(file: Path, asked: Asked, call: Call) -> None:
                 remedy = f"Say it: --set {left[0] if left else 'VARIABLE'}=VALUE."
                 if call.arguments is None and not call.variables and asked.used & {*"123456789@*#"}:
                     remedy = f"It reads arguments: give them as python -m rlexp.convert {quote(str(file))} -- ARGUMENT."
-                raise ConvertError(f"{file}: {each.why} decides what {each.part} is, and only bash knows how. {remedy}")
+                raise ConvertError(
+                    f"{file}: {each.why} decides what {shown([each.part])} is, and only bash knows how. {remedy}"
+                )
 
 
 def text_of(file: Path) -> str:
@@ -393,12 +395,13 @@ def refuse_unknown(name: str, value: Any, sourced: Sequence[str] = ()) -> None:
     for each in value if isinstance(value, list) else [value]:
         if not isinstance(each, Unknown) or is_secret(name):
             continue
-        variable, value = re.fullmatch(r"\$\{?(\w+|[@*#])\}?", each.part), masked(name, str(each))
+        variable = re.fullmatch(r"\$\{?(\w+|[@*#])\}?", each.part)
+        part, value = shown([each.part]), shown([str(masked(name, str(each)))])
         if variable is None:
-            raise ConvertError(f"{name}={value}: only bash knows what {each.part} is. Write the value in its place.")
+            raise ConvertError(f"{name}={value}: only bash knows what {part} is. Write the value in its place.")
         if not re.match(r"[A-Za-z_]", variable[1]):
             raise ConvertError(
-                f"{name}={value}: only bash knows what {each.part} is. Give the script's arguments behind --: "
+                f"{name}={value}: only bash knows what {part} is. Give the script's arguments behind --: "
                 f"python -m rlexp.convert FILE -- ARGUMENT."
             )
         raise ConvertError(

@@ -95,7 +95,7 @@ class _Script(Expansion):
         self.doubt = ""  # the line that decides whether it runs, where that is not known
         self.status: Status = SUCCESS  # of the last command
         self.left = ""  # the command that leaves a loop, a function or the script
-        # Of the function or the quoted script at hand:
+        # What belongs to the function or the quoted script at hand:
         self.depth = 0
         self.prefix: dict[str, str] = {}  # variables given to it
         self.hidden: dict[str, list[str] | None] = {}  # values that it hides by `local`
@@ -188,7 +188,10 @@ class _Script(Expansion):
         name, sign = step[2], step[1] or step[3]
         before = self.result(name)
         after = self.result(f"{name} {sign[0]} 1" if sign else f"{name} {step[4]} ({step[5]})" if step[4] else step[5])
-        self._set(name, [Unknown.of(f"${name}", f"${name}") if after is None else str(after)])
+        if after is None:
+            self._forget(name)
+        else:
+            self._set(name, [str(after)])
         return before if step[3] else after
 
     def _doubt(self, holds: bool | None, keyword: str = "") -> None:
@@ -237,7 +240,7 @@ class _Script(Expansion):
 
     def _fits(self, line: int, subject: str, patterns: Sequence[str]) -> bool | None:
         text, *texts = map(self.one, (subject, *patterns))
-        self.line, self.source = line, f"case {text} in"
+        self.line, self.source = line, shown(["case", subject, "in"])
         known = texts == ["*"] or not any(isinstance(each, Unknown) for each in (text, *texts))
         holds = any(fnmatch.fnmatchcase(text, each) for each in texts) if known else None
         self._doubt(holds)
@@ -266,7 +269,7 @@ class _Script(Expansion):
         name = re.sub(r"\W*(\w*).*", r"\1", header[0], flags=re.S)
         items = [each for word in header[2:] for each in self.split(word)]
         items = [Unknown.of(each, each) if re.search(r"[*?{]", each) else each for each in items]
-        self.line, self.source = line, " ".join(["for", *header[:2], *items])
+        self.line, self.source = line, shown(["for", *header])
         if name in self.given:
             items = [self.given[name]]
         elif self.doubt or header[1:2] != ["in"] or any(isinstance(each, Unknown) for each in items):
@@ -490,7 +493,7 @@ def shown(words: Sequence[str]) -> str:
         name, equals, _ = word.partition("=")
         hides = equals and ASSIGNMENT.match(word) and is_secret(name)
         texts.append(f"{name}={HIDDEN}" if hides else str(masked("", word)))
-    return re.sub(r"(?i)(bearer|authorization:)\s+[^\s'\"]+", rf"\1 {HIDDEN}", " ".join(texts))
+    return re.sub(r"(?i)\b(authorization:|bearer)\s+[^'\"]*", rf"\1 {HIDDEN}", " ".join(texts))
 
 
 def _has_command(text: str) -> bool:

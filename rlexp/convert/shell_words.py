@@ -309,12 +309,12 @@ class Expansion:
             value = []
         if (default := re.match(r":?([-=+?])", rest)) is not None:
             missing = self.args is not None and name.isdigit() and int(name) > len(self.args)
-            there = value is not None and not missing and (rest[0] != ":" or value not in ([""], []))
-            if there and default[1] != "+":
+            given = value is not None and not missing and (rest[0] != ":" or value not in ([""], []))
+            if given and default[1] != "+":
                 spread(fields, value or [], quoted, whole=whole)
             elif default[1] == "?" or (default[1] == "+" and value is None):
                 fields[-1].append(Unknown.of(part, part))
-            elif there or default[1] != "+":
+            elif given or default[1] != "+":
                 text = rest[default.end() :]
                 unquoted = re.sub(r'(\\)?"', lambda each: '"' if each[1] else "", text)
                 texts = [self.filled(unquoted)] if quoted else self.words(text)

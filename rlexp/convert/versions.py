@@ -101,7 +101,10 @@ def of_file(framework: str, file: Path, given: Iterable[str]) -> Versions:
     package = next(name for name, of in PACKAGES.items() if of == framework)
     for each in (file, *sorted(file.parent.glob("*requirements*.txt")), file.parent / "uv.lock"):
         try:
-            text = each.open(encoding="utf-8", errors="replace").read(MOST) if each.is_file() else ""
+            if not each.is_file():
+                continue
+            with each.open(encoding="utf-8", errors="replace") as stream:
+                text = stream.read(MOST)
         except OSError:
             continue
         text = text if each == file else re.sub(r"#.*", "", text)

@@ -555,11 +555,3 @@ def test_a_run_s_folder_may_be_in_the_home_folder(key: str, monkeypatch: pytest.
     given = [f"{key}=~/a", f"{key}=~", f"{key}='~/a b'", f"{key}=a~/b", f"{key}=~other/a"]
     found = [f"{key}=/home/me/a", f"{key}=/home/me", f"{key}='/home/me/a b'", f"{key}=a~/b", f"{key}=~other/a"]
     assert load.open_ended(given) == found
-
-
-@pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "it's", "a:b"])
-def test_options_are_found_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / name / "experiment"
-    folder.mkdir(parents=True)
-    (folder / "own.yaml").write_text("# @package _global_\nseed: 7\n")
-    assert composed_for(["+experiment=own"], tmp_path / name).seed == 7

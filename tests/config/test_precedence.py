@@ -12,6 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import load, precedence
+from rlexp.config.elsewhere import composed_for
 from rlexp.config.paths import conf_dir, experiments
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
@@ -199,3 +200,11 @@ def test_a_sweep_with_an_option_that_is_refused_leaves_no_folder(own: Path, rlex
 def test_flags_may_follow(own: Path, rlexp: Shell) -> None:
     answer = rlexp("+experiment=mine", "parallel=ring4", "--cfg", "job", "--package", "parallel")
     assert "ring_size: 4\n" in answer.stdout, answer.stderr
+
+
+@pytest.mark.parametrize("name", ["a b", "a,b", "a=b", "it's", "a:b"])
+def test_options_are_found_in_a_folder_of_any_name(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / name / "experiment"
+    folder.mkdir(parents=True)
+    (folder / "own.yaml").write_text("# @package _global_\nseed: 7\n")
+    assert composed_for(["+experiment=own"], tmp_path / name).seed == 7

@@ -127,12 +127,12 @@ def test_no_script_is_a_traceback() -> None:
     [
         (f"{OPENRLHF} --learning_rate $LR", "learning_rate=$LR: LR has no value in the script. Set it there, as LR="),
         (f"{OPENRLHF} --max_len $((8*X))", "max_len=$((8*X)): only bash knows what $((8*X)) is."),
-        (f"{OPENRLHF} --max_len $((8/0))", "max_len=$((8/0)): only bash knows what $((8/0)) is."),
         (
             f"D=$(date)\nS=$D/x\n{OPENRLHF} --ref_pretrain $S",
             "ref_pretrain=$(date)/x: only bash knows what $(date) is.",
         ),
-        (f"{OPENRLHF} --seed 1$(date +%s)", "seed=1$(date +%s): only bash knows what $(date +%s) is."),
+        (f"{OPENRLHF} --seed $(c 'Authorization: Bearer x1')", "seed=$(c 'Authorization: …'): only bash knows what "),
+        (f"API_KEY=x1 [ -w . ] && X=1\n{OPENRLHF} --seed $X", "line 1, `API_KEY=… [ -w . ]` decides what $X is"),
         (
             f"{OPENRLHF}\n{OPENRLHF}",
             "has 2 commands (OpenRLHF's dpo in line 1, OpenRLHF's dpo in line 2). Say which one is meant: --line 2.",

@@ -103,7 +103,7 @@ def test_more_layers_are_rounded_up_by_the_larger_share() -> None:
 
 
 def test_each_pinned_tensor_is_rounded_up_by_itself_and_moments_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of three tensors on the host, the last is a moment. The counting of a rehearsal is a stub here."""
+    """The last of three tensors on the host is a moment. The counting of a rehearsal is a stub here."""
     from rlexp.preflight.rehearsal import rehearse
 
     weight, moment = torch.zeros(5), torch.zeros(9)
@@ -115,10 +115,11 @@ def test_each_pinned_tensor_is_rounded_up_by_itself_and_moments_are_not(monkeypa
         sizes_on=lambda _: {0: 20, 1: 33, 2: 36},
         number_of=lambda tensor: {id(weight): 0, id(moment): 2}[id(tensor)],
     )
-    found = rehearse.of_host(mode, SimpleNamespace(run=run))  # type: ignore[arg-type]
+    task: Any = SimpleNamespace(run=run)
+    found = rehearse.of_host(mode, task)
     assert found == Held(offloaded=36, pinned=53, rounded=32 + 64, state=56, elements=5)
     mode.log.device = "cpu"
-    assert rehearse.of_host(mode, SimpleNamespace(run=run)) == Held(state=56, elements=5)  # type: ignore[arg-type]
+    assert rehearse.of_host(mode, task) == Held(state=56, elements=5)
 
 
 def test_ranks_of_a_machine() -> None:

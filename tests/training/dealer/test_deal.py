@@ -79,7 +79,7 @@ def test_the_work_of_replicas_is_even(room, skewed) -> None:
 
 @pytest.mark.parametrize("room", [Room(tokens=2000), Room(units=4)], ids=["tokens", "units"])
 def test_it_is_the_work_that_is_even_and_not_the_tokens(room: Room) -> None:
-    """Of lengths far apart: a query sees all before it, so a long unit is more work than short ones of its tokens.
+    """Lengths are far apart: a query sees all before it, so a long unit is more work than short ones of its tokens.
     Measured: at most 1.03 by tokens, and 1.07 by units."""
     for seed in range(20):
         lengths = np.random.default_rng(seed).lognormal(4, 1, 64).clip(8, 1000).astype(int).tolist()

@@ -175,7 +175,7 @@ def test_its_loader_is_watched_once_and_then_left_out(make: Callable[..., Any]) 
 def test_weights_are_held_until_a_bucket_is_full(
     bucket: int, together: list[int], make: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of its bytes: 4 and 2 of each number, by turns."""
+    """A number of the weights has 4 bytes and 2, by turns."""
     drawer = make()
     odd, even = torch.ones(WORDS, WORDS), torch.ones(WORDS, WORDS, dtype=torch.bfloat16)
     new = [("odd", odd), ("even", even), ("odd", odd), ("even", even), ("scale", ONE)]

@@ -109,8 +109,8 @@ def test_an_uneven_ring_counts_each_pair_and_token_once(ranks: int, window: int 
     pairs = sum(min(place + 1, limit or place + 1) for limit in (None, window)
                 for each in asked for place in range(sum(each)))  # fmt: skip
     layout = get_layout("contiguous")
-    sequences = [tuple(np.zeros(length, np.int64) for length in each) for each in asked]
-    pack = pack_sequences(sequences, layout.multiple(ranks))  # type: ignore[arg-type]
+    sequences: Any = [tuple(np.zeros(length, np.int64) for length in each) for each in asked]
+    pack = pack_sequences(sequences, layout.multiple(ranks))
     meter = Meter(World(0, 1, ALONE), torch.device("cpu"))
     for rank in range(ranks):
         ring = Ring(rank, tuple(range(ranks)))

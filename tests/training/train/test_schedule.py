@@ -71,7 +71,7 @@ def test_the_numbers_of_the_header_are_those_of_its_rates(decay: Decay, ratio: f
     assert fall == decay.value.replace("_", " ")
     last, *after = (schedule.at(step) for step in (STEPS, STEPS + 1, 2 * STEPS))
     ends = after[:1] if last != after[0] == after[1] else []  # of what falls, and then no further
-    assert [float(each) for each in [rate] if each] == pytest.approx(ends, rel=5e-3)
+    assert [float(each) for each in [rate] if each] == pytest.approx(ends, rel=5e-3)  # three digits
 
 
 # ---- the default rate ----
