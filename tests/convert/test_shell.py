@@ -31,7 +31,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ('M="a b"   # the policy\nc "$M" $M', ["c", "a b", "a", "b"]),
         ("c --b ${B:-64} ${C:=4096} ${D-x/y}", ["c", "--b", "64", "4096", "x/y"]),
         ("B=${B:-64}\nc $B", ["c", "64"]),
-        ("export A=1 LR=5e-7\nc ${LR} $A", ["c", "5e-7", "1"]),
         ("X=(\n  --a 1 # one\n  --b 'q r'\n)\nX+=(--c)\nc \"${X[@]}\"", ["c", "--a", "1", "--b", "q r", "--c"]),
         ("X=\"--a 1\"\nX+=' --b 2'\nc $X", ["c", "--a", "1", "--b", "2"]),
         ("read -r -d '' X <<EOF\n  --a 1 \\\n  --b 2\nEOF\nc $X", ["c", "--a", "1", "--b", "2"]),
