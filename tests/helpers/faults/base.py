@@ -25,11 +25,15 @@ DATA, RING, MODEL, ALGOS = (f"rlexp/training/{name}/" for name in ("dataset", "r
 REFERENCE, DEALER = "rlexp/training/reference/", "rlexp/training/dealer/"
 TRAIN, ENGINE, METRICS, ROLLOUT = (f"rlexp/training/{name}/" for name in ("train", "engine", "metrics", "rollout"))
 
+# The packages that are not below rlexp.training, and what their names begin with.
+ELSEWHERE = {"transformers": "",
+             **dict.fromkeys(("config", "eval", "generate", "launch", "preflight", "verify"), "rlexp.")}  # fmt: skip
+
 
 @dataclass(frozen=True)
 class Fault:
     name: str
-    target: str  # below rlexp.training, or in verify or transformers
+    target: str  # below rlexp.training, or in a package of ELSEWHERE
     change: Change | Seeing
     stage: str
     module: str
@@ -39,8 +43,7 @@ class Fault:
 
     def plant(self, mark: Callable[[], None]) -> Callable[[], None]:
         """Plant it into this process and return what undoes it; `mark` is called when it is at work."""
-        where = {"transformers": "", "verify": "rlexp."}.get(self.target.partition(".")[0], "rlexp.training.")
-        return plant(where + self.target, self.change, mark)
+        return plant(_above(self.target) + self.target, self.change, mark)
 
 
 def one(name: str, target: str, change: Change | Seeing, stage: str, module: str, *more: str,
@@ -48,9 +51,14 @@ def one(name: str, target: str, change: Change | Seeing, stage: str, module: str
     return Fault(name, target, change, stage, module, (*base, *more), step)
 
 
-def by_test(name: str, target: str, change: Change | Seeing, module: str, test: str) -> Fault:
+def by_test(name: str, target: str, change: Change | Seeing, test: str) -> Fault:
     """Return a defect for a test to find: one below tests/, by its file, `::` and its name."""
+    module = f"{_above(target)}{target.partition('.')[0]}/".replace(".", "/")
     return Fault(name, target, change, "", module, test=f"tests/{test}")
+
+
+def _above(target: str) -> str:
+    return ELSEWHERE.get(target.partition(".")[0], "rlexp.training.")
 
 
 def nothing(*_args: Any, **_kwargs: Any) -> None:

@@ -24,6 +24,7 @@ from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
 from tests.helpers.fused_pieces import BLOCK, EPS, TOLERANCES, calls, compare, results
+from tests.helpers.planted import plant_if_asked
 from tests.helpers.ranks import seeded
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -165,6 +166,7 @@ def test_every_operator_tells_the_shapes_of_its_results() -> None:
 def main() -> None:
     from rlexp.training.model.fused import triton_kernels
 
+    plant_if_asked()
     assert triton_kernels.LOGITS == BLOCK, "rows of logits are not those of several blocks"
     for dtype in TOLERANCES:
         compare(triton_kernels, dtype, torch.device("cpu"))
