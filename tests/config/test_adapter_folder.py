@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlexp.base.errors import ConfigError
 from rlexp.config.adapter_folder import DESCRIPTION, SAYS, WEIGHTS
 from rlexp.config.identity import changes, identity
 from rlexp.config.load import compose_config, composed_like, from_file, from_hydra, to_file, to_plain
@@ -51,6 +52,12 @@ def test_the_configuration_says_what_the_adapter_has(folder: Path, tmp_path: Pat
     assert has(every) == HAS | {"targets": [], "also": []}
     pattern = configured(described(tmp_path / "pattern", target_modules=r".*\.q_proj"))
     assert has(pattern) == HAS | {"targets": [r".*\.q_proj"]}
+
+
+def test_a_key_that_the_folder_contradicts_is_refused(folder: Path) -> None:
+    said = rf"^adapter\.rank=8: the adapter in adapter\.path={folder} has 4\. Leave adapter\.rank out, or start a new"
+    with pytest.raises(ConfigError, match=said):
+        configured(folder, "adapter.rank=8")
 
 
 def test_a_curve_depends_on_the_folder_alone(folder: Path, tmp_path: Path) -> None:

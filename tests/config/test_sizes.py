@@ -7,7 +7,7 @@ import re
 import pytest
 
 from rlexp.base.errors import ConfigError
-from rlexp.config import sizes
+from rlexp.config import resolvers, sizes
 
 
 @pytest.mark.parametrize(
@@ -74,6 +74,8 @@ def test_data_parallel_size_is_exact() -> None:
         sizes.dp_size(8, 3)
     with pytest.raises(ConfigError, match="at least 1"):
         sizes.dp_size(8, 0)
+    with pytest.raises(ConfigError, match=r"is the number of GPUs\)\.$"):  # it is on the CPU
+        resolvers.dp_size(2, 8, "cpu")
 
 
 def test_a_launchers_world_is_joined_and_a_batch_script_is_not() -> None:

@@ -64,6 +64,7 @@ def test_what_came_of_a_stored_run_is_looked_at_again() -> None:
         refuse_code(trusting, set())
     with pytest.raises(ConfigError, match=r"^reward\.function=evil:judge: names Python code"):
         refuse_code(OmegaConf.create({"model": {}, "reward": {"function": "evil:judge"}}), set())
+    refuse_code(OmegaConf.create({"model": {"path": "${no_resolver:of this name}"}, "reward": {}}), set())
 
 
 MODEL = {"name": "model", "path": "somewhere", "trust_remote_code": True}

@@ -17,10 +17,12 @@ import pytest
 
 from rlexp.base.errors import UserError
 from rlexp.launch import rank_reports, run_folder
+from rlexp.launch.failure import report_here
 from rlexp.launch.rank_reports import Report
 from rlexp.launch.slurm import ended, traces
 from rlexp.launch.slurm.ended import main
 from rlexp.launch.slurm.launcher import SlurmLauncher
+from rlexp.launch.slurm.meeting import start_of_job
 from rlexp.launch.slurm.traces import Gone, gone, numbers
 from rlexp.launch.slurm.verdict import AGAIN, IN_VAIN, Facts, Verdict, ambiguous, judge
 from rlexp.launch.sweep import Job
@@ -112,6 +114,15 @@ def test_who_is_slow_to_leave_a_finished_run_does_not_fail_it() -> None:
     )
     assert judge(done) == Verdict("finished", "all steps are done", 0)
     assert judge(replace(done, reports=[Report(0, 1.0, BROKE)])).status == "failed"
+
+
+def test_what_ends_a_process_before_it_is_a_rank_is_reported_as_rank_0_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RLEXP_RUN_DIR", str(tmp_path))
+    report_here(UserError("no"))
+    (report,) = rank_reports.read(tmp_path, start_of_job())
+    assert (report.rank, report.text, str(report.mistake)) == (0, "no", "no")
 
 
 def test_whether_a_node_was_lost_is_asked_where_it_may_have_been() -> None:
@@ -347,6 +358,7 @@ def test_what_fails_of_being_stopped_is_no_error_of_the_users(tmp_path: Path) ->
 import os, signal, sys, time
 from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmititLauncher
 from rlexp.launch.slurm.launcher import SlurmLauncher
+from rlexp.launch.slurm.meeting import start_of_job
 
 def composes(*_):
     try:

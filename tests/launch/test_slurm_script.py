@@ -121,8 +121,8 @@ def test_without_slurm_it_says_so(rlexp: Shell, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
+        ("launch.time_limit=179s", "launch.time_limit=179s: ends before the first step"),
         ("resume.mode=never", "resume.mode=never: a job that Slurm starts again must continue its run"),
-        ("launch.time_limit=2m", "launch.time_limit=2m: ends before the first step"),
         ("launch.time_limit=4", "launch.time_limit=4: must be a time greater than 0 with its unit"),
         ("launch.rank_cpus=0", "launch.rank_cpus=0: must be at least 1"),
         ("launch.rank_memory_gb=-1", "launch.rank_memory_gb=-1"),

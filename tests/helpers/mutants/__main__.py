@@ -65,6 +65,7 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=2, help="runs at a time (2)")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="a folder that keeps results for the next start")
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
+    parser.add_argument("--markers", default="mutants", metavar="NAME", help="the name of these markers (mutants)")
     args = parser.parse_args()
     for folder in args.folders:
         if not (ROOT / "rlexp" / folder).is_dir():
@@ -78,7 +79,7 @@ def main() -> int:
     text = table(results, seen.broken, args)
     print(text)
     if args.write:
-        put(args.write, text, "mutants")
+        put(args.write, text, args.markers)
     return 1 if any(each.open for each in results) else 0
 
 

@@ -37,7 +37,7 @@ from rlexp.config import load
 from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.identity import changes, curve_keys
 from rlexp.config.load import compose_config
-from rlexp.config.rope import Yarn, parsed, positions_in
+from rlexp.config.rope import Positions, Yarn, parsed, positions_in
 from rlexp.config.schema import Config
 from rlexp.config.schema.models import FusedName
 from rlexp.launch.joining import RankSpec
@@ -458,6 +458,11 @@ def test_extending_what_was_exported_extends_the_model_that_it_came_from() -> No
     extend(once, Yarn(8.0), "model.path=org/name")
     assert config.rope_parameters == once.rope_parameters == yarn(8.0)
     assert dataclasses.asdict(positions_in(config.to_dict()))["native"] == NATIVE
+    assert parsed("yarn:4:1") == Yarn(4.0, 1)
+
+
+def test_a_model_without_rotary_positions_has_those_that_it_says() -> None:
+    assert positions_in({"n_positions": 77, "attn_scale": 2}) == Positions(None, 77, 77, {})
 
 
 def test_a_configuration_that_does_not_say_its_length_asks_for_it() -> None:
