@@ -75,18 +75,18 @@ def carried(spec: RankSpec) -> dict[str, Any]:
     return found
 
 
-def messages(spec: RankSpec) -> tuple[float, bool, float]:
+def messages(spec: RankSpec) -> tuple[int, bool, int]:
     """Send to the right; return what the buffer held before and after this rank waited, and whether it was sent as it
     was when the message began."""
     right, left = (spec.rank + 1) % spec.world_size, (spec.rank - 1) % spec.world_size
-    going, coming = torch.tensor([float(spec.rank)]), torch.tensor([-1.0])
+    going, coming = torch.tensor([spec.rank]), torch.tensor([-1])
     works = dist.batch_isend_irecv([dist.P2POp(dist.isend, going, right), dist.P2POp(dist.irecv, coming, left)])
-    going.fill_(77.0)  # what is copied at once cannot be written too early
+    going.fill_(77)  # what is copied at once cannot be written too early
     dist.barrier()  # time for the bytes to come, and nobody has waited for them
-    before = float(coming)
+    before = int(coming)
     for work in works:
         work.wait()
-    return before, all(work.is_completed() for work in works), float(coming)
+    return before, all(work.is_completed() for work in works), int(coming)
 
 
 def test_every_collective_gives_what_gloo_gives() -> None:
@@ -98,4 +98,4 @@ def test_every_collective_gives_what_gloo_gives() -> None:
 
 def test_nothing_arrives_before_it_is_waited_for() -> None:
     """As over NCCL, where what a stream has not waited for may not be there."""
-    assert on_staged_ranks(messages) == [(-1.0, True, 3.0), (-1.0, True, 0.0), (-1.0, True, 1.0), (-1.0, True, 2.0)]
+    assert on_staged_ranks(messages) == [(-1, True, 3), (-1, True, 0), (-1, True, 1), (-1, True, 2)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rlexp.launch import rank_reports, watch
+from rlexp.launch import local, rank_reports, watch
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
-from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
+from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.watch import Standing, behind_of
 from rlexp.training.rollout.host import Host, build_host
 from rlexp.training.world.groups import ALONE, World
@@ -135,6 +136,36 @@ def test_a_long_wait_for_something_else_is_told_once(capsys: pytest.CaptureFixtu
         looking._tell_a_long_wait(1.0)
     said = capsys.readouterr().err
     assert said == "rlexp: rank 1 has waited for the disk for more than launch.timeout_seconds=10, and waits on.\n"
+
+
+@pytest.mark.parametrize(("beats", "looks"), [([1.0] * 20, 12), ([1.0, 1.0, 1000.0, *[1.0] * 20], 11)])
+def test_a_rank_is_quiet_from_its_last_progress_on(
+    beats: list[float], looks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends after more than ten seconds in which it was looked at; a pause of all ranks counts as two looks."""
+    left, now = iter(beats), [0.0]
+
+    def pause(_ended: threading.Event, _seconds: float) -> bool:
+        now[0] += next(left)
+        return False
+
+    monkeypatch.setattr(watch, "clock", SimpleNamespace(now=lambda: now[0], pause=pause))
+    monkeypatch.setattr(watch, "_progress", watch._Progress())
+    assert watch.Watch(dist.HashStore(), 0, 2, PATIENT)._nobody_gets_further() is not None
+    assert len(beats) - len([*left]) == looks
+
+
+def test_ranks_have_their_grace_before_a_stop_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    stop = local._Stop()
+    stop.grace = 20.0
+    stop.hear(signal.SIGTERM, None)
+    for now[0] in (0.0, 10.0, 20.0):
+        stop.pass_on([])
+    now[0] = 20.1
+    with pytest.raises(Interrupted):
+        stop.pass_on([])
 
 
 def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

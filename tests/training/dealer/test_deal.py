@@ -181,6 +181,11 @@ def test_skew_is_the_work_of_the_busiest_replica_over_the_mean(work: tuple[int, 
     assert Dealt(nothing, nothing, work).skew == pytest.approx(skew)
 
 
+def test_a_dealer_s_packs_become_larger_and_never_smaller() -> None:
+    for room, tokens, becomes in ((Room(tokens=10), 5, 10), (Room(tokens=10), 11, 11), (Room(units=2), 99, None)):
+        assert Dealer(2, room).with_room_for(tokens).room.tokens == becomes
+
+
 def test_nothing_to_deal() -> None:
     assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), ((Size(),), (Size(),)), (0, 0))
     assert Dealer(2, Room(tokens=10)).deal([]).skew == 1.0
