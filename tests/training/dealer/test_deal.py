@@ -6,12 +6,14 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.training.dealer import deal
 from rlexp.training.dealer.deal import Dealer, Dealt, Room, Size, TooLargeError
 from rlexp.training.dealer.forest import Share, shared
+from rlexp.training.dealer.packing import pack_sequences
 
 UNITS = st.lists(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3), min_size=0, max_size=14
@@ -134,6 +136,8 @@ def test_as_few_packs_as_there_can_be() -> None:
     """Six tokens and four fit into ten, though each replica would have room for less with two of them apart."""
     units = [[np.zeros(length, dtype=np.int32)] for length in (6, 6, 6, 6, 4, 4, 4, 4)]
     assert [len(packs) for packs in Dealer(2, Room(tokens=10)).deal(units).packs] == [2, 2]
+    units = [[np.zeros(length, dtype=np.int32)] for length in (7, 3, 3, 3, 3)]  # the last has room where more is to do
+    assert [len(packs) for packs in Dealer(1, Room(tokens=10)).deal(units).packs] == [2]
 
 
 def test_what_one_rank_deals_all_deal() -> None:
@@ -189,3 +193,4 @@ def test_a_dealer_s_packs_become_larger_and_never_smaller() -> None:
 def test_nothing_to_deal() -> None:
     assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), ((Size(),), (Size(),)), (0, 0))
     assert Dealer(2, Room(tokens=10)).deal([]).skew == 1.0
+    assert pack_sequences([], 4).end_S.dtype == torch.int64

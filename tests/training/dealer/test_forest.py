@@ -53,6 +53,13 @@ def test_only_long_beginnings_are_shared(sequences, least) -> None:
     assert distinct(sequences) <= forest.tokens <= sum(map(len, sequences))
 
 
+def test_what_a_tree_shares_does_not_depend_on_the_others() -> None:
+    other, one, two = arrays([[0] * 50, [1] * 20 + [2] * 15, [1] * 20 + [3] * 15])
+    share = Share(16, 0.5)  # 19 tokens are saved, and 32 go on from them
+    assert shared([one, two], share).tokens == 51
+    assert shared([other, one, two], share).tokens == 50 + 51
+
+
 def test_branches_begin_with_the_last_token_that_they_share() -> None:
     """The picture at the head of the module: each place of a forest has one target."""
     a, b, c, d, e, f, g, h = range(8)
