@@ -130,20 +130,42 @@ def test_a_long_step_is_watched_while_it_goes_on(
 def test_the_bar_is_drawn_below_the_header_and_evaluations_above_it(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    sink = ConsoleSink(2)
+    """Each number of the bar is the row's; of a run that goes on, it begins where that stopped."""
+    sink, row = ConsoleSink(7, first_step=6), {"train/tokens_per_second": 1234.6, "train/rewards/accuracies": 0.876}
     monkeypatch.setattr(sink, "is_terminal", True)
     assert capfd.readouterr().err == ""  # the run's header comes now
     sink.log({"step": 0, "eval/loss": 0.6931, "eval/rewards/accuracies": 0.5})
-    sink.log({"step": 1, "train/loss": 0.5, "train/tokens_per_second": 10.0})
-    sink.log({"step": 2, "train/loss": 0.4, "train/tokens_per_second": 10.0, "eval/loss": 0.41})
+    sink.log(row | {"step": 6, "train/loss": 0.5})
+    sink.log(row | {"step": 7, "train/loss": 0.41239, "eval/loss": 0.41})
     sink.close(Ending())
     said = capfd.readouterr().err
     assert [line for line in re.split(r"[\r\n]+", said) if "held-out" in line] == [
         "before training  held-out rows: loss 0.6931  acc 0.50",
-        "step 2/2  held-out rows: loss 0.4100",
+        "step 7/7  held-out rows: loss 0.4100",
     ]
-    assert "2/2" in said
-    assert "loss=0.4000" in said
+    assert " 7/7 [" in said
+    assert "loss=0.4124, acc=0.88, tok/s=1,235]" in said
+
+
+def test_each_number_of_a_step_s_line_is_what_it_tells(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A run goes on with step 21 of 25, and its steps take 4, 8, 12, 16 and 20 seconds."""
+    now = 1000.0
+    monkeypatch.setattr("time.monotonic", lambda: now)
+    sink = ConsoleSink(25, first_step=21)
+    for step in range(21, 26):
+        now += 4 * (step - 20)
+        row = {"step": step, "train/loss": 1 / step, "train/rewards/accuracies": 0.5 + step / 100,
+               "train/tokens_per_second": 12345.6 + step}  # fmt: skip
+        sink.log(row | ({"eval/loss": 0.45678, "eval/rewards/accuracies": 0.746} if step == 23 else {}))
+    assert capfd.readouterr().err.splitlines() == [
+        "step 21/25  loss 0.0476  acc 0.71  tok/s 12,367  16 s left",
+        "step 22/25  loss 0.0455  acc 0.72  tok/s 12,368  18 s left",  # 12 s in 2 steps, and 3 are left
+        "step 23/25  held-out rows: loss 0.4568  acc 0.75",
+        "step 24/25  loss 0.0417  acc 0.74  tok/s 12,370  10 s left",  # 40 s in 4 steps, and 1 is left
+        "step 25/25  loss 0.0400  acc 0.75  tok/s 12,371  0 s left",
+    ]
 
 
 def test_every_sink_is_closed_though_one_fails() -> None:
