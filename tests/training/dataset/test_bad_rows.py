@@ -125,6 +125,12 @@ def test_a_bad_row_of_another_kind_is_named(kind: Kind, row: dict, said: str, tm
         read(write_lines(tmp_path, [row]), kind=kind)
 
 
+def test_a_pair_among_single_answers_is_told_from_a_field_that_is_missing(tmp_path: Path) -> None:
+    answer = {"prompt": "a", "completion": "b", "label": True}
+    with pytest.raises(DataError, match="which make it pairs .*, and the rows before it are unpaired"):
+        read(write_lines(tmp_path, [answer, GOOD]), kind=Kind.unpaired)
+
+
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bad_rows_by_the_thousand_are_reported_together_and_all_listed(
     workers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from rlexp.training.dealer import deal
 from rlexp.training.dealer.deal import Dealer, Dealt, Room, Size, TooLargeError
 from rlexp.training.dealer.forest import Share, shared
-from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.packing import listed, pack_sequences
 
 UNITS = st.lists(
     st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=3), min_size=0, max_size=14
@@ -194,3 +195,5 @@ def test_nothing_to_deal() -> None:
     assert Dealer(2, Room(tokens=10)).deal([]) == Dealt((((),), ((),)), ((Size(),), (Size(),)), (0, 0))
     assert Dealer(2, Room(tokens=10)).deal([]).skew == 1.0
     assert pack_sequences([], 4).end_S.dtype == torch.int64
+    for dtype, values in itertools.product((torch.float32, torch.float64), ([], [np.ones(2)])):
+        assert listed(values, dtype).dtype == dtype

@@ -55,7 +55,7 @@ def test_only_long_beginnings_are_shared(sequences, least) -> None:
 
 def test_what_a_tree_shares_does_not_depend_on_the_others() -> None:
     other, one, two = arrays([[0] * 50, [1] * 20 + [2] * 15, [1] * 20 + [3] * 15])
-    share = Share(16, 0.5)  # 19 tokens are saved, and 32 go on from them
+    share = Share(16, 19 / 32)  # 19 tokens are saved, and 32 go on from them
     assert shared([one, two], share).tokens == 51
     assert shared([other, one, two], share).tokens == 50 + 51
 
