@@ -21,12 +21,10 @@ from pathlib import Path
 
 from bench.tables import put
 from tests.helpers.mutants.configurations import CONFIGURATIONS
-from tests.helpers.mutants.runs import Outcome, Runs, Watched, digest
+from tests.helpers.mutants.runs import WHOLE_RUNS, Outcome, Runs, Watched, digest
 from tests.helpers.mutants.sites import Site, chosen, sites_of
 from tests.helpers.mutants.table import Result, table
 from tests.helpers.paths import ROOT
-
-WHOLE_RUNS = ("training/checkpoint", "run", "export", "preflight")  # tests of whole runs, which reach every folder
 
 
 def sites_in(folders: Sequence[str]) -> list[Site]:

@@ -22,6 +22,7 @@ from tests.helpers.mutants.sites import Site
 from tests.helpers.paths import ROOT
 
 FAST = "not slow and not slurm and not gpu and not prove"
+WHOLE_RUNS = ("training/checkpoint", "run", "export", "preflight")  # tests of whole runs, which reach every folder
 PYTEST = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", FAST)
 FIRST = 30.0  # seconds of the cheapest tests, which come before `verify`
 ELSEWHERE = 120.0  # seconds of tests of the other folders, which come last

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from bench.tables import signature
+from tests.helpers.mutants.configurations import CONFIGURATIONS
 from tests.helpers.mutants.known import KNOWN
-from tests.helpers.mutants.runs import Outcome, is_below
+from tests.helpers.mutants.runs import WHOLE_RUNS, Outcome, is_below
 from tests.helpers.mutants.sites import KINDS, Site
 from tests.helpers.paths import ROOT
 
@@ -47,8 +48,9 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
     active = [each for each in results if each.active]
     found = [each for each in active if each.found]
     command = f"tests.helpers.mutants {' '.join(args.folders)} --count {args.count} --seed {args.seed}"
-    if args.only:
-        command += f" --only {' '.join(args.only)}"
+    for name, default in (("only", None), ("beside", WHOLE_RUNS), ("verify", [*CONFIGURATIONS])):
+        if (given := getattr(args, name)) != default:
+            command += " ".join([f" --{name}", *given])
     yield signature(command)
     yield ""
     asked = [each for each in active if each.found or each.reason is None]

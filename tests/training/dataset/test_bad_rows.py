@@ -127,7 +127,7 @@ def test_a_bad_row_of_another_kind_is_named(kind: Kind, row: dict, said: str, tm
 
 def test_a_pair_among_single_answers_is_told_from_a_field_that_is_missing(tmp_path: Path) -> None:
     answer = {"prompt": "a", "completion": "b", "label": True}
-    with pytest.raises(DataError, match="which make it pairs .*, and the rows before it are unpaired"):
+    with pytest.raises(DataError, match=r"which make it pairs .*, and the rows before it are unpaired"):
         read(write_lines(tmp_path, [answer, GOOD]), kind=Kind.unpaired)
 
 

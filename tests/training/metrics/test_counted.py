@@ -126,6 +126,14 @@ def test_what_existed_before_is_found_and_a_mode_can_be_entered_again() -> None:
         assert live.held("cpu").live == held - (4 << 10)
 
 
+@pytest.mark.parametrize(("lasting", "left"), [(False, 4 << 10), (True, 0)])
+def test_what_is_freed_after_it_was_left_is_told_if_it_is_lasting(lasting: bool, left: int) -> None:
+    with LiveTensors(lasting=lasting) as live:
+        made = torch.zeros(1 << 10)
+    del made
+    assert live.held("cpu").live == left
+
+
 def test_a_backward_pass_is_counted_with_what_it_recomputes() -> None:
     from torch.utils.checkpoint import checkpoint
 
