@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from rlexp.compare import comparison as reports
+from rlexp.compare.__main__ import parse
 from rlexp.compare.families import sort_out
 from rlexp.compare.page import Peak
 from rlexp.compare.runs import Reader, merge
@@ -100,6 +101,16 @@ def test_a_sweep_whose_baseline_failed(two: Path, capsys: pytest.CaptureFixture[
     assert "the baseline ring8 has no curve (failed: rank 3 failed); one is the baseline instead" in said
     assert "ring8 is failed: rank 3 failed" in said
     assert "The 2 runs draw one curve" in said
+
+
+@pytest.mark.usefixtures("unpainted")
+def test_the_report_is_where_it_is_asked_for(two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for words, place in (([two / "one", two / "four"], "comparison"), ([two, "--out", "there"], "there")):
+        assert compare(*words) == 0
+        assert {path.name for path in Path(place).iterdir()} == {"report.html", "curves.png", "summary.json"}
+    assert {path.name for path in two.iterdir()} == {"one", "four"}
+    assert [parse([str(two), *words]).watch for words in ([], ["--watch"], ["--watch", "2"])] == [None, 5.0, 2.0]
 
 
 # ---- sweeps, and runs that are not running any more ----

@@ -25,6 +25,7 @@ from rlexp.launch.local import run_ranks
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.by_length import Buckets
 from tests.helpers import warm
+from tests.helpers.runs import a_run_of, value_of
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.precision=fp64", "data.size=24",
@@ -242,12 +243,8 @@ def test_a_value_of_the_run_is_said_to_be_the_runs(tmp_path: Path) -> None:
     """It was not typed; what was typed, or is missing, is not the run's."""
     (tmp_path / "held.jsonl").write_text("{}")
     words = ["data=jsonl", f"data.path={tmp_path}/held.jsonl", f"data.eval_path={tmp_path}/held.jsonl"]
-    checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    config = to_plain(compose_config([*words, "launch.device=cpu"]))
-    (checkpoint / "position.json").write_text(json.dumps({"config": config}))
+    run = a_run_of(tmp_path, *words)
     (tmp_path / "held.jsonl").unlink()
-    run = str(tmp_path / "run")
     for given, its_own in (([], True), (["data.eval_path=gone.jsonl"], False), (["data=hf"], False),
                            ([f"data.eval_path={tmp_path}/held.jsonl"], False)):  # fmt: skip
         with pytest.raises(UserError, match=r"^data\.") as refusal:
@@ -256,7 +253,10 @@ def test_a_value_of_the_run_is_said_to_be_the_runs(tmp_path: Path) -> None:
         assert ("had this value" in str(refusal.value)) == its_own
 
 
-HAD = {"eval.buckets": [7, 9], "loss.beta": 0.3, "data.eval_size": 5, "model.window": 48, "data.max_length": 96}
+PAIRS = {"seed": 4, "train.precision": "fp64", "eval.buckets": [7, 9], "loss.beta": 0.3, "data.eval_size": 5,
+         "model.window": 48, "data.max_length": 96, "adapter.alpha": 24.0}  # fmt: skip
+DRAWS = {"rollout.max_new_tokens": 9, "rollout.temperature": 0.9, "reward.text": "e", "reward.most": 3}
+HAD = {"adapter=lora": PAIRS, "loss=grpo": DRAWS}
 
 
 def words_of(keys: dict[str, Any]) -> list[str]:
@@ -264,29 +264,25 @@ def words_of(keys: dict[str, Any]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def run_of_keys(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A run's folder with all of its checkpoint that says what was asked for."""
-    folder = tmp_path_factory.mktemp("keys") / "run"
-    checkpoint = folder / "checkpoints" / "step-00000001"
-    checkpoint.mkdir(parents=True)
-    config = to_plain(compose_config(["launch.device=cpu", *words_of(HAD)]))
-    (checkpoint / "position.json").write_text(json.dumps({"config": config}))
-    return str(folder)
+def runs_of_keys(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {word: a_run_of(tmp_path_factory.mktemp("keys"), word, *words_of(keys)) for word, keys in HAD.items()}
 
 
 @pytest.mark.parametrize(
-    "typed",
+    ("word", "typed"),
     [
-        {"eval.buckets": [5, 11, 30], "loss.beta": 0.7, "model.window": 32},
-        {"eval.buckets": []},
-        {"data.eval_size": 3, "data.max_length": 80},
+        ("adapter=lora", {"eval.buckets": [5, 11, 30], "loss.beta": 0.7, "model.window": 32}),
+        ("adapter=lora", {"eval.buckets": [], "seed": 1, "train.precision": "fp32", "adapter.alpha": 8.0}),
+        ("adapter=lora", {"data.eval_size": 3, "data.max_length": 80}),
+        ("loss=grpo", {"rollout.max_new_tokens": 60, "reward.text": "a"}),
     ],
-    ids=lambda typed: " ".join(typed),
+    ids=lambda typed: " ".join(typed) if isinstance(typed, dict) else typed,
 )
-def test_what_is_typed_beside_a_run_replaces_that_of_the_run_alone(run_of_keys: str, typed: dict[str, Any]) -> None:
-    plain = to_plain(job_of([run_of_keys, "launch.device=cpu", *words_of(typed)]).cfg)
-    found = {key: plain[group][leaf] for key in HAD for group, leaf in [key.split(".")]}
-    assert found == {**HAD, **typed}
+def test_what_is_typed_beside_a_run_replaces_that_of_the_run_alone(
+    runs_of_keys: dict[str, str], word: str, typed: dict[str, Any]
+) -> None:
+    plain = to_plain(job_of([runs_of_keys[word], "launch.device=cpu", *words_of(typed)]).cfg)
+    assert {key: value_of(plain, key) for key in HAD[word]} == {**HAD[word], **typed}
 
 
 def test_another_loss_may_evaluate_a_checkpoint(tmp_path: Path) -> None:

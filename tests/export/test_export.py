@@ -31,6 +31,7 @@ from bench.resume import Where, run
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, ExportDtype
+from rlexp.export.__main__ import main
 from rlexp.export.checkpoint import export_checkpoint
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import RankFailed, run_ranks
@@ -184,19 +185,43 @@ def test_colleagues_may_read_the_weights_as_they_may_read_all_else(tmp_path: Pat
 
 
 def test_float64_is_rounded_once(tmp_path: Path) -> None:
-    """An adapter is merged into frozen weights in float64, at the end of a run and from its checkpoint alike."""
+    """An adapter is merged into frozen weights in float64, at the end of a run and from its checkpoint alike. Without
+    them it is written as it is, of the checkpoint and in the dtype that are named."""
     model = saved(tmp_path / "model")
     frozen = in_float64(model, 1)
     adapter = adapter_of(model, tmp_path / "adapter")
     in_float64(adapter, 2)
     place = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", "model=hf", f"model.path={model}", "adapter=lora",
                 f"adapter.path={adapter}", "checkpoint.export=merged", "data.eval_size=0", "train.eval_every=null",
-                "train.max_steps=1")  # fmt: skip
+                "train.max_steps=2", "checkpoint.save_every=1")  # fmt: skip
     at_end, later = content(place / "model"), content(export_checkpoint(place, tmp_path / "later", ExportDtype.auto,
                                                                         merged=True))  # fmt: skip
     assert at_end.keys() == later.keys() == frozen.keys()
     assert all(torch.equal(at_end[name], later[name]) for name in at_end)
     assert torch.equal(at_end["model.norm.weight"], frozen["model.norm.weight"].float())
+    for at in latest_first(place):
+        written = content(export_checkpoint(at, tmp_path / at.name, ExportDtype.fp16))
+        trained = Reader(at, check_sizes(at))
+        meant = {f"base_model.model.{name.replace('.default', '')}": trained.whole("weight", name).half()
+                 for name in trained.shapes}  # fmt: skip
+        assert written.keys() == meant.keys()
+        assert all(torch.equal(written[name], weight) for name, weight in meant.items())
+    assert len(latest_first(place)) == 2
+
+
+def test_each_option_replaces_its_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr("rlexp.export.checkpoint.export_checkpoint", lambda source, out, dtype, **more: asked.update(
+        source=source, out=out, dtype=dtype, **more))  # fmt: skip
+    default = {"source": Path("run"), "out": None, "dtype": ExportDtype.auto, "merged": False, "trusted": False}
+    cases: dict[str, dict[str, Any]] = {
+        "": {}, "--out there": {"out": Path("there")}, "--dtype fp32": {"dtype": ExportDtype.fp32},
+        "--merged": {"merged": True}, "--trust-remote-code": {"trusted": True},
+    }  # fmt: skip
+    for words, typed in cases.items():
+        monkeypatch.setattr(sys, "argv", ["rlexp.export", "run", *words.split()])
+        assert main() == 0
+        assert asked == {**default, **typed}
 
 
 # ---- in shards ----

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlexp.base.errors import UserError
-from rlexp.config.load import compose_config
+from rlexp.config.load import compose_config, to_plain
 from rlexp.generate import report
+from rlexp.generate.__main__ import main
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob, job_of
 from rlexp.generate.rank import prompts_of
 from rlexp.training.model.loading import byte_tokenizer
@@ -23,6 +25,7 @@ from rlexp.training.world.groups import ALONE, World
 from tests.helpers import warm
 from tests.helpers.adapters import adapter_of, loaded
 from tests.helpers.models import cache, made, smollm2, untied
+from tests.helpers.runs import a_run_of, value_of
 
 __all__ = ["cache"]  # a fixture of every test here too
 QUESTIONS = ("Name a prime number.", "Who are you?", "Say hello in German, then in French, and then in Italian.")
@@ -165,6 +168,92 @@ def test_so_many_prompts_are_answered_as_are_asked_for(words: Sequence[str]) -> 
         origins = [each.origin.removesuffix(" (chosen)") for each in found]
         assert origins == [f"synthetic eval pair {place}" for place in wanted]
         assert [each.index for each in found] == [*wanted]
+
+
+# ---- what is typed beside a run ----
+
+HAD: dict[str, Any] = {
+    "seed": 4, "train.precision": "fp64", "model.chat_template": "zephyr", "adapter.alpha": 24.0, "data.eval_size": 5,
+    "data.max_length": 96, "rollout.max_new_tokens": 9, "rollout.temperature": 0.9, "rollout.top_k": 7,
+    "rollout.top_p": 0.8, "rollout.min_p": 0.1,
+}  # fmt: skip
+OWN = {"launch.nproc": 1, "parallel.ring_size": 1, "engine.name": "torch"}  # of the command, not of the run
+
+
+@pytest.fixture(scope="module")
+def run_of_keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that draws, beside models and files of rows."""
+    place = tmp_path_factory.mktemp("keys")
+    for name in ("base", "other"):
+        untied(place / name)
+    for name in ("held.jsonl", "asked.jsonl"):
+        (place / name).write_text("".join(json.dumps({"prompt": f"{name} {row}"}) + "\n" for row in range(3)))
+    own = ("launch.nproc=2", "parallel=ring2", "engine=fsdp2", *(f"{key}={value}" for key, value in HAD.items()))
+    a_run_of(place, "loss=grpo", "reward.rule=length", "model=hf", f"model.path={place}/base", "adapter=lora", *own)
+    return place
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch, run_of_keys: Path) -> Callable[..., tuple[GenerateJob, list[str]]]:
+    """Take a command line in that folder, and return what it asks for: the job, and the rows of prompts given."""
+    kept: list[tuple[GenerateJob, list[str]]] = []
+
+    def keep(job: GenerateJob) -> list[Answered]:
+        place = held(job, "data.path")["data.path"] if job.given else os.devnull
+        kept.append((job, Path(place).read_text().splitlines()))
+        return []
+
+    def ask(*words: str) -> tuple[GenerateJob, list[str]]:
+        monkeypatch.setattr(sys, "argv", ["rlexp.generate", *words, "launch.device=cpu"])
+        assert main() == 0
+        return kept[-1]
+
+    monkeypatch.chdir(run_of_keys)
+    monkeypatch.setattr("rlexp.generate.generation.generate", keep)
+    return ask
+
+
+def held(job: GenerateJob, *keys: str) -> dict[str, Any]:
+    plain = to_plain(job.cfg)
+    return {key: value_of(plain, key) for key in keys}
+
+
+@pytest.mark.parametrize(
+    ("typed", "layout"),
+    [
+        ({"seed": 1, "rollout.temperature": 0.7, "rollout.min_p": 0.0, "adapter.alpha": 8.0, "data.eval_size": 3}, {}),
+        ({"rollout.top_k": 3, "rollout.top_p": 0.6, "rollout.max_new_tokens": 60, "model.chat_template": "vicuna",
+          "train.precision": "fp32", "data.max_length": 80},
+         {"launch.nproc": 4, "parallel.ring_size": 2, "engine.name": "zero3"}),
+    ],
+)  # fmt: skip
+def test_keys_typed_beside_a_run_replace_those_of_the_run_alone(
+    asked: Callable[..., Any], typed: dict[str, Any], layout: dict[str, Any]
+) -> None:
+    """And the layout is the command's own. Which rows are held out depends on the run's own limit of an answer."""
+    words = (f"{key.removesuffix('.name')}={value}" for key, value in {**typed, **layout}.items())
+    job, _ = asked("run", "--samples", "3", *words)
+    assert held(job, *HAD) == {**HAD, **typed}
+    assert held(job, *OWN) == {**OWN, **layout}
+    assert job.room == HAD["rollout.max_new_tokens"]
+
+
+def test_options_typed_beside_a_run_say_whose_answers_and_to_what(asked: Callable[..., Any]) -> None:
+    greedy = {"rollout.n_samples": 1, "rollout.temperature": 1.0, "rollout.top_k": 1, "rollout.top_p": 1.0}
+    job, _ = asked("run")
+    assert (job.beside, job.given, job.rows, held(job, *greedy)) == (Beside.start, False, 4, greedy)
+    job, _ = asked("run", "--rows", "10", "--samples", "2", "--beside", "none", "data=jsonl",
+                   "data.eval_path=held.jsonl")  # fmt: skip
+    assert (job.beside, job.given, job.rows) == (Beside.none, False, 10)
+    wanted = {"data.path": "held.jsonl", "rollout.n_samples": 2, "model.path": f"{Path.cwd()}/base"}
+    assert held(job, *wanted) == wanted
+    job, rows = asked("--prompt", "One?", "run", "--prompt", "Two?", "data.system=Be brief.", "model.path=other")
+    assert (job.given, job.rows, rows) == (True, None, ['{"prompt": "One?"}', '{"prompt": "Two?"}'])
+    assert held(job, "data.system", "model.path") == {"data.system": "Be brief.", "model.path": "other"}
+    job, rows = asked("run/checkpoints/step-00000001", "--prompts", "asked.jsonl", "--rows", "2", "--beside",
+                      "reference", "reference=model", "reference.path=other")  # fmt: skip
+    assert (job.given, job.rows, rows) == (True, 2, Path("asked.jsonl").read_text().splitlines())
+    assert (job.beside, held(job, "reference.path")) == (Beside.reference, {"reference.path": "other"})
 
 
 # ---- words ----

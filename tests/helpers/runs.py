@@ -1,14 +1,17 @@
-"""Read runs, sweeps and their processes from outside."""
+"""Read runs, sweeps and their processes from outside, and write as much of a run as others read."""
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 import time
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
+from rlexp.config.load import compose_config, to_plain
 from tests.helpers import warm
 from tests.helpers.slurm.machine import below, free_ports, processes, wait_until
 
@@ -22,6 +25,20 @@ def rows_of(folder: Path) -> list[dict[str, float]]:
 def steps_of(folder: Path) -> list[int]:
     """Return the steps of a curve, as far as it is written."""
     return [int(row["step"]) for row in rows_of(folder)] if (folder / "metrics.jsonl").exists() else []
+
+
+def a_run_of(folder: Path, *words: str) -> str:
+    """Write a run's folder with all of its checkpoint that says what was asked for."""
+    checkpoint = folder / "run" / "checkpoints" / "step-00000001"
+    checkpoint.mkdir(parents=True)
+    config = to_plain(compose_config(["launch.device=cpu", *words]))
+    (checkpoint / "position.json").write_text(json.dumps({"config": config}), encoding="utf-8")
+    return str(folder / "run")
+
+
+def value_of(plain: Any, key: str) -> Any:
+    """Return the value of a key of a configuration, as a file has it."""
+    return functools.reduce(lambda group, leaf: group[leaf], key.split("."), plain)
 
 
 def run_json(folder: Path) -> dict:

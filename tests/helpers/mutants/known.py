@@ -48,6 +48,7 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
      "margins.randint(1, 8) / 4", "margins.randint(1, 8)"): "any margins do for rows that are made up",
     ("training/dataset/tokens.py", "if len(prompt) <= longest or bos_id is None or prompt[0] != bos_id:",
      "len(prompt) <= longest", "len(prompt) < longest"): "a prompt of just that length stays whole on both ways",
+    ("training/metrics/live_tensors.py", "self._made = 0", "0", "1"): "a number only tells storages apart",
     ("training/metrics/live_tensors.py", "if self.live > self.peak:", "self.live > self.peak",
      "self.live >= self.peak"): "a peak that is reached again is the same",
     ("training/ring/attention.py",

@@ -44,6 +44,9 @@ VARIANTS: list[dict[str, Any]] = [
 ]
 
 
+TERMS = {"loss/kl": {"beta": 0.0}, "loss/entropy": {"entropy": 0.0}, "loss/value_avg": {"value_coef": 0.0}}
+
+
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda each: "-".join(each) or "defaults")
 @pytest.mark.parametrize("name", LOSSES)
 def test_loss_and_gradient_are_the_papers(name: str, variant: dict[str, Any]) -> None:
@@ -67,9 +70,14 @@ def test_loss_and_gradient_are_the_papers(name: str, variant: dict[str, Any]) ->
             close(answers_of(tokens, tokens.values_n.grad), plain_gradient(case, "values", wanted))
         if loss.needs_entropy:
             close(answers_of(tokens, tokens.entropy_n.grad), plain_gradient(case, "entropy", wanted))
-        parts = terms.weighted | terms.replicated
-        coefficients = {"loss/value_avg": getattr(cfg, "value_coef", None)}
-        close(float(terms.loss.detach()), sum(coefficients.get(key, 1.0) * float(part) for key, part in parts.items()))
+        parts = {key: float(part) for key, part in (terms.weighted | terms.replicated).items()}
+        if name == "ppo":
+            parts["loss/value_avg"] *= cfg.value_coef
+        close(float(terms.loss.detach()), sum(parts.values()))
+        for key, change in TERMS.items():  # each is what the loss lacks without it
+            if key in parts:
+                lesser = plain_loss(case, dataclasses.replace(cfg, **change), kl_coef, cap).real
+                assert parts[key] == pytest.approx(wanted().real - lesser, rel=1e-9), key
 
 
 @pytest.mark.parametrize("changes", [{"value_clip": None}, {"gamma": 0.9, "lam": 0.7}, {"lam": 0.0}, {"lam": 1.0}])

@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 
+from rlexp.base.wilson import wilson
 from rlexp.training.algos.base import Losses
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.train.by_length import Buckets
 from rlexp.training.types import Pair
-from rlexp.training.world.groups import ALONE, World
+from rlexp.training.world.groups import World
+from tests.helpers.played_ranks import Played
 
 PROMPT = np.zeros(3, dtype=np.int32)
 
@@ -20,22 +22,34 @@ def pair_of(chosen: int, rejected: int) -> Pair:
     return Pair(0, PROMPT, *answers, "row 1")
 
 
-def test_an_example_as_long_as_a_bound_counts_in_the_part_before_it() -> None:
-    """Its length is that of its longest sequence, whichever answer that is, with the prompt."""
+TOKENS = [1.0, 3.0, 2.0, 4.0, 5.0]  # by which supervised training weighs its examples
+
+
+@pytest.mark.parametrize("weights", [[1.0] * 5, TOKENS], ids=["pairs", "supervised"])
+def test_an_example_as_long_as_a_bound_counts_in_the_part_before_it(weights: list[float]) -> None:
+    """Its length is that of its longest sequence, whichever answer that is, with the prompt. Two examples are on one
+    ring, and three on the other."""
     pairs = [pair_of(*lengths) for lengths in ((7, 2), (1, 7), (8, 1), (2, 17), (18, 1))]  # 10, 10, 11, 20, 21 tokens
-    losses = Losses(
-        losses_E=torch.tensor([1.0, 2.0, 4.0, 8.0, 16.0]),
-        metrics_E={"rewards/accuracies": torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0])},
-    )
-    meter, buckets = Meter(World(0, 1, ALONE), torch.device("cpu")), Buckets([10, 20])
-    buckets.note(meter, pairs[:2], part_of(losses, slice(2)))
-    buckets.note(meter, pairs[2:], part_of(losses, slice(2, None)))
-    found = buckets.completed(meter.reduce())
-    for name, examples, loss, accuracy in (("0-10", 2, 1.5, 0.5), ("10-20", 2, 6.0, 1.0), ("20+", 1, 16.0, 0.0)):
-        assert found[f"{name}/examples"] == examples
-        assert found[f"{name}/share"] == pytest.approx(examples / 5, rel=1e-15)
-        assert (found[f"{name}/loss"], found[f"{name}/accuracy"]) == (loss, accuracy)
+    each, hits, name = [1.0, 2.0, 4.0, 8.0, 16.0], [1.0, 0.0, 1.0, 1.0, 0.0], "rewards/accuracies"
+    known = {} if weights[0] == weights[1] else {"loss": torch.tensor(weights) / 3, name: torch.tensor(weights)}
+    losses = Losses(torch.tensor(each), {name: torch.tensor(hits)}, known)
+    buckets = Buckets([10, 20])
+
+    def note(world: World, meter: Meter) -> None:
+        which = (slice(2), slice(2, None))[world.replica]
+        buckets.note(meter, pairs[which], part_of(losses, which))
+
+    found = buckets.completed(Played(4, 2).metered(note))
+    for part, places in {"0-10": (0, 1), "10-20": (2, 3), "20+": (4,)}.items():
+        weight, scale = sum(weights[at] for at in places), sum(weights) / 5
+        share = sum(weights[at] * hits[at] for at in places) / weight
+        wanted = {"examples": len(places), "share": weight / sum(weights), "accuracy": share,
+                  "loss": sum(each[at] for at in places) / (weight / scale)}  # fmt: skip
+        wanted["accuracy_low"], wanted["accuracy_high"] = wilson(share, weight)
+        assert {key: found[f"{part}/{key}"] for key in wanted} == pytest.approx(wanted, rel=1e-6), part
 
 
 def part_of(losses: Losses, which: slice) -> Losses:
-    return Losses(losses.losses_E[which], {name: each_E[which] for name, each_E in losses.metrics_E.items()})
+    metrics, weights = ({name: each_E[which] for name, each_E in group.items()}
+                        for group in (losses.metrics_E, losses.weights_E))  # fmt: skip
+    return Losses(losses.losses_E[which], metrics, weights)
