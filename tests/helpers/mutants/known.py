@@ -10,6 +10,7 @@ from collections.abc import Mapping
 AUTOGRAD = "autograd casts a gradient to the dtype of its input"
 BYTES = "memory alone"
 SPEED = "time alone"
+HERE = "on CPU it is there"
 
 KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/algos/log_ratios.py",
@@ -51,6 +52,8 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/metrics/live_tensors.py", "self._made = 0", "0", "1"): "a number only tells storages apart",
     ("training/metrics/live_tensors.py", "if self.live > self.peak:", "self.live > self.peak",
      "self.live >= self.peak"): "a peak that is reached again is the same",
+    ("training/metrics/meter.py", "gathered = _gather(mine.to(self.device), self.world)", "mine.to(self.device)",
+     "mine"): HERE,
     ("training/ring/attention.py",
      "return *(grad.to(dtype) for grad, dtype in zip(dqkv, ctx.dtypes, strict=True)), None, None",
      "grad.to(dtype)", "grad"): AUTOGRAD,
@@ -82,7 +85,7 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
      "run.world.rank == 0", "run.world.rank != 0"): "the identity is then computed again, and is the same",
     ("training/engine/rehearsed.py", "return False", "False", "True"): "a rehearsal has no work to wait for",
     ("training/train/rollout_task.py", "return HeldSamples(shard.to(run.device), there)", "shard.to(run.device)",
-     "shard"): "on CPU it is there",
+     "shard"): HERE,
     ("training/train/rollout_task.py", '"length_S": torch.tensor(lengths, dtype=dtype),',
      "torch.tensor(lengths, dtype=dtype)", "torch.tensor(lengths)"): "a whole number divides like a float",
     ("training/engine/frozen.py", "policy.eval().requires_grad_(False)", "False", "True"):

@@ -182,9 +182,35 @@ def test_micro_batches_are_chosen_that_may_hold_more_than_before() -> None:
     assert count.peak >= before + 4 * len(kept)
 
 
+def test_all_that_exists_is_looked_at_first_and_after_steps_that_were_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[int] = []
+    looks: list[int] = []
+    monkeypatch.setattr(LiveTensors, "find", lambda _self: looks.append(len(begun)))
+    count = TensorCount(CPU, always=False)
+    for tokens in (5, 5, 5, 4, 9, 9, 10, 11):
+        begun.append(tokens)
+        count.begin()
+        count.choose([tokens])
+    assert looks == [1, 5, 7]
+
+
+def test_what_is_freed_between_two_counted_parts_is_not_held() -> None:
+    count = TensorCount(CPU, always=True)
+    with count.throughout():
+        made = torch.zeros(1 << 20)
+    del made
+    count.reset_peak()
+    assert count.peak == 0
+
+
 def test_phases_report_the_highest_count_so_far(tmp_path) -> None:
     phases = Phases(CPU, Whereabouts(tmp_path, 0).tell, TensorCount(CPU, always=False))
     world = World(0, 1, ALONE)
+    with phases("data"):
+        (line,) = read(tmp_path)
+    assert line["step"] == 0
 
     def step(number: int, size: int) -> Row:
         phases.begin(number)

@@ -47,6 +47,16 @@ def test_one_reduction_tells_sharded_from_replicated() -> None:
     assert on_ranks(4, meter_rank) == [expected | {"apart": 4.0 - 0.6, "wait": 3.5}] * 4
 
 
+def test_values_are_added_up_in_float64() -> None:
+    meter = Meter(World(0, 1, ALONE), torch.device("cpu"))
+    for value in (1.0, 2.0**-30):
+        meter.add_total("sum", torch.tensor(value), SHARDED)
+    meter.add_max("largest", 0.1)
+    meter.add_max("largest", torch.tensor(0.0))
+    row = meter.reduce()
+    assert (row["sum"], row["largest"]) == (1 + 2.0**-30, 0.1)
+
+
 def slow_rank(spec: RankSpec, cfg: Config) -> tuple[float, float, tuple[int, ...]]:
     """Return how long a replica waits, by a clock in which only rank 1's forward passes take time: 0.2 s each; and how
     uneven the replicas' work is said to be, with the work of each."""
