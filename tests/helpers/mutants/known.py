@@ -31,6 +31,8 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("config/gpu_descriptions.py",
      'given = {key: value for key, value in vars(hardware).items() if value and key != "name"}',
      "value and key != 'name'", "value"): "the name is written over",
+    ("training/checkpoint/keeper.py", "if self._world.rank == 0 and self._cfg.keep_best:",
+     "self._world.rank == 0 and self._cfg.keep_best", "self._cfg.keep_best"): "the other ranks take what rank 0 read",
     ("training/dataset/seam.py", 'if not getattr(self.tokenizer, "is_fast", False):', "False", "True"):
         "every tokenizer of transformers says whether it is",
     **dict.fromkeys((

@@ -19,6 +19,7 @@ import torch
 from rlexp.base.errors import CheckpointError
 from rlexp.config.load import compose_config
 from rlexp.run_files import checkpoint_folder as folder
+from rlexp.training.checkpoint.restore import _set_aside
 from rlexp.training.train.resume import check_space
 from tests.helpers import warm
 
@@ -143,6 +144,14 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run: Path, check
     assert [folder.step_of(path) for path in there] == [8, 6, 4]
     for path in there:
         check(path)
+
+
+def test_damaged_checkpoints_of_another_run_stay_where_they_are(tmp_path: Path) -> None:
+    own, other = (folder.folder_of(tmp_path / run, 1) for run in ("own", "other"))
+    for each in (own, other):
+        each.mkdir(parents=True)
+    _set_aside([own, other], tmp_path / "own")
+    assert [each.exists() for each in (own, other)] == [False, True]
 
 
 def test_where_all_are_damaged_it_says_so_and_trains_nothing(run: Path) -> None:
