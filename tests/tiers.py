@@ -279,7 +279,6 @@ SLOW: Mapping[str, tuple[str, ...]] = {
     "training/sinks/test_wandb": (
         "test_a_run_that_dies_of_memory_leaves_where",
         "test_alerts_where_the_loss_leaves_its_baseline_and_where_the_run_fails",
-        "test_an_offline_run_read_back_is_its_curve",
         "test_offline_becomes_online_by_sync[one fragment]",
         "test_what_wandb_refuses_is_one_message",
     ),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
 from rlexp.config.load import compose_config, composed_like, from_hydra, to_plain
-from rlexp.eval.job import EvalJob, for_evaluation, job_of
+from rlexp.eval.job import EvalJob, config_in, for_evaluation, job_of
 from rlexp.eval.rank import evaluate_rank
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
@@ -283,6 +283,18 @@ def test_what_is_typed_beside_a_run_replaces_that_of_the_run_alone(
 ) -> None:
     plain = to_plain(job_of([runs_of_keys[word], "launch.device=cpu", *words_of(typed)]).cfg)
     assert {key: value_of(plain, key) for key in HAD[word]} == {**HAD[word], **typed}
+
+
+@pytest.mark.parametrize(("texts", "seed"), [(("0", "1", "2"), 0), (("", "1", "2"), 1), (("", "2"), 2), (("2",), 2)])
+def test_a_run_is_configured_as_in_its_newest_checkpoint_that_can_be_read(
+    texts: tuple[str, ...], seed: int, tmp_path: Path
+) -> None:
+    places = [tmp_path / str(number) for number in range(len(texts))]
+    for place, text in zip(places, texts, strict=True):
+        place.mkdir()
+        config = f'{{"config": {{"model": {{}}, "rollout": {{}}, "seed": {text}}}}}'
+        (place / "position.json").write_text(config, encoding="utf-8")
+    assert config_in(places)["seed"] == seed
 
 
 def test_another_loss_may_evaluate_a_checkpoint(tmp_path: Path) -> None:

@@ -18,13 +18,14 @@ from rlexp.config.load import compose_config, to_plain
 from rlexp.generate import report
 from rlexp.generate.__main__ import main
 from rlexp.generate.job import Answer, Answered, Beside, GenerateJob, job_of
-from rlexp.generate.rank import prompts_of
+from rlexp.generate.rank import examples_of, prompts_of, with_room
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers import warm
 from tests.helpers.adapters import adapter_of, loaded
 from tests.helpers.models import cache, made, smollm2, untied
+from tests.helpers.rows import write_lines
 from tests.helpers.runs import a_run_of, value_of
 
 __all__ = ["cache"]  # a fixture of every test here too
@@ -170,6 +171,20 @@ def test_so_many_prompts_are_answered_as_are_asked_for(words: Sequence[str]) -> 
         assert [each.index for each in found] == [*wanted]
 
 
+@pytest.mark.parametrize("given", [False, True])
+def test_only_the_rows_that_are_answered_are_read(given: bool, tmp_path: Path) -> None:
+    path = write_lines(tmp_path, [{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    cfg = compose_config(["launch.device=cpu", "data=jsonl", f"data.path={path}", f"data.eval_path={path}"])
+    job = GenerateJob(cfg, folder=None, beside=Beside.none, given=given, rows=None, room=0)
+    examples = examples_of(job, cfg, byte_tokenizer(), World(0, 1, ALONE))
+    assert (len(examples.train), len(examples.held_out)) == (0, 1)
+
+
+def test_an_answer_s_room_is_made_where_it_is_lacking() -> None:
+    cfg = compose_config(["launch.device=cpu", "rollout.max_new_tokens=9"])
+    assert [with_room(cfg, room).data.max_length - cfg.data.max_length for room in (7, 9, 10)] == [2, 0, 0]
+
+
 # ---- what is typed beside a run ----
 
 HAD: dict[str, Any] = {
@@ -300,8 +315,8 @@ def test_wrong_words_are_one_message(words: list[str], given: dict[str, Any], sa
 
 
 @pytest.mark.parametrize(("length", "most", "said"), [
-    (250, 250, "the prompt has 250 tokens, and the model has 256 positions for it and an answer of "
-     "rollout.max_new_tokens=256. Use rollout.max_new_tokens=6, or a shorter prompt."),
+    (255, 255, "the prompt has 255 tokens, and the model has 256 positions for it and an answer of "
+     "rollout.max_new_tokens=256. Use rollout.max_new_tokens=1, or a shorter prompt."),
     (256, 256, "rollout.max_new_tokens=256. Give a shorter prompt."),
     (120, 100, "the prompt has 120 tokens, and data.max_length − rollout.max_new_tokens leaves it 100."),
 ])  # fmt: skip

@@ -99,8 +99,11 @@ def test_a_run_that_goes_on_keeps_the_rollouts_begun_by_then(tmp_path: Path) -> 
     sink.rollout(facts[2])
     sink.close(Ending())
     assert path.read_bytes() == whole
-    RolloutsSink(path, 0).close(Ending())
+    sink = RolloutsSink(path, 0)
     assert path.read_bytes() == b""
+    sink.rollout(facts[0])
+    sink.close(Ending())
+    assert [line["rollout"] for line in lines(path)] == [1]
 
 
 def test_a_full_disk_costs_no_rollout(

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 AUTOGRAD = "autograd casts a gradient to the dtype of its input"
 BYTES = "memory alone"
+FROZEN = f"{BYTES}: a frozen model casts what it is given"
 SPEED = "time alone"
 HERE = "on CPU it is there"
 
@@ -51,6 +52,23 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
      "margins.randint(1, 8) / 4", "margins.randint(1, 8)"): "any margins do for rows that are made up",
     ("training/dataset/tokens.py", "if len(prompt) <= longest or bos_id is None or prompt[0] != bos_id:",
      "len(prompt) <= longest", "len(prompt) < longest"): "a prompt of just that length stays whole on both ways",
+    ("eval/__main__.py", "sys.stdout.flush()", "sys.stdout.flush()", "pass"): f"{SPEED}: when its head is seen",
+    ("generate/rank.py", "placing = placing_for(cfg, self.device, self.world, frozen=True)", "True", "False"): FROZEN,
+    ("generate/rank.py", "needs = Needs(decoding=True, temperature=cfg.rollout.temperature)", "True", "False"):
+        "decoding was probed before",
+    ("generate/rank.py", "drawn: list[Sample] = [sample for samples in drawer.draw(parts, 0) for sample in samples]",
+     "0", "1"): "any number does for the only rollout",
+    ("training/checkpoint/keeper.py", "for _ in range(2):  # a second try, since it is the last chance", "2", "3"):
+        "what fails twice fails again",
+    ("training/reference/stored.py", "ends = np.cumsum([len(each) for each in arrays], dtype=np.int64)",
+     "np.cumsum([len(each) for each in arrays], dtype=np.int64)", "np.cumsum([len(each) for each in arrays])"):
+        "of no sequences alone, of which nothing is written",
+    ("training/reference/stored.py", "line = json.dumps(said, sort_keys=True).encode()", "True", "False"):
+        "whoever reads the line reads it by names",
+    ("training/reference/stored.py", "line = file.readline(1 << 20)", "20", "21"): "both are far more than a line has",
+    ("training/sinks/baseline.py", "return False", "False", "True"): f"{SPEED}: the file is read anew",
+    ("training/sinks/console.py", "self.said = 0.0  # when a line said how far a step is", "0.0", "1.0"):
+        "both are long ago",
     ("training/metrics/live_tensors.py", "self._made = 0", "0", "1"): "a number only tells storages apart",
     ("training/metrics/live_tensors.py", "if self.live > self.peak:", "self.live > self.peak",
      "self.live >= self.peak"): "a peak that is reached again is the same",
@@ -73,9 +91,9 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/train/build.py", "return Placing(device, dtype if frozen else steps, part, whole=False)",
      "False", "True"): f"{BYTES}: FSDP2 takes its piece of the whole",
     ("training/train/build.py", "return placing_for(cfg, run.device, run.world, frozen=True), None",
-     "True", "False"): f"{BYTES}: a frozen model casts what it is given",
+     "True", "False"): FROZEN,
     ("training/train/build.py", 'placing = placing_for(cfg, torch.device("cpu"), run.world, frozen=True)',
-     "True", "False"): f"{BYTES}: a frozen model casts what it is given",
+     "True", "False"): FROZEN,
     ("training/train/build.py",
      "policy = build_policy(cfg, model[1], run.device, replace(needs.frozen, reference=False), placing, sources)",
      "False", "True"): "a model of its own is only built where the reference is not the adapter's start",

@@ -6,6 +6,8 @@ import json
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 from rlexp.launch import watch
 from rlexp.training.checkpoint import host_copy
 from rlexp.training.checkpoint.host_copy import LEAST, HostCopy, Laid, sizes
+from rlexp.training.checkpoint.tensors import share
+from rlexp.training.engine.base import Fragment
 
 KINDS = (torch.float64, torch.float32, torch.bfloat16)
 
@@ -176,3 +180,12 @@ def test_a_failed_write_ends_the_copy_and_the_next_save_has_its_memory(tmp_path:
 )
 def test_pieces(held: int, most: int | None, expected: tuple[int, int]) -> None:
     assert sizes(held, most) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_ranks_write_equal_shares_of_what_all_hold(ranks: int) -> None:
+    held = [Fragment(str(size), 0, 100 * size + torch.arange(float(size)), {}) for size in (5, 1, 9, 4)]
+    engine: Any = SimpleNamespace(replicated=True, fragments=lambda: held)
+    shares = [[each.weight for each in share(engine, rank, ranks)] for rank in range(ranks)]
+    assert torch.equal(torch.cat([each for mine in shares for each in mine]), torch.cat([each.weight for each in held]))
+    assert {sum(map(len, mine)) for mine in shares} <= {19 // ranks, 19 // ranks + 1}

@@ -26,6 +26,7 @@ from rlexp.training.reference.stored import (
     damage,
     digest_of,
     facts_of,
+    kept_dtype,
     key_of,
     write,
 )
@@ -90,6 +91,12 @@ def test_a_row_that_is_not_kept_and_a_pack_without_names_are_never_guessed() -> 
         Stored([kept], Precision.fp64).known(pack, shard)
 
 
+def test_values_are_kept_as_they_are_computed() -> None:
+    assert {each: kept_dtype(each) for each in Precision} == {
+        Precision.fp64: np.float64, Precision.fp32: np.float32, Precision.bf16: np.float32,
+    }  # fmt: skip
+
+
 def test_a_file_has_the_same_bytes_however_it_was_parted(tmp_path: Path) -> None:
     values = marked(pairs(5))
     for name, ends in (("whole", [10]), ("parted", [2, 4, 10])):
@@ -122,11 +129,17 @@ def test_sequences_without_a_trained_token_are_kept_too(tmp_path: Path) -> None:
         (lambda _: b"", "JSONDecodeError"),
         (lambda content: b"x" + content[1:], "JSONDecodeError"),
         (lambda content: content.replace(b'"key": "k"', b'"key": "j"'), "other sequences or weights"),
+        (
+            lambda content: content.replace(b'"dtype": "float64"', b'"dtype": "float32"').replace(
+                b'"values": 46}', b'"values": 92}'
+            ),
+            "other bytes",
+        ),
     ],
-    ids=["cut", "longer", "changed", "torn", "empty", "no JSON", "another's"],
+    ids=["cut", "longer", "changed", "torn", "empty", "no JSON", "another's", "of another dtype"],
 )
 def test_a_damaged_file_is_noticed(harm: Any, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "file"
+    file = tmp_path / "a new" / "folder" / "file"
     write(file, [Values.laid_out(marked(pairs(5)), FLOAT64)], FLOAT64, key="k")
     assert damage(file, "k", 10) is None
     assert damage(file, "k", 8) is not None

@@ -484,6 +484,7 @@ def test_an_upload_is_announced(account, keys, env, mode, whose) -> None:
         ("api.forge.coreweave.com", None, "online"),  # where wandb 0.31 logs in
         ("api.wandb.ai", "https://api.forge.coreweave.com", "online"),
         ("wandb.example:8080", "http://wandb.example:8080", "online"),
+        ("wandb.example", "http://wandb.example:8080", "online"),
         ("api.wandb.ai", "http://wandb.example:8080", "offline"),
     ],
 )
