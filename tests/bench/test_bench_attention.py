@@ -16,6 +16,7 @@ from bench import attention, gpu_attention, simulate, together
 from rlexp.training.ring.kernels import CpuFlash, Plain
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.ring.layouts import get_layout
+from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
 from tests.helpers.ranks import seeded
 
@@ -77,10 +78,7 @@ def test_a_table_that_fails_says_so_and_the_others_are_there(tmp_path: Path) -> 
     page = tmp_path / "page.md"
     page.write_text("<!-- gpu: begin -->\n<!-- gpu: end -->\n", encoding="utf-8")
     short = ("--quick", "--rings", "4", "--kernel-tokens", "16", "--tokens", "64", "--error-tokens", "250")
-    answer = subprocess.run(
-        [sys.executable, "-m", "bench.gpu_attention", "--device", "cpu", *short, "--commit", "abc", "--write", page],
-        capture_output=True, text=True, timeout=200, check=False, cwd=ROOT,
-    )  # fmt: skip
+    answer = bench("gpu_attention", "--device", "cpu", *short, "--commit", "abc", "--write", str(page))
     assert answer.returncode == 1
     text = page.read_text(encoding="utf-8")
     assert "at commit abc on" in text
@@ -110,10 +108,7 @@ def test_a_window_is_timed_by_the_call_that_a_layer_makes(monkeypatch: pytest.Mo
 
 
 def test_it_says_that_there_is_no_gpu() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is one")
-    command = [sys.executable, "-m", "bench.gpu_attention"]
-    answer = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False, cwd=ROOT)
+    answer = bench("gpu_attention")
     assert answer.returncode == 1
     assert answer.stderr.startswith("bench.gpu_attention: no GPU is visible. Use --device cpu --quick")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -27,19 +26,12 @@ from rlexp.base.kernel_needs import takes
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
+from tests.helpers.bench_programs import HIDDEN, bench
 from tests.helpers.faults.plant import plant
 from tests.helpers.paths import ROOT, outside_make
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
-HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 MARKERS = ("about", "longest", *gpu.SECTIONS)
-
-
-def bench(*words: str, timeout: float = 580, **env: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.gpu", *words],
-        cwd=ROOT, env=os.environ | HIDDEN | env, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
 
 
 # ---- without a GPU ----
@@ -48,7 +40,7 @@ def bench(*words: str, timeout: float = 580, **env: str) -> subprocess.Completed
 @pytest.mark.parametrize("words", [(), ("--here",), ("--only", "rates", "--write", str(PAGE))], ids=" ".join)
 def test_without_a_gpu_it_says_so_and_changes_nothing(words: tuple[str, ...]) -> None:
     before = PAGE.read_bytes()
-    told = bench(*words)
+    told = bench("gpu", *words)
     assert (told.returncode, told.stdout) == (gpu.NO_GPU, "")
     assert told.stderr.startswith("make gpu: no GPU is visible on this machine")
     assert told.stderr.count("\n") == 1
@@ -56,14 +48,15 @@ def test_without_a_gpu_it_says_so_and_changes_nothing(words: tuple[str, ...]) ->
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_asks_before_it_installs_anything(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["gpu", "selftest"])
+def test_make_asks_before_it_installs_anything(program: str, tmp_path: Path) -> None:
     """With a Python of its own it installs nothing at all."""
     for words in ((), (f"GPU_PYTHON={sys.executable}",)):
         told = subprocess.run(
-            ["make", "gpu", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *words],
+            ["make", program, f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *words],
             cwd=ROOT, env=outside_make() | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
         )  # fmt: skip
-        assert told.stderr.startswith("make gpu: no GPU is visible on this machine"), told.stderr
+        assert told.stderr.startswith(f"make {program}: no GPU is visible on this machine"), told.stderr
         assert told.returncode != 0
         assert list(tmp_path.iterdir()) == []
 
@@ -101,7 +94,7 @@ def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
     """One page is written, its rates and nothing else; the page of the docs says that nothing was measured."""
     file, tables = page(tmp_path), (kernel_rates.TABLE, MEASURED)
     before = [table.read_bytes() for table in tables]
-    told = bench("--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc", "--keep-rates")
+    told = bench("gpu", "--rehearse", "--only", "rates", "--write", str(file), "--commit", "abc", "--keep-rates")
     assert told.returncode == 0, told.stderr
     assert [table.read_bytes() for table in tables] == before, "a CPU's rates are none of a GPU's"
     text = section(file, "rates")
@@ -156,7 +149,7 @@ def test_measured_rates_are_kept_for_the_estimates_to_come(tmp_path: Path) -> No
 def test_the_training_is_rehearsed(tmp_path: Path, engines: tuple[str, ...]) -> None:
     """Every memory option of these engines on two ranks: what is counted is what was predicted, to 2 %."""
     file = page(tmp_path)
-    told = bench("--rehearse", "--only", "training", "--engines", *engines, "--write", str(file))
+    told = bench("gpu", "--rehearse", "--only", "training", "--engines", *engines, "--write", str(file))
     assert told.returncode == 0, told.stdout + told.stderr
     text = section(file, "training")
     trained, longest = text.split("The longest pair")
@@ -174,7 +167,7 @@ def test_the_training_is_rehearsed(tmp_path: Path, engines: tuple[str, ...]) -> 
 @pytest.mark.prove
 def test_the_tests_of_a_gpu_pass_on_the_cpu(tmp_path: Path) -> None:
     file = page(tmp_path)
-    told = bench("--rehearse", "--only", "tests", "--write", str(file), timeout=1800)
+    told = bench("gpu", "--rehearse", "--only", "tests", "--write", str(file), timeout=1800)
     assert told.returncode == 0, told.stdout + told.stderr
     (passed, total) = re.findall(r"(\d+) of (\d+) tests passed, 0 failed", section(file, "tests"))[0]
     assert int(passed) > 40
@@ -211,7 +204,7 @@ def test_every_engine_is_a_case() -> None:
 @pytest.mark.parametrize("name", ["engines", "rings", "options", "commands", "verify"])
 def test_the_whole_section_is_rehearsed(tmp_path: Path, name: str) -> None:
     file = page(tmp_path)
-    told = bench("--rehearse", "--only", name, "--write", str(file), timeout=900)
+    told = bench("gpu", "--rehearse", "--only", name, "--write", str(file), timeout=900)
     assert told.returncode == 0, told.stdout + told.stderr
     assert "failed" not in section(file, name)
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +16,7 @@ from bench.gpu_here import GIB, stand_in
 from bench.gpu_training import write_model
 from bench.kernel_kinds import LAUNCHING, by_kind, kind_of
 from bench.kernel_kinds import table as table_of_kinds
+from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "measured" / "beside_trl.md"
@@ -61,11 +59,7 @@ def test_a_section_is_rehearsed_and_the_page_of_the_docs_stays(tmp_path: Path, w
     pytest.importorskip("trl")
     page = tmp_path / "page.md"
     page.write_text(PAGE.read_text("utf-8"), "utf-8")
-    told = subprocess.run(
-        [sys.executable, "-m", "bench.beside_trl", "--rehearse", *words, "--write", str(page), "--commit", "abc"],
-        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=500,
-        check=False,
-    )  # fmt: skip
+    told = bench("beside_trl", "--rehearse", *words, "--write", str(page), "--commit", "abc")
     assert told.returncode == 0, told.stderr
     written = page.read_text("utf-8")
     if "--profile" in words:
@@ -78,10 +72,7 @@ def test_a_section_is_rehearsed_and_the_page_of_the_docs_stays(tmp_path: Path, w
 
 
 def test_without_a_gpu_it_says_so() -> None:
-    told = subprocess.run(
-        [sys.executable, "-m", "bench.beside_trl", "--write", str(PAGE)], cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    told = bench("beside_trl", "--write", str(PAGE))
     assert (told.returncode, told.stdout) == (beside_trl.NO_GPU, "")
     assert told.stderr.startswith("bench.beside_trl: no GPU is visible on this machine")
 

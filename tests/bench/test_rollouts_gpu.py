@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -30,6 +28,7 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from tests.helpers import mock_vllm
+from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
 
 PAGE = ROOT / "docs" / "measured" / "rollouts_gpu.md"
@@ -41,20 +40,12 @@ def setup(tmp_path: Path, **more: Any) -> Setup:
     return Setup(stand_in(), Kept(None, ""), tmp_path, **more)
 
 
-def bench(*words: str, timeout: float = 580) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.rollouts_gpu", *words],
-        cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, timeout=timeout,
-        check=False,
-    )  # fmt: skip
-
-
 # ---- the command ----
 
 
 def test_without_a_gpu_it_says_so_and_changes_nothing() -> None:
     before = PAGE.read_bytes()
-    told = bench("--write", str(PAGE))
+    told = bench("rollouts_gpu", "--write", str(PAGE))
     assert (told.returncode, told.stdout) == (gpu.NO_GPU, "")
     assert told.stderr.startswith("bench.rollouts_gpu: no GPU is visible on this machine")
     assert PAGE.read_bytes() == before
@@ -402,7 +393,9 @@ def test_a_curve_is_that_of_its_command(tmp_path: Path) -> None:
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="no vllm is installed: make test-vllm")
 def test_it_is_rehearsed_by_a_real_vllm(tmp_path: Path) -> None:
     state = tmp_path / "state.json"
-    told = bench("--rehearse", "--short", "--only", "handover", "tokens", "speed", "--state", str(state))
+    told = bench(
+        "rollouts_gpu", "--rehearse", "--short", "--only", "handover", "tokens", "speed", "--state", str(state)
+    )
     assert told.returncode == 0, told.stdout + told.stderr
     assert "No numbers of" not in told.stdout
     found = json.loads(state.read_text("utf-8"))["results"]

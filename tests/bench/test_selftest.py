@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import shutil
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -24,19 +21,12 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.hardware import assumed_gpus
 from rlexp.launch import local
 from rlexp.launch.local import Interrupted
-from tests.helpers.paths import ROOT, outside_make
+from tests.helpers.bench_programs import bench
+from tests.helpers.paths import ROOT
 
-HIDDEN = {"CUDA_VISIBLE_DEVICES": ""}
 ONE = Finding(
     "engines", "zero1, ring 4 × 1, bf16", {"loss": 1e-3, "gradient": 5e-3}, {"loss": 1e-2, "gradient": 3e-2}, 4.0
 )
-
-
-def typed(*words: str, timeout: float = 580) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "bench.selftest", *words],
-        cwd=ROOT, env=os.environ | HIDDEN, capture_output=True, text=True, timeout=timeout, check=False,
-    )  # fmt: skip
 
 
 # ---- without a GPU ----
@@ -44,23 +34,11 @@ def typed(*words: str, timeout: float = 580) -> subprocess.CompletedProcess[str]
 
 @pytest.mark.parametrize("words", [(), ("--here",)], ids=["all", "here"])
 def test_without_a_gpu_it_says_so_and_writes_nothing(words: tuple[str, ...], tmp_path: Path) -> None:
-    told = typed(*words, "--out", str(tmp_path / "file.json"))
+    told = bench("selftest", *words, "--out", str(tmp_path / "file.json"))
     assert (told.returncode, told.stdout) == (NO_GPU, "")
     assert told.stderr.startswith("make selftest: no GPU is visible on this machine")
     assert told.stderr.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
-def test_make_asks_before_it_installs_anything(tmp_path: Path) -> None:
-    for words in ((), (f"GPU_PYTHON={sys.executable}",)):
-        told = subprocess.run(
-            ["make", "selftest", f"VENV={tmp_path / 'venv'}", f"PYTHON={sys.executable}", *words],
-            cwd=ROOT, env=outside_make() | HIDDEN, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
-        assert told.stderr.startswith("make selftest: no GPU is visible on this machine"), told.stderr
-        assert told.returncode != 0
-        assert list(tmp_path.iterdir()) == []
 
 
 # ---- its cases ----
@@ -272,7 +250,7 @@ def test_a_gpu_that_torch_cannot_use_is_one_message(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_kernels_are_rehearsed(tmp_path: Path) -> None:
-    told = typed("--rehearse", "--only", "kernels", "--out", str(tmp_path / "file.json"))
+    told = bench("selftest", "--rehearse", "--only", "kernels", "--out", str(tmp_path / "file.json"))
     assert told.returncode == 0, told.stdout + told.stderr
     said = json.loads((tmp_path / "file.json").read_text(encoding="utf-8"))
     assert {each["case"] for each in said["cases"]} == {
@@ -284,7 +262,7 @@ def test_the_kernels_are_rehearsed(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_all_of_it_is_rehearsed(tmp_path: Path) -> None:
-    told = typed("--rehearse", "--out", str(tmp_path / "file.json"), timeout=1800)
+    told = bench("selftest", "--rehearse", "--out", str(tmp_path / "file.json"), timeout=1800)
     assert told.returncode == 0, told.stdout + told.stderr
     said = json.loads((tmp_path / "file.json").read_text(encoding="utf-8"))
     assert {each["section"] for each in said["cases"]} == set(selftest.SECTIONS)

@@ -83,16 +83,6 @@ def test_a_model_is_evaluated_by_its_keys(rlexp: Shell, tmp_path: Path) -> None:
         assert (loss == pytest.approx(last["eval/loss"], rel=1e-6)) == same
 
 
-def test_what_is_given_replaces_what_the_run_has() -> None:
-    ours = like(to_plain(job_of(["loss=kto", "loss.beta=0.3", "data.size=50", "seed=4"]).cfg), [])
-    assert (ours.loss.name, ours.loss.beta, ours.data.size, ours.seed) == ("kto", 0.3, 50, 4)
-    drawn = job_of(["loss=grpo", "reward.text=e", "rollout.max_new_tokens=9", "launch.device=cpu"]).cfg
-    again = like(to_plain(drawn), [])
-    assert (again.rollout.max_new_tokens, again.reward.text) == (9, "e")
-    other = like(to_plain(ours), ["loss=sft", "data.size=60", "parallel=ring1"])
-    assert (other.loss.name, other.data.size, other.seed) == ("sft", 60, 4)
-
-
 def test_the_train_batch_fits_any_layout() -> None:
     """It is not used, so that of the run need not divide."""
     words = ["launch.device=cpu", "launch.nproc=3", "parallel=ring1", "train.micro_batch_size=2", "data.size=13"]
@@ -114,6 +104,7 @@ def test_keys_of_a_mapping_are_replaced_one_by_one(tmp_path: Path) -> None:
     assert ours.data.columns == {"prompt": "question", "chosen": "b", "rejected": "c"}
     assert ours.loss.terms == [{"loss": "dpo", "weight": 2}]
     assert ours.loss.sft_weight == 0.7
+    assert like(plain, ["loss=sft"]).loss.name == "sft"  # it has no terms
     held = for_evaluation(composed_like(plain, [f"data.eval_path={tmp_path}/held.jsonl"])).data
     assert (held.eval_size, held.max_length, held.path) == (0, 64, f"{tmp_path}/held.jsonl")
     other = like(plain, ["data=hf", rows, "data.eval_size=2", "parallel=ring2", "launch.device=cpu", "seed=5"])

@@ -27,10 +27,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def run(installed: Path, cwd: Path, *args: str, module: str = "rlexp") -> subprocess.CompletedProcess[str]:
+def python(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
     # -P: the current folder is not on the path, so that nothing but the wheel can be found.
     return subprocess.run(
-        [sys.executable, "-P", "-m", module, *args],
+        [sys.executable, "-P", *words],
         cwd=cwd,
         env=os.environ | {"PYTHONPATH": str(installed)},
         capture_output=True,
@@ -40,17 +40,12 @@ def run(installed: Path, cwd: Path, *args: str, module: str = "rlexp") -> subpro
     )
 
 
+def run(installed: Path, cwd: Path, *args: str, module: str = "rlexp") -> subprocess.CompletedProcess[str]:
+    return python(installed, cwd, "-m", module, *args)
+
+
 def test_it_is_the_wheel_that_answers(installed: Path, tmp_path: Path) -> None:
-    code = "import rlexp; print(rlexp.__file__)"
-    answer = subprocess.run(
-        [sys.executable, "-P", "-c", code],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    answer = python(installed, tmp_path, "-c", "import rlexp; print(rlexp.__file__)")
     assert answer.stdout.strip() == str(installed / "rlexp" / "__init__.py")
 
 

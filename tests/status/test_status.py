@@ -101,9 +101,6 @@ def test_a_sweep_that_has_ended(rlexp: Shell, status: Shell, tmp_path: Path) -> 
         "batch_size=4, lr=1e+30": ("failed", 1, 3),
     }
     rows, good = rows_of(tmp_path / "sw" / "2"), facts["batch_size=4, lr=0.001"]
-    assert good["last_loss"] == rows[-1]["train/loss"]
-    timed = [(row["train/tokens"], row["train/step_seconds"]) for row in rows[1:]]
-    assert good["tokens_per_second"] == pytest.approx(sum(t for t, _ in timed) / sum(s for _, s in timed))
     assert good["peak_bytes"] >= max(row["memory/peak_bytes"] for row in rows)
     assert good["reason"] is None
     lines = answer.stdout.splitlines()

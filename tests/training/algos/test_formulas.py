@@ -77,49 +77,6 @@ def test_each_loss_by_hand() -> None:
         assert loss_of(name, PAIR, **keys) == pytest.approx([expected], rel=1e-13), (name, keys)
 
 
-def test_a_policy_that_is_its_reference() -> None:
-    """At the first step, whatever the answers are."""
-    same = sides([-123.4, -5.6], [-78.9, -0.1])
-    ln_2 = math.log(2)
-    expected = {
-        "dpo": ln_2, "robust": ln_2, "aot": ln_2, "aot_unpaired": ln_2, "dpo_norm": ln_2, "nca_pair": 2 * ln_2,
-        "bco_pair": 2 * ln_2, "hinge": 1.0, "apo_zero": 1.0, "apo_down": 1.0, "ipo": 25.0, "sppo_hard": 50.0,
-        "discopop": 0.846574, "exo_pair": 2.761231,
-    }  # fmt: skip
-    assert set(expected) == {name for name, kind in LOSSES.items() if kind.has_reference}
-    for name, value in expected.items():
-        result = build_loss(LOSSES[name](beta=0.1))(values_of(same, same, sides([9.0, 2.0], [3.0, 4.0])))
-        assert result.losses_E.tolist() == pytest.approx([value] * 2, rel=1e-6), name
-        assert result.metrics_E["rewards/accuracies"].tolist() == [0.5, 0.5]
-
-
-def test_gradients_by_hand() -> None:
-    p, q = math.exp(-2.5), math.exp(-2.0)
-    wrong = sigma(-math.log(odds(-2.5) / odds(-2.0)))  # what the odds give the rejected answer
-    expected = {
-        "dpo": (-0.5 * sigma(-1.0), 0.5 * sigma(-1.0)),
-        "ipo": (2 * (5 / 12 - 1) / 4, -2 * (5 / 12 - 1) / 6),
-        "orpo": (-0.5 * wrong / (1 - p) / 4, 0.5 * wrong / (1 - q) / 6),
-        "bco_pair": (-0.5 * sigma(-0.5), 0.5 * sigma(-0.5)),
-        "sppo_hard": (0.0, 0.0),
-        "apo_zero": (-0.5 * sigma(0.5) * sigma(-0.5), 0.5 * sigma(0.5) * sigma(-0.5)),
-    }
-    for name, slope in expected.items():
-        policy = trained(PAIR.logps)
-        losses_P = build_loss(LOSSES[name](beta=0.5, sft_weight=0.0))(replace(PAIR, logps=policy)).losses_E
-        found = slopes(losses_P, policy)
-        assert [float(found[side]) for side in SIDES] == pytest.approx(slope, rel=1e-13), name
-
-
-def test_rewards_by_hand() -> None:
-    values = values_of(sides([-10.0, -20.0], [-12.0, -15.0]), sides([-11.0, -19.0], [-11.0, -16.0]))
-    logged = build_loss(DPOConfig(beta=0.5))(values).metrics_E
-    assert {name: each.tolist() for name, each in logged.items()} == {
-        "rewards/chosen": [0.5, -0.5], "rewards/rejected": [-0.5, 0.5], "rewards/margins": [1.0, -1.0],
-        "rewards/accuracies": [1.0, 0.0],
-    }  # fmt: skip
-
-
 def test_rewards_of_whole_answers_and_of_tokens() -> None:
     expected = dict.fromkeys(LOSSES, (0.5, -0.5)) | {"cpo": (-5.0, -6.0), "simpo": (-1.25, -1.0), "orpo": (-1.25, -1.0)}
     for name, both in expected.items():
@@ -142,15 +99,6 @@ def test_odds_keep_their_digits() -> None:
     assert log_odds(logp).tolist() == pytest.approx(expected, rel=1e-14)
     assert logp.grad is not None
     assert logp.grad.tolist() == pytest.approx([1e15, 1e9, 1.0, 0.0], rel=1e-6)
-
-
-def test_optimal_transport_compares_equal_ranks() -> None:
-    """Policy margins 3, 1, 2 and reference margins 5, 6, 4; the sorted ones are 1 − 4, 2 − 5, 3 − 6: all −3."""
-    policy, reference = sides([3.0, 1.0, 2.0], [0.0] * 3), sides([5.0, 6.0, 4.5], [0.0] * 3)
-    values = values_of(policy, reference)
-    assert loss_of("aot", values, beta=1.0) == pytest.approx([softplus(3.0), softplus(3.5), softplus(3.0)])
-    chosen = values_of(sides([3.0, 1.0, 2.0], [5.0, 6.0, 4.5]), sides([0.0] * 3, [0.0] * 3))
-    assert loss_of("aot_unpaired", chosen, beta=1.0) == loss_of("aot", values, beta=1.0)
 
 
 def test_of_equal_values_the_earlier_pair_comes_first() -> None:
@@ -180,13 +128,6 @@ def test_the_shift_is_the_mean_of_all_rewards_so_far() -> None:
     assert at_first.losses_E.tolist() == pytest.approx([softplus(-2.0) + softplus(0.0)])
 
 
-def test_no_gradient_passes_through_the_shift() -> None:
-    policy = trained(sides([6.0, 1.0], [2.0, 3.0]))
-    loss = build_loss(LOSSES["bco_pair"](beta=0.5))(values_of(policy, sides([0.0] * 2, [0.0] * 2)))
-    expected = [-0.5 * sigma(1.5 - 3.0), -0.5 * sigma(1.5 - 0.5)]
-    assert slopes(loss.losses_E, policy)["chosen"].tolist() == pytest.approx(expected, rel=1e-14)
-
-
 def test_a_sum_of_losses() -> None:
     """MPO: 0.8 of DPO and 0.2 of BCO, and the likelihood of the chosen answer per token."""
     terms = [{"loss": "dpo", "weight": 0.8}, {"loss": "bco_pair", "weight": 0.2, "shift": "none"}]
@@ -212,18 +153,6 @@ def test_the_on_policy_weight() -> None:
     assert float(result.metrics_E["wpo_weight"]) == pytest.approx(math.exp(-0.25), rel=1e-14)
     assert result.losses_E.tolist() == pytest.approx([math.exp(-0.25) * softplus(-1.0) + 2], rel=1e-14)
     assert float(slopes(result.losses_E, policy)["rejected"]) == pytest.approx(math.exp(-0.25) * 0.5 * sigma(-1.0))
-
-
-def test_a_margin_of_the_rows() -> None:
-    values = replace(PAIR, margin_E=torch.tensor([3.0], dtype=torch.float64))
-    fitting = {name for name, kind in LOSSES.items() if "margin_weight" in kind.fits}
-    expected = {
-        "dpo": softplus(-0.4), "dpo_norm": softplus(0.6 - 5 / 24), "simpo": softplus(0.25 + 1.0 + 0.6),
-        "cpo": softplus(-0.4), "hinge": 0.6, "robust": (0.9 * softplus(-0.4) - 0.1 * softplus(0.4)) / 0.8,
-    }  # fmt: skip
-    assert set(expected) == fitting
-    for name, value in expected.items():
-        assert loss_of(name, values, beta=0.5, margin_weight=0.2) == pytest.approx([value], rel=1e-13), name
 
 
 def test_what_a_loss_asks_for() -> None:
@@ -323,20 +252,16 @@ def test_rewards_and_slopes_of_dpo_equal_the_second_writing() -> None:
 
 CHECKS = (
     test_each_loss_by_hand,
-    test_a_policy_that_is_its_reference,
-    test_gradients_by_hand,
-    test_rewards_by_hand,
     test_rewards_of_whole_answers_and_of_tokens,
     test_odds_that_are_logged,
     test_odds_keep_their_digits,
-    test_optimal_transport_compares_equal_ranks,
     test_of_equal_values_the_earlier_pair_comes_first,
     test_the_shift_is_the_mean_of_all_rewards_so_far,
     test_a_sum_of_losses,
     test_a_term_without_reference_is_shown_none,
     test_the_on_policy_weight,
-    test_a_margin_of_the_rows,
     test_what_a_loss_asks_for,
+    test_a_margin_within_rounding_is_half_a_win,
     test_a_tie_is_measured_in_what_is_compared,
     test_the_loss_has_the_values_of_its_configuration,
     test_every_loss_equals_the_second_writing,

@@ -1,4 +1,4 @@
-"""The losses of reinforcement learning against other implementations: tensors under autograd, and TRL's trainers."""
+"""The losses of reinforcement learning against TRL's trainers."""
 
 from __future__ import annotations
 
@@ -23,47 +23,6 @@ from tests.helpers.policy_losses import (
     tensor,
     tokens_of,
 )
-
-
-def test_ppo_is_a_batch_of_tensors_under_autograd() -> None:
-    """The formulas again, as libraries write them: answers of one length as rows of a batch, differentiated by torch.
-
-    The terms of the policy and of the critic are compared separately.
-    """
-    cfg = configured("ppo", beta=0.2, value_coef=0.3)
-    case = Case(lengths=(5,) * 6, counts=(True,) * 6)
-    loss = built(cfg)
-    tokens = tokens_of(case, cfg, loss, 0.2)
-    terms = loss(tokens, 0.2)
-    terms.loss.backward()
-
-    old, values = padded(case, case.old), padded(case, case.old_values)
-    rewards = -0.2 * (old - padded(case, case.reference))
-    rewards[:, -1] += tensor(case.scores)
-    advantages, later = torch.zeros_like(values), torch.zeros(6, dtype=torch.float64)
-    for t in reversed(range(5)):
-        after = values[:, t + 1] if t < 4 else 0.0
-        later = rewards[:, t] + cfg.gamma * after - values[:, t] + cfg.gamma * cfg.lam * later
-        advantages[:, t] = later
-    returns = advantages + values
-    whitened = (advantages - advantages.mean()) * torch.rsqrt(advantages.var() + 1e-8)
-    logps, now = (padded(case, each).requires_grad_() for each in (case.logps, case.values))
-    ratio = (logps - old).exp()
-    gains, clipped_gains = ratio * whitened, ratio.clamp(0.8, 1.2) * whitened
-    policy = -torch.minimum(gains, clipped_gains).mean()
-    near = values + (now - values).clamp(-0.2, 0.2)
-    value = 0.5 * torch.maximum((now - returns) ** 2, (near - returns) ** 2).mean()
-    total = policy + 0.3 * value
-    total.backward()
-    inside = tokens.trained_n > 0
-    close(float(terms.loss.detach()), float(total.detach()))
-    close(float(terms.weighted["loss/policy_avg"]), float(policy.detach()))
-    close(float(terms.weighted["loss/value_avg"]), float(value.detach()))
-    close(float(terms.means_n["val/ratio"][inside].mean()), float(ratio.mean().detach()))
-    close(float(terms.means_n["policy/clipfrac_avg"][inside].mean()), float((clipped_gains < gains).double().mean()))
-    assert tokens.values_n is not None
-    close(answers_of(tokens, tokens.logps_n.grad), logps.grad.flatten().tolist())
-    close(answers_of(tokens, tokens.values_n.grad), now.grad.flatten().tolist())
 
 
 @pytest.fixture(scope="module")

@@ -105,15 +105,6 @@ def mean(losses: Losses, name: str) -> float:
     return float((weights * losses.metrics_E[name]).sum() / weights.sum())
 
 
-def test_means_are_of_good_or_of_bad_answers() -> None:
-    losses = build_loss(KTOConfig(beta=0.5))(values_of([2.0, -2.0, 4.0, 4.0, 0.0], mismatched_B=vector([0.0] * 5)))
-    assert mean(losses, "rewards/chosen") == pytest.approx(1.5)
-    assert mean(losses, "rewards/rejected") == pytest.approx(1 / 3)
-    assert losses.differences == {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
-    assert mean(losses, "logps/chosen") == pytest.approx((-48 - 44) / 2)
-    assert mean(losses, "rewards/accuracies") == pytest.approx((1 + 1 + 1 + 0 + 0.5) / 5)  # a tie is a half
-
-
 def test_supervised_training_is_per_token_of_the_batch() -> None:
     tokens = vector([4.0, 1.0])
     values = Values(logps={"answer": vector([-8.0, -3.0])}, reference=None, tokens={"answer": tokens}, mean_tokens=2.5,

@@ -63,14 +63,6 @@ def test_byte_tokenizer_round_trips_every_byte() -> None:
     assert tokenizer.decode(ids) == text
 
 
-def test_answers_end_and_messages_without_a_template_are_paragraphs() -> None:
-    tokenizer = byte_tokenizer()
-    messages = [{"role": "user", "content": "Hi"}]
-    (pair,) = pairs_of(tokenizer, [row(messages, "a", "b")])
-    assert tokenizer.decode(pair.prompt) == "User: Hi\n\nAssistant: "
-    assert pair.chosen.tolist() == [*tokenizer("a")["input_ids"], tokenizer.eos_token_id]
-
-
 def test_too_long_and_identical_pairs_follow_the_policy() -> None:
     rows = [row("p" * 30, "same", "same"), row("p" * 30, "yes", "no"), row("p" * 300, "yes", "no"),
             row("p", "a" * 400, "a" * 400 + "b")]  # fmt: skip
@@ -206,22 +198,6 @@ def test_an_empty_micro_batch_is_padding_alone() -> None:
     assert pack.real_tokens == 0
     assert len(pack.tokens_T) == 16
     assert len(pack.place_N) == len(pack.end_S) == 0
-
-
-def test_a_prompt_is_tokenized_as_it_is_in_a_pair() -> None:
-    messages = [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Yes?"}]
-    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
-    template += "{% if add_generation_prompt %}[assistant]{% endif %}"
-    for prompt in ("Hi.", messages):
-        for chat_template in (None, template):
-            tokenizer = byte_tokenizer()
-            tokenizer.chat_template = chat_template
-            (pair,) = pairs_of(tokenizer, [row(prompt, "a", "b")])
-            rows = [Row(prompt, (), "here:1", expected="7")]
-            (asked,), _ = encoded(Kind.prompts, tokenizer, rows, 100)
-            assert asked.tokens.tolist() == pair.prompt.tolist()
-            text = prompt if prompt == "Hi." else "User: Hi.\n\nAssistant: Yes?\n\nAssistant: "
-            assert (asked.text, asked.answer) == (text, "7")
 
 
 def test_a_prompt_longer_than_the_answer_leaves_room_for() -> None:

@@ -179,35 +179,6 @@ def test_any_rows_of_other_kinds_are_read_back_the_same(rows: Any, kind: Kind, t
         assert [each[-1] for each in expected] == [label for _, _, label in rows]
 
 
-def test_an_instruction_with_its_input_is_a_prompt(tmp_path: Path) -> None:
-    rows = [
-        {"instruction": "Add.", "input": "1, 2", "output": "3"},
-        {"instruction": "Say.", "input": "", "output": "A"},
-    ]
-    read_rows = read(write_lines(tmp_path, rows), kind=Kind.supervised).train
-    decode = byte_tokenizer().decode
-    assert [(decode(each.prompt), decode(each.answer)) for each in read_rows] == [
-        ("Add.\n\n1, 2", "3<eos>"),
-        ("Say.", "A<eos>"),
-    ]
-
-
-def test_columns_are_named_and_a_system_prompt_comes_first(tmp_path: Path) -> None:
-    rows = [
-        {"q": "Hi", "good": "a", "bad": "b", "system": "Be kind."},
-        {"q": "Oh", "good": "c", "bad": "d", "system": None},
-    ]
-    path = write_lines(tmp_path, rows)
-    named = ["data.columns.prompt=q", "data.columns.chosen=good", "data.columns.rejected=bad"]
-    pairs = read(path, *named, "data.system=Be brief.").train
-    decode = byte_tokenizer().decode
-    assert [decode(pair.prompt) for pair in pairs] == [
-        "System: Be kind.\n\nUser: Hi\n\nAssistant: ",
-        "System: Be brief.\n\nUser: Oh\n\nAssistant: ",
-    ]
-    assert [decode(pair.chosen) for pair in pairs] == ["a<eos>", "c<eos>"]
-
-
 def test_a_pair_has_the_margin_that_its_row_says(tmp_path: Path) -> None:
     pair = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
     said: list[tuple[dict[str, Any], float | None]] = [
@@ -234,31 +205,6 @@ def test_a_pair_has_the_margin_that_its_row_says(tmp_path: Path) -> None:
         assert [each.margin for each in read(write(tmp_path, numbers)).train] == [1.5, None, 2.0], write.__name__
     (named,) = read(write_lines(tmp_path, [{**pair, "better": 3}]), "data.columns.margin=better").train
     assert named.margin == 3.0
-
-
-def test_prompts_are_taken_from_rows_of_any_kind(tmp_path: Path) -> None:
-    """What is learned by reinforcement needs no answers; a right one may stand beside."""
-    for rows, expected in (
-        ([{"prompt": "2 + 2 =", "chosen": 3, "answer": 4}], [("2 + 2 =", "4")]),
-        ([{"question": "2 + 2?", "answer": "4"}], [("2 + 2?", "4")]),
-        (
-            [
-                {"instruction": "Add.", "input": "1, 2", "output": "3", "answer": 3},
-                {"instruction": "Say.", "output": ""},
-            ],
-            [("Add.\n\n1, 2", "3"), ("Say.", None)],
-        ),
-        ([{"prompt": "Add.", "input": "1, 2", "output": "3", "label": False}], [("Add.", None)]),
-        ([{"prompt": "10 ** 400 =", "answer": 10**400}], [("10 ** 400 =", f"{10**400}")]),
-        ([{"messages": [user("a"), assistant("b")]}], [("User: a\n\nAssistant: ", None)]),
-        (
-            [{"messages": [user("a"), assistant("b"), user("c"), assistant("d"), user("e")]}],
-            [("User: a\n\nAssistant: b\n\nUser: c\n\nAssistant: ", None)],
-        ),
-        ([PAIR_SHAPES["whole conversations"](*TALKS[0])], [("User: Hi\n\nAssistant: ", None)]),
-    ):
-        prompts = read(write_lines(tmp_path, rows), kind=Kind.prompts).train
-        assert [(prompt.text, prompt.answer) for prompt in prompts] == expected
 
 
 # ---- the real sets ----

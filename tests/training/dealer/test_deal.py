@@ -96,14 +96,6 @@ def test_it_is_the_work_that_is_even_and_not_the_tokens(room: Room) -> None:
         assert max(work) <= 1.1 * min(work), seed
 
 
-@pytest.mark.parametrize("count", [1, 4])
-def test_the_work_is_even_where_units_are_counted(count) -> None:
-    """As far as equal numbers of units can be. Measured: 1.003."""
-    for seed in range(30):
-        work = Dealer(2, Room(units=count), token=6 * 64).deal(random_units(64, seed)).work
-        assert max(work) <= 1.1 * min(work), seed
-
-
 @pytest.mark.parametrize(("beginning", "own", "most"), [(24, 200, 1.1), (1000, 200, 1.0), (2000, 20, 1.0)])
 def test_no_replica_takes_all_that_begins_alike(beginning: int, own: int, most: float) -> None:
     """Eight samples to a prompt, or pairs after a template's first words: all fit into one pack, and replicas wait."""

@@ -73,6 +73,15 @@ def test_a_row_is_of_all_ranks() -> None:
     assert {name: found[name] for name in wanted} == wanted
 
 
+def test_a_difference_has_both_of_its_means() -> None:
+    def fill(_world: World, meter: Meter) -> None:
+        meter.add_mean("one", 3.0, 2, SHARDED)
+        meter.add_mean("none", 0.0, 0, SHARDED)
+        meter.add_difference("apart", "one", "none")
+
+    assert Played(2, 1).metered(fill) == {"one": 1.5}
+
+
 # ---- what a loss says of its examples ----
 
 LOGPS: Sides = {"chosen": vector([-10, -8, -3, -12]), "rejected": vector([-12, -9, -9, -4])}
