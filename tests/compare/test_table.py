@@ -55,5 +55,8 @@ def test_it_says_that_ranks_shared_cores_and_what_was_held_out(tmp_path: Path) -
     report = make(group, sort_out(group, baseline=None, force=True))
     said = "eight: more ranks than cores (2). They took turns, so efficiency says nothing of GPUs."
     assert [note for note in report.notes if "cores" in note] == [said]
-    assert {run.held_out for run in payload_of(report).runs} == {"loss 0.2500"}
-    assert "held-out rows" in table(payload_of(report)).splitlines()[0]
+    payload = payload_of(report)
+    assert {run.held_out for run in payload.runs} == {"loss 0.2500"}
+    assert "held-out rows" in table(payload).splitlines()[0]
+    (loss,) = (each for each in payload.metrics if each.name == "train/loss")
+    assert [*loss.values] == [[0.5]] * 4

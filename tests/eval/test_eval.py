@@ -14,11 +14,13 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from omegaconf import OmegaConf
 
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
 from rlexp.config.load import compose_config, composed_like, from_hydra, to_plain
 from rlexp.eval.job import EvalJob, config_in, for_evaluation, job_of
+from rlexp.eval.needed import hold_out_alone
 from rlexp.eval.rank import evaluate_rank
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
@@ -274,6 +276,12 @@ def test_what_is_typed_beside_a_run_replaces_that_of_the_run_alone(
 ) -> None:
     plain = to_plain(job_of([runs_of_keys[word], "launch.device=cpu", *words_of(typed)]).cfg)
     assert {key: value_of(plain, key) for key in HAD[word]} == {**HAD[word], **typed}
+
+
+def test_rows_to_train_on_may_be_of_another_split() -> None:
+    composed = OmegaConf.create({"data": {"name": "jsonl", "path": "a.jsonl", "eval_path": "b.jsonl", "split": "some"}})
+    hold_out_alone(composed)
+    assert (composed.data.path, composed.data.split) == ("b.jsonl", "train")
 
 
 @pytest.mark.parametrize(("texts", "seed"), [(("0", "1", "2"), 0), (("", "1", "2"), 1), (("", "2"), 2), (("2",), 2)])

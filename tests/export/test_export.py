@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import json
 import re
@@ -30,9 +31,9 @@ from transformers import (
 from bench.resume import Where, run
 from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, ExportDtype
+from rlexp.config.schema import Config, ExportDtype, HFModelConfig
 from rlexp.export.__main__ import main
-from rlexp.export.checkpoint import export_checkpoint
+from rlexp.export.checkpoint import _at_its_commit, export_checkpoint
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import RankFailed, run_ranks
 from rlexp.run_files.checkpoint_folder import check_sizes, latest_first
@@ -194,8 +195,12 @@ def test_float64_is_rounded_once(tmp_path: Path) -> None:
     place = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", "model=hf", f"model.path={model}", "adapter=lora",
                 f"adapter.path={adapter}", "checkpoint.export=merged", "data.eval_size=0", "train.eval_every=null",
                 "train.max_steps=2", "checkpoint.save_every=1")  # fmt: skip
+    unfinished = tmp_path / ".later-unfinished"
+    unfinished.mkdir()
+    (unfinished / "model-00009.safetensors").touch()  # of an export that was killed
     at_end, later = content(place / "model"), content(export_checkpoint(place, tmp_path / "later", ExportDtype.auto,
                                                                         merged=True))  # fmt: skip
+    assert not (tmp_path / "later" / "model-00009.safetensors").exists()
     assert at_end.keys() == later.keys() == frozen.keys()
     assert all(torch.equal(at_end[name], later[name]) for name in at_end)
     assert torch.equal(at_end["model.norm.weight"], frozen["model.norm.weight"].float())
@@ -209,7 +214,9 @@ def test_float64_is_rounded_once(tmp_path: Path) -> None:
     assert len(latest_first(place)) == 2
 
 
-def test_each_option_replaces_its_default_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_option_replaces_its_default_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked: dict[str, Any] = {}
     monkeypatch.setattr("rlexp.export.checkpoint.export_checkpoint", lambda source, out, dtype, **more: asked.update(
         source=source, out=out, dtype=dtype, **more))  # fmt: skip
@@ -222,6 +229,18 @@ def test_each_option_replaces_its_default_alone(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(sys, "argv", ["rlexp.export", "run", *words.split()])
         assert main() == 0
         assert asked == {**default, **typed}
+    assert capsys.readouterr().err == "done: None\n" * len(cases)  # what the stub has returned
+
+
+def test_a_model_is_exported_as_of_the_commit_of_its_run_or_as_it_is_asked_for(tmp_path: Path) -> None:
+    hub = HFModelConfig(path="org/name", revision="branch")
+    cfg = dataclasses.replace(compose_config(["launch.device=cpu"]), model=hub)
+    checkpoint = tmp_path / "checkpoints" / "step-00000001"
+    assert _at_its_commit(cfg, checkpoint) == cfg
+    (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"model.path": "c0ffee"}}}))
+    assert _at_its_commit(cfg, checkpoint).model == dataclasses.replace(hub, revision="c0ffee")
+    tiny = compose_config(["launch.device=cpu"])
+    assert _at_its_commit(tiny, checkpoint) == tiny
 
 
 # ---- in shards ----

@@ -44,6 +44,10 @@ def test_a_view_stands_where_its_argument_stands(call: Any) -> None:
         assert call(aten.as_strided.default, many[start : start + 10], [2], [1], start).storage_offset() == start
 
 
+def test_a_tensor_of_its_own_has_the_bytes_up_to_its_last_element() -> None:
+    assert [memo._extent(each) for each in (torch.empty(3, 4), torch.empty(3, 4)[:, :2], torch.empty(0))] == [48, 40, 0]
+
+
 def test_a_tensor_that_is_given_twice_is_read_once_each_time() -> None:
     log = Log("cpu")
     with Rehearsing(log):

@@ -11,7 +11,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir
 from rlexp.preflight.predict import Prediction
 from rlexp.preflight.rehearsal.log import Counts, Log, Pass
-from rlexp.preflight.rehearsal.rates import MEASURED, MEMORY, OF_SHEET, PRODUCTS, Clock, Rates
+from rlexp.preflight.rehearsal.rates import ATTENTION, MEASURED, MEMORY, OF_SHEET, PRODUCTS, Clock, Rates
 
 FAST = Rates(products=1e12, attention=1e12, memory=1e12, link=1e9, launch=1e-5)
 
@@ -24,6 +24,7 @@ def test_measured_rates_come_before_shares_of_the_data_sheet() -> None:
     measured, assumed = of("hardware=h200"), of("hardware=h100")
     assert (measured.products, measured.memory, measured.launch) == (820e12, 3.54e12, pytest.approx(10.5e-6))
     assert assumed.products == pytest.approx(989e12 * PRODUCTS)
+    assert assumed.attention == pytest.approx(989e12 * ATTENTION)
     assert assumed.memory == pytest.approx(3.35e12 * MEMORY)
     assert assumed.launch == pytest.approx(4e-6)
 

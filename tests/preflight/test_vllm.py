@@ -190,6 +190,8 @@ def test_the_seconds_are_those_of_what_it_reads(found: Found) -> None:
     step = (holds.weights + 32 * holds.token * (200 - 64 + 32)) / rates.memory
     reading = 2 * vllm.rollout.parameters * 8 * (200 - 64) / rates.products
     assert vllm.seconds == pytest.approx(64 * step + max(reading, holds.weights / rates.memory))
+    slow = dataclasses.replace(vllm.rollout, rates=dataclasses.replace(rates, products=1e6))  # arithmetic counts
+    assert slow.seconds(holds) == pytest.approx(2 * vllm.rollout.parameters * (8 * (200 - 64) + 64 * 32) / 1e6)
     one_by_one = dataclasses.replace(holds, bytes=holds.least)
     assert vllm.rollout.seconds(one_by_one) > 20 * 64 * holds.weights / rates.memory
     without = dataclasses.replace(prediction, vllm=None)

@@ -69,6 +69,26 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("training/sinks/baseline.py", "return False", "False", "True"): f"{SPEED}: the file is read anew",
     ("training/sinks/console.py", "self.said = 0.0  # when a line said how far a step is", "0.0", "1.0"):
         "both are long ago",
+    ("compare/comparison.py",
+     "return np.asarray(np.repeat(sums / np.diff(bounds), np.diff(bounds)), dtype=np.float64)",
+     "np.float64", "np.float32"): "it only chooses which points are drawn",
+    ("compare/picture.py", 'below.annotate("0: equal to the bit", (0.01, 0.075), xycoords="axes fraction", fontsize=7, '
+     'color="#666666")', "0.075", "1.075"): "where a text stands in a picture",
+    ("eval/report.py", 'place.write_text(json.dumps(said, indent=1) + "\\n", encoding="utf-8")', "1", "2"):
+        "white space of a file",
+    ("preflight/rehearsal/device.py", "return [torch.bfloat16, torch.float16]", "torch.bfloat16", "torch.float32"):
+        "nothing that is rehearsed asks for autocast",
+    ("preflight/rehearsal/device.py",
+     'library.impl("_copy_from", lambda _source, there, _non_blocking=False: there, "PrivateUse1")', "False", "True"):
+        "nothing reads it",
+    ("preflight/rehearsal/layers.py", "few += self.period * (1 if tries < ONE_BY_ONE else 2**tries)",
+     "tries < ONE_BY_ONE", "tries <= ONE_BY_ONE"): f"{SPEED}: how many layers are tried next",
+    ("preflight/rehearsal/log.py",
+     "highest = int(np.argmax(np.concatenate(([0], np.cumsum(run.sizes))))) if len(run.sizes) else 0", "0", "1"):
+        "no storage is as small as a byte",
+    ("preflight/rehearsal/longest_samples.py",
+     "host=lambda world: Host(world.size, dist.group.WORLD if world.size > 1 else None),", "1", "2"):
+        "a rehearsal waits for nobody",
     ("training/metrics/live_tensors.py", "self._made = 0", "0", "1"): "a number only tells storages apart",
     ("training/metrics/live_tensors.py", "if self.live > self.peak:", "self.live > self.peak",
      "self.live >= self.peak"): "a peak that is reached again is the same",
