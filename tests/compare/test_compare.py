@@ -273,3 +273,8 @@ def wait_for(path: Path, true_of) -> bool:
 def test_comparing_imports_no_torch() -> None:
     code = "import sys, rlexp.compare.__main__, rlexp.compare.picture; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=240, check=False).returncode == 0
+
+
+def test_two_runs_that_are_given_by_themselves_have_their_own_names(tmp_path: Path) -> None:
+    groups = [Reader().group(a_run(tmp_path / name)) for name in ("one", "other")]
+    assert [run.label for run in merge([group for group in groups if group is not None]).runs] == ["one", "other"]

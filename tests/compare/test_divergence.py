@@ -15,7 +15,7 @@ from rlexp.compare.comparison import telling
 from rlexp.config.identity import curve_keys, depends_on_length, of_length
 from rlexp.config.load import compose_config
 from rlexp.run_files.curve_distance import difference
-from rlexp.run_files.metrics_jsonl import read_columns
+from rlexp.run_files.metrics_jsonl import columns_of, read_columns
 from tests.helpers.curves import a_job, a_run, compare, nudged, report_of
 
 pytestmark = pytest.mark.usefixtures("unpainted")
@@ -185,6 +185,7 @@ def test_nothing_is_apart_from_itself_and_gaps_are_left_out() -> None:
     gap = difference(steps, values, np.array([1, 2, 4, 9]), np.array([0.0, 1.0, -2.0, 7.0]))
     assert gap.steps.tolist() == [1, 4]
     assert gap.relative.tolist() == [0.0, 0.0]
+    assert difference(steps, 0.0 * steps, steps, 0.0 * steps).relative.tolist() == [0.0] * 5
 
 
 @settings(deadline=None, max_examples=30)
@@ -198,6 +199,12 @@ def test_what_is_drawn_holds_every_extreme(count: int, seed: int) -> None:
     assert {0, count - 1, int(spike), int(apart)} <= set(kept.tolist())
     assert len(kept) <= max(1000, 1003)
     assert len(set(kept.tolist())) == len(kept)
+
+
+def test_a_text_is_no_number_and_no_rows_have_no_steps() -> None:
+    loss = columns_of([{"step": 1, "train/loss": "12"}, {"step": 2, "train/loss": 3}])[1]["train/loss"]
+    assert loss.tolist() == pytest.approx([np.nan, 3], nan_ok=True)
+    assert columns_of([])[0].dtype == np.int64
 
 
 def test_a_step_that_is_there_twice_counts_once(tmp_path: Path) -> None:

@@ -127,6 +127,10 @@ def test_lengths(known: Preview) -> None:
     assert dict(zip(prompt.edges, prompt.bars, strict=False)) == {1: 1, 4: 3, 14: 1} | {
         edge: 0 for edge in range(1, 15) if edge not in (1, 4, 14)
     }
+    drawn = str(page._histogram(prompt))
+    heights = [3 * float(each) / page.HIGH for each in re.findall(r'class="fill".*?height="([\d.]+)"', drawn)]
+    assert heights == pytest.approx([*prompt.bars], rel=1e-3)  # the highest has three
+    assert f'class="median" x1="{page.WIDE * 3.5 / 14:.2f}"' in drawn
 
 
 def test_shared_prompts(known: Preview) -> None:
@@ -171,6 +175,9 @@ def test_attention_is_the_work_of_the_products_shards(window: int | None) -> Non
     (own,) = (ring for ring in found.rings if ring.own)
     assert own.work == pytest.approx(most / mean)
     assert (own.size, own.grad_acc) == (2, 2)
+    apart = looked(*words, "data.share_prefix=false")
+    for one, other in zip(found.rings, apart.rings, strict=True):  # nothing is shared there
+        assert one.padded == pytest.approx(other.padded, rel=0.02)
 
 
 def test_a_long_tail_does_not_squeeze_the_histogram() -> None:
@@ -238,6 +245,7 @@ def test_prompts_of_a_run_that_draws(tmp_path: Path) -> None:
     assert {ring.size: ring.packed for ring in found.rings} == {1: 1.0, 2: 1.0, 4: 1.0, 8: 1.0}  # packs of 2 × 8
     assert found.lengths[0].limit == 11
     assert "each answer with rollout.max_new_tokens=5" in found.sampled
+    assert "Each prompt is in 2 samples" in draw.text(found)
 
 
 def test_a_mixture(tmp_path: Path) -> None:
@@ -268,6 +276,7 @@ def test_held_out_rows_are_no_part_of_what_is_counted(tmp_path: Path) -> None:
     assert found.lengths[0].count == 16
     assert (found.sources[0].kept, found.sources[0].taken, found.sources[0].per_epoch) == (20, 16, 16)
     assert "16 of them to train on, and 4 held out by data.eval_size" in draw.text(found)
+    assert "samples an epoch" not in draw.text(found)  # of one source that is all
     assert found.sharing is not None
     assert found.sharing.examples == 16
 

@@ -327,7 +327,9 @@ def test_slurm_that_gives_no_answer(status: Shell, tmp_path: Path) -> None:
     )
     answer = status("sw", **env)
     assert answer.returncode == 0
-    assert [job["status"] for job in jobs(status("sw", "--json", **env)).values()] == ["running", "running"]
+    found = json.loads(status("sw", "--json", **env).stdout)
+    assert [job["status"] for job in found["jobs"]] == ["running", "running"]
+    assert "Unable to contact slurm controller" in found["slurm_gave_no_answer"]
     said = [line for line in answer.stdout.splitlines() if "Slurm" in line and "limit" not in line]
     assert len(said) == 1
     assert said[0].startswith("Slurm gave no answer, so this is what the folders say (squeue ")

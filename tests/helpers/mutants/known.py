@@ -52,6 +52,18 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
      "margins.randint(1, 8) / 4", "margins.randint(1, 8)"): "any margins do for rows that are made up",
     ("training/dataset/tokens.py", "if len(prompt) <= longest or bos_id is None or prompt[0] != bos_id:",
      "len(prompt) <= longest", "len(prompt) < longest"): "a prompt of just that length stays whole on both ways",
+    ("data/draw.py", "bars, edge = sparkline(each, max(8, width - room - 24))", "width - room", "width + room"):
+        "how wide a graph is; a line is cut at the terminal's edge",
+    ("data/draw.py",
+     "grid = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), collapse_padding=True)",
+     "False", "True"): "white space at the edge of a table",
+    ("data/draw.py", 'grid.add_column("", no_wrap=True)', "True", "False"): "a mark is one letter",
+    ("data/draw.py", 'grid.add_row(*mark, *(Text(row[place]) for place in kept), style="bold" if number == '
+     'table.strong else "")', "number == table.strong", "number != table.strong"): "a mark says it too",
+    ("data/lengths.py", "for power in range(19)", "19", "20"): "no length has so many digits",
+    ("data/rings.py", "samples, tokens = samples + len(batch.indices), tokens + size", "samples + len(batch.indices)",
+     "samples - len(batch.indices)"): f"{SPEED}: how many steps are looked at",
+    ("data/sharing.py", "return numbers ^ (numbers >> np.uint64(31))", "31", "32"): "it scrambles as well",
     ("eval/__main__.py", "sys.stdout.flush()", "sys.stdout.flush()", "pass"): f"{SPEED}: when its head is seen",
     ("generate/rank.py", "placing = placing_for(cfg, self.device, self.world, frozen=True)", "True", "False"): FROZEN,
     ("generate/rank.py", "needs = Needs(decoding=True, temperature=cfg.rollout.temperature)", "True", "False"):
@@ -89,6 +101,19 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("preflight/rehearsal/longest_samples.py",
      "host=lambda world: Host(world.size, dist.group.WORLD if world.size > 1 else None),", "1", "2"):
         "a rehearsal waits for nobody",
+    ("run_files/checkpoint_folder.py", "shutil.rmtree(doomed, ignore_errors=True)", "True", "False"):
+        "whoever asks for it leaves such errors alone",
+    ("run_files/curve_distance.py", "return np.asarray(size * np.maximum(1.0, steps / 10), dtype=np.float64)",
+     "np.float64", "np.float32"): "it is an estimate",
+    ("run_files/metrics_jsonl.py", 'files.write_bytes(path, b"".join(lines), durable=True)', "True", "False"):
+        "only a machine that loses its power tells",
+    ("run_files/rollouts_jsonl.py",
+     "common, mine, theirs = np.intersect1d(self.rollouts, other.rollouts, assume_unique=True, return_indices=True)",
+     "True", "False"): SPEED,
+    **dict.fromkeys((
+        ("status/draw.py", 'Column("time left", lambda row: time_of(row.seconds_left), 2),', "2", "3"),
+        ("status/draw.py", 'Column("Slurm\'s limit", lambda row: time_of(limit(row)), 6),', "6", "7"),
+    ), "which column a narrow terminal leaves out first"),
     ("training/metrics/live_tensors.py", "self._made = 0", "0", "1"): "a number only tells storages apart",
     ("training/metrics/live_tensors.py", "if self.live > self.peak:", "self.live > self.peak",
      "self.live >= self.peak"): "a peak that is reached again is the same",
