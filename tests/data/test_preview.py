@@ -20,7 +20,7 @@ from rlexp.config.checks.layout import heads_of
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.data import draw, page
+from rlexp.data import draw, page, rings
 from rlexp.data.__main__ import main
 from rlexp.data.answer import preview
 from rlexp.data.facts import Part, Piece, Preview, plain
@@ -39,7 +39,7 @@ from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Completion, Pair
+from rlexp.training.types import Completion, Pair, Prompt
 from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.browser import chromium, opened
 
@@ -246,6 +246,9 @@ def test_prompts_of_a_run_that_draws(tmp_path: Path) -> None:
     assert found.lengths[0].limit == 11
     assert "each answer with rollout.max_new_tokens=5" in found.sampled
     assert "Each prompt is in 2 samples" in draw.text(found)
+    cfg, prompt = compose_config(["launch.device=cpu"]), Prompt(0, np.arange(3), "abc", None, "row 1")
+    answers = [rings._sequences(cfg, place, prompt)[0][1] for place in (0, 1)]
+    assert answers[0][0] != answers[1][0]  # of two samples nothing is shared but the prompt
 
 
 def test_a_mixture(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_colleagues_may_read_the_weights_as_they_may_read_all_else(tmp_path: Pat
     )
 
 
-def test_float64_is_rounded_once(tmp_path: Path) -> None:
+def test_float64_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An adapter is merged into frozen weights in float64, at the end of a run and from its checkpoint alike. Without
     them it is written as it is, of the checkpoint and in the dtype that are named."""
     model = saved(tmp_path / "model")
@@ -201,6 +201,15 @@ def test_float64_is_rounded_once(tmp_path: Path) -> None:
     at_end, later = content(place / "model"), content(export_checkpoint(place, tmp_path / "later", ExportDtype.auto,
                                                                         merged=True))  # fmt: skip
     assert not (tmp_path / "later" / "model-00009.safetensors").exists()
+
+    def broken(*args: Any) -> None:
+        args[-1].mkdir()
+        raise OSError("broken")
+
+    monkeypatch.setattr("rlexp.export.checkpoint.export", broken)
+    with pytest.raises(OSError, match="broken"):
+        export_checkpoint(place, tmp_path / "last", ExportDtype.auto, merged=True)
+    assert not [*tmp_path.glob(".*")]
     assert at_end.keys() == later.keys() == frozen.keys()
     assert all(torch.equal(at_end[name], later[name]) for name in at_end)
     assert torch.equal(at_end["model.norm.weight"], frozen["model.norm.weight"].float())

@@ -46,6 +46,9 @@ def test_calls_run_elsewhere() -> None:
 
     ((one, other),) = at_once([ask()], 2)
     assert len({one, other, os.getpid()}) == 3
+    for process in (one, other):
+        with pytest.raises(ProcessLookupError):
+            os.kill(process, 0)
 
 
 def test_the_first_of_what_a_task_needs_comes_first() -> None:

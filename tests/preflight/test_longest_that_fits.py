@@ -55,6 +55,11 @@ RUNS = {
 }
 
 
+def test_an_answer_keeps_its_length_where_a_prompt_has_room() -> None:
+    cfg = dataclasses.replace(CFG, rollout=dataclasses.replace(CFG.rollout, max_new_tokens=9))
+    assert [fit.with_length(cfg, length).rollout.max_new_tokens for length in (5, 10, 100)] == [4, 9, 9]
+
+
 @pytest.fixture
 def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[fit.Longest, list[int]]]:
     def searched(memory: Memory, start: int, slope: float) -> tuple[fit.Longest, list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
+from rlexp.preflight.rehearsal import rehearse
 from rlexp.preflight.rehearsal.sharding import in_words
+from rlexp.training.model.placing import Placing
 from tests.helpers.faults import WHOLE_SEQUENCE
 from tests.helpers.faults.plant import plant
 from tests.helpers.paths import ROOT
@@ -369,3 +372,16 @@ def test_no_tensor_is_freed_when_the_collector_happens_to_run() -> None:
     """Whether and when it runs depends on what the process did before. SmolLM2's build under ZeRO-3 was once freed of
     113 MB in another place with 5 layers than with 6, and the moments of 30 layers came to −1 GiB."""
     assert alone(collections, elsewhere("launch.nproc=1", "engine=torch")) == 0
+
+
+@pytest.mark.parametrize(("saved", "loses"), [(torch.bfloat16, False), (torch.float32, True), (None, True)])
+def test_bfloat16_loses_bits_of_all_but_weights_that_were_saved_in_it(
+    saved: torch.dtype | None, loses: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put: list[Placing] = []
+    monkeypatch.setattr(rehearse, "random_model", lambda *_, **__: SimpleNamespace(can_generate=lambda: False))
+    monkeypatch.setattr(rehearse, "put_all", lambda _model, placing: put.append(placing))
+    asked: Any = SimpleNamespace(model=SimpleNamespace(dtype=saved))
+    device = torch.device("cpu")
+    rehearse._random_models(asked, device, [], real=False)(None, None, 8, Placing(device, torch.bfloat16))
+    assert put[0].loses(torch.empty(0), torch.empty(0)) == loses

@@ -114,6 +114,8 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
         ("status/draw.py", 'Column("time left", lambda row: time_of(row.seconds_left), 2),', "2", "3"),
         ("status/draw.py", 'Column("Slurm\'s limit", lambda row: time_of(limit(row)), 6),', "6", "7"),
     ), "which column a narrow terminal leaves out first"),
+    ("training/sinks/wandb_read.py", "if any(mark in line[:80] for mark in marks):", "80", "81"):
+        "a mark stands at the beginning of its line",
     ("training/metrics/live_tensors.py", "self._made = 0", "0", "1"): "a number only tells storages apart",
     ("training/metrics/live_tensors.py", "if self.live > self.peak:", "self.live > self.peak",
      "self.live >= self.peak"): "a peak that is reached again is the same",

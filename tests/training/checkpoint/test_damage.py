@@ -18,6 +18,7 @@ import torch
 
 from rlexp.base.errors import CheckpointError
 from rlexp.config.load import compose_config
+from rlexp.export.checkpoint import _newest_whole
 from rlexp.run_files import checkpoint_folder as folder
 from rlexp.training.checkpoint.restore import _set_aside
 from rlexp.training.train.resume import check_space
@@ -133,6 +134,7 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(run: Path, check
     """Its step is saved again under the same name."""
     state = next(checkpoint.glob("state-00001-*"))
     turn(state, state.stat().st_size * 4)
+    assert folder.step_of(_newest_whole(run)) == 4
     answer = train(run, LONGER)
     assert answer.returncode == 0, answer.stderr
     said = f"rlexp: skipped a checkpoint: {checkpoint}: {state.name} is not what was written (its SHA-256 differs).\n"
