@@ -344,8 +344,10 @@ def test_a_rank_that_fails_is_named_though_others_wait_for_it() -> None:
 
 
 def test_a_model_that_no_run_has_trained_is_evaluated_at_step_0() -> None:
-    task = SimpleNamespace(evaluate=lambda step: {"eval/loss": float(step)}, close=lambda: None,
-                           examples=SimpleNamespace(held_out=[]), kind="pair", run=SimpleNamespace(attention=""))  # fmt: skip
+    examples, run = SimpleNamespace(held_out=[]), SimpleNamespace(attention="zigzag")
+    task = SimpleNamespace(
+        evaluate=lambda step: {"eval/loss": float(step)}, close=lambda: None, examples=examples, kind="pair", run=run
+    )
     with patch("rlexp.eval.rank.build", lambda *_, **__: task), patch("rlexp.eval.rank.join"):
         found = evaluate_rank(RankSpec(0, 1, 0, ""), EvalJob(compose_config(["launch.device=cpu"])), "")
     assert (found.step, found.values) == (0, {"eval/loss": 0.0})
