@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
-from rlexp.config.load import compose_config, composed_like, from_hydra, to_plain
+from rlexp.config.load import compose_config, composed, composed_like, from_hydra, to_plain
 from rlexp.eval.job import EvalJob, config_in, for_evaluation, job_of
 from rlexp.eval.needed import hold_out_alone
 from rlexp.eval.rank import evaluate_rank
@@ -276,6 +276,11 @@ def test_what_is_typed_beside_a_run_replaces_that_of_the_run_alone(
 ) -> None:
     plain = to_plain(job_of([runs_of_keys[word], "launch.device=cpu", *words_of(typed)]).cfg)
     assert {key: value_of(plain, key) for key in HAD[word]} == {**HAD[word], **typed}
+
+
+def test_no_model_to_compare_with_is_there_for_a_loss_that_draws() -> None:
+    words = ["launch.device=cpu", "loss=ppo", "reward.rule=length", "model=hf", "model.path=a/b", "reference.path=c/d"]
+    assert [for_evaluation(composed(words), reference=kept).reference.path for kept in (True, False)] == ["c/d", None]
 
 
 def test_rows_to_train_on_may_be_of_another_split() -> None:

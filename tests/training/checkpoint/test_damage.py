@@ -162,6 +162,8 @@ def test_where_all_are_damaged_it_says_so_and_trains_nothing(run: Path) -> None:
     shorten(next(latest.glob("state-00000-*")), 100)
     turn(middle / folder.POSITION, 80)
     (first / folder.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=rf"there is no whole checkpoint\. {latest}: .* {first}: "):
+        _newest_whole(run)
     answer = train(run, LONGER)
     assert answer.returncode == 1
     assert "Traceback" not in answer.stderr
