@@ -32,7 +32,7 @@ def gpu_of(hardware: HardwareConfig, *, here: bool = True) -> HardwareConfig | N
     are the run's, and tell it."""
     option = hardware_here() if here else None
     like = described(option or TYPICAL)
-    given = {key: value for key, value in vars(hardware).items() if value and key != "name"}
+    given = {key: value for key, value in vars(hardware).items() if value}
     if hardware.memory_gib:
         like["reserve_gib"] = hardware.reserve_gib
     elif here and (memory := memory_here()) is not None:

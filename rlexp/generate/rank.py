@@ -84,7 +84,7 @@ class Here:
         config = load_config(cfg.model, cfg.data.max_length)
         probe_decoding(cfg.model, config, cfg.data.max_length, self.device)
         placing = placing_for(cfg, self.device, self.world, frozen=True)
-        needs = Needs(decoding=True, temperature=cfg.rollout.temperature)
+        needs = Needs(temperature=cfg.rollout.temperature)
         policy = build_policy(cfg, config, self.device, needs, placing)
         end_with_template(policy.model, load_tokenizer(cfg.model), cfg.model)
         refuse_foreign_tokens(examples, policy.model.get_input_embeddings().num_embeddings)

@@ -175,7 +175,7 @@ def _compile(key: str, path: str, text: str) -> None:
             return nodes.Scope(body, lineno=line)
 
     extensions: list[Any] = [Generation, loopcontrols]
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(extensions=extensions)
     try:
         environment.from_string(text)
     except TemplateSyntaxError as error:

@@ -26,12 +26,6 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("launch/staged.py", "return True", "True", "False"): "torch passes on what a collective's wait returns to nobody",
     ("training/dealer/deal.py", "if tokens >= AT_ONCE or place + 1 == count:", "tokens >= AT_ONCE",
      "tokens > AT_ONCE"): f"{BYTES}: a part that is one unit longer",
-    ("config/checks/model.py",
-     "environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)",
-     "True", "False"): "only the template's syntax is read there",
-    ("config/gpu_descriptions.py",
-     'given = {key: value for key, value in vars(hardware).items() if value and key != "name"}',
-     "value and key != 'name'", "value"): "the name is written over",
     ("training/checkpoint/keeper.py", "if self._world.rank == 0 and self._cfg.keep_best:",
      "self._world.rank == 0 and self._cfg.keep_best", "self._cfg.keep_best"): "the other ranks take what rank 0 read",
     ("training/dataset/seam.py", 'if not getattr(self.tokenizer, "is_fast", False):', "False", "True"):
@@ -66,8 +60,6 @@ KNOWN: Mapping[tuple[str, str, str, str], str] = {
     ("data/sharing.py", "return numbers ^ (numbers >> np.uint64(31))", "31", "32"): "it scrambles as well",
     ("eval/__main__.py", "sys.stdout.flush()", "sys.stdout.flush()", "pass"): f"{SPEED}: when its head is seen",
     ("generate/rank.py", "placing = placing_for(cfg, self.device, self.world, frozen=True)", "True", "False"): FROZEN,
-    ("generate/rank.py", "needs = Needs(decoding=True, temperature=cfg.rollout.temperature)", "True", "False"):
-        "decoding was probed before",
     ("generate/rank.py", "drawn: list[Sample] = [sample for samples in drawer.draw(parts, 0) for sample in samples]",
      "0", "1"): "any number does for the only rollout",
     ("training/checkpoint/keeper.py", "for _ in range(2):  # a second try, since it is the last chance", "2", "3"):
