@@ -73,7 +73,7 @@ def _lines(results: Sequence[Result], broken: Sequence[str], args: argparse.Name
             place = each.site.id.removeprefix("rlexp/")
             yield f"| {place} | {_code(each.site.before)} | {_code(each.site.after)} | {each.reason or 'not known'} |"
     if broken:
-        yield f"\nNot counted, since they fail when they are only watched: {', '.join(broken)}."
+        yield f"\nNot counted, since they fail or are skipped when they are only watched: {', '.join(broken)}."
 
 
 def _row(name: str, results: Sequence[Result]) -> str:
