@@ -22,6 +22,7 @@ from tests.helpers import warm
 from tests.helpers.parsing import parse_once
 from tests.helpers.paths import ROOT
 from tests.helpers.planted import plant_if_asked
+from tests.helpers.programs import python
 
 Shell = Callable[..., subprocess.CompletedProcess[str]]
 # Files with a fixture of the module that takes seconds to make.
@@ -135,10 +136,7 @@ def shell(tmp_path: Path) -> Shell:
     """Run `python -m rlexp ...` in an empty folder, by a new Python."""
 
     def run(*args: str, timeout: float = 280, **env: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "rlexp", *args],
-            cwd=tmp_path, env=os.environ | env, capture_output=True, text=True, timeout=timeout, check=False,
-        )  # fmt: skip
+        return python("-m", "rlexp", *args, cwd=tmp_path, timeout=timeout, **env)
 
     return run
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +14,8 @@ from bench import attention, gpu_attention, simulate, together
 from rlexp.training.ring.kernels import CpuFlash, Plain
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.ring.layouts import get_layout
-from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import bench, python
 from tests.helpers.ranks import seeded
 
 LAYOUTS = ("zigzag", "contiguous", "allgather", "ulysses", "hybrid, ulysses 2 × zigzag")
@@ -45,9 +43,7 @@ def test_it_runs_on_cpu_where_only_torch_is_installed(tmp_path: Path) -> None:
         f"sys.argv = ['gpu', '--device', 'cpu', '--quick', '--write', {str(page)!r}]\n"
         "runpy.run_module('bench.gpu_attention', run_name='__main__')"
     )
-    answer = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False, cwd=tmp_path
-    )
+    answer = python("-c", code, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr
     text = page.read_text(encoding="utf-8")
     assert text.startswith("before\n<!-- gpu: begin -->\nMeasured ")

@@ -26,9 +26,9 @@ from rlexp.base.kernel_needs import takes
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.rates import MEASURED, OF_SHEET
-from tests.helpers.bench_programs import HIDDEN, bench
 from tests.helpers.faults.plant import plant
 from tests.helpers.paths import ROOT, outside_make
+from tests.helpers.programs import HIDDEN, bench, python
 
 PAGE = ROOT / "docs" / "measured" / "gpu.md"
 MARKERS = ("about", "longest", *gpu.SECTIONS)
@@ -383,9 +383,7 @@ def test_a_row_is_predicted(tmp_path: Path) -> None:
         f"gpu_longest.predict_longest([gpu_longest.Option('torch', 'true', 'none')], Path({str(tmp_path / 's')!r}), "
         f"words={TINY!r}, processes=1)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=500, check=False
-    )
+    done = python("-c", code, timeout=500)
     assert done.returncode == 0, done.stderr
     cells = gpu_longest.read(tmp_path / "s")[chosen[0].key]
     lengths = [cells[str(ring)]["tokens"] for ring in sorted(RINGS)]

@@ -16,8 +16,8 @@ from bench.gpu_here import GIB, stand_in
 from bench.gpu_training import write_model
 from bench.kernel_kinds import LAUNCHING, by_kind, kind_of
 from bench.kernel_kinds import table as table_of_kinds
-from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import bench
 
 PAGE = ROOT / "docs" / "measured" / "beside_trl.md"
 OURS, THEIRS = VARIANTS[:2]

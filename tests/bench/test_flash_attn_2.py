@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import os
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -16,6 +15,7 @@ from bench import flash_attn_2
 from rlexp.base.errors import ConfigError, UserError
 from tests.helpers.mock_flash import OPERATORS
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import python
 
 SDIST = "RLEXP_FLASH_ATTN_SDIST"  # names flash_attn-VERSION.tar.gz, where it is at hand
 at_hand = pytest.mark.skipif(SDIST not in os.environ, reason=f"{SDIST} does not name flash-attn's source")
@@ -117,11 +117,7 @@ def test_times_are_those_that_ninja_wrote_down(tmp_path: Path) -> None:
 
 
 def test_a_machine_on_which_nothing_can_be_built_gets_one_message() -> None:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_HOME": "/nowhere"}
-    answer = subprocess.run(
-        [sys.executable, "-m", "bench.flash_attn_2", "--wheels", "made"], cwd=ROOT, env=environment,
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    answer = python("-m", "bench.flash_attn_2", "--wheels", "made", PYTHONPATH=str(ROOT), CUDA_HOME="/nowhere")
     assert answer.returncode == 1
     assert answer.stderr.startswith("rlexp: flash-attn cannot be built here. ")
     assert "nvcc: is neither on the PATH nor in CUDA_HOME." in answer.stderr

@@ -28,8 +28,8 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from tests.helpers import mock_vllm
-from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import bench
 
 PAGE = ROOT / "docs" / "measured" / "rollouts_gpu.md"
 SMALL = Size("tiny", TINY, 3, 2, 9, 5, 200)

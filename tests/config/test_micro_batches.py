@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from omegaconf.errors import InterpolationResolutionError
 
-from rlexp.base.errors import ConfigError
 from rlexp.config.checks.micro_batches import (
     ON_CPU,
     ON_GPU,
@@ -20,6 +18,7 @@ from rlexp.config.checks.micro_batches import (
 )
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.load import compose_config
+from tests.helpers.refusals import refusal_of
 
 GRPO = ("loss=grpo", "reward.rule=length", "launch.device=cpu")
 
@@ -83,9 +82,7 @@ def test_the_fullest_micro_batch(words: tuple[str, ...], lengths: list[int], cou
     ],
 )  # fmt: skip
 def test_what_cannot_be_is_refused(words: tuple[str, ...], said: str) -> None:
-    with pytest.raises((ConfigError, InterpolationResolutionError)) as error:
-        compose_config(["launch.device=cpu", *words])
-    assert said in str(error.value)
+    assert said in refusal_of(["launch.device=cpu", *words])
 
 
 def test_a_train_batch_need_not_divide_where_tokens_are_counted() -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config import load, precedence
 from rlexp.config.elsewhere import composed_for
 from rlexp.config.paths import conf_dir, experiments
-
-Shell = Callable[..., subprocess.CompletedProcess[str]]
+from tests.conftest import Shell
 
 MINE = """# @package _global_
 defaults:
@@ -54,8 +51,7 @@ def raw(cfg: DictConfig, key: str) -> object:
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[] if name == "dpo_8b" else pytest.mark.slow) for name in sorted(experiments())],
+    "name", [pytest.param(name, marks=[] if name == "dpo_8b" else pytest.mark.slow) for name in sorted(experiments())]
 )
 def test_a_typed_option_holds_or_is_refused(name: str) -> None:
     """Type each option of every group whose keys an experiment sets: what its file states is what the run has."""

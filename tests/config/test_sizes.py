@@ -11,8 +11,7 @@ from rlexp.config import resolvers, sizes
 
 
 @pytest.mark.parametrize(
-    ("batch", "micro", "dp", "expected"),
-    [(8, 1, 1, 8), (8, 1, 8, 1), (8, 8, 1, 1), (12, 2, 3, 2), (8, 2, 4, 1)],
+    ("batch", "micro", "dp", "expected"), [(8, 1, 1, 8), (8, 1, 8, 1), (8, 8, 1, 1), (12, 2, 3, 2), (8, 2, 4, 1)]
 )
 def test_accumulation_is_exact(batch: int, micro: int, dp: int, expected: int) -> None:
     assert sizes.grad_acc(batch, micro, dp) == expected
@@ -23,12 +22,7 @@ def test_accumulation_is_exact(batch: int, micro: int, dp: int, expected: int) -
     ("batch", "micro", "dp", "remedies"),
     [
         (12, 1, 8, ("train.batch_size=8 or 16", "6 or 12 replicas")),
-        (
-            8,
-            8,
-            8,
-            ("train.batch_size=64", "train.micro_batch_size=1"),
-        ),  # the formula of the field trains 64 here
+        (8, 8, 8, ("train.batch_size=64", "train.micro_batch_size=1")),  # the formula of the field trains 64 here
         (4, 1, 8, ("train.batch_size=8", "4 replicas")),
         (10, 4, 1, ("train.batch_size=8 or 12", "train.micro_batch_size=2 or 5")),
     ],
@@ -119,10 +113,7 @@ def test_nodes_are_read_from_the_launchers_environment(env: dict[str, str], node
 @pytest.mark.parametrize(
     ("env", "said"),
     [
-        (
-            SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2"},
-            r"=3\(x2\),2: .*--ntasks-per-node=N",
-        ),
+        (SRUN | {"SLURM_STEP_TASKS_PER_NODE": "3(x2),2"}, r"=3\(x2\),2: .*--ntasks-per-node=N"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "5", "GROUP_WORLD_SIZE": "2"}, r"LOCAL_WORLD_SIZE=5: .* 8 ranks .* 2 nodes"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "3"}, "LOCAL_WORLD_SIZE=3: .* --nproc-per-node"),
         (TORCHRUN | {"LOCAL_WORLD_SIZE": "0"}, "LOCAL_WORLD_SIZE=0: .* --nproc-per-node"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Completion, Pair, Prompt
 from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.browser import chromium, opened
+from tests.helpers.programs import python
 
 # With a token for each byte, and one for the end of an answer.
 ROWS = [
@@ -462,7 +462,7 @@ def test_rows_that_stop_a_run_stop_it(tmp_path: Path, capsys: Any, monkeypatch: 
 def test_what_is_wrong_is_said_before_torch_is_imported() -> None:
     code = "import sys; from rlexp.data.__main__ import main; sys.exit(main() + 7 * ('torch' in sys.modules))"
     for argument in ("--rows=3", "data=jsonl"):
-        ended = subprocess.run([sys.executable, "-c", code, argument], capture_output=True, text=True, check=False)
+        ended = python("-c", code, argument)
         assert ended.returncode == 1, ended.stderr
 
 

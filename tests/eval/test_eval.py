@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,10 +25,10 @@ from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.by_length import Buckets
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.runs import a_run_of, value_of
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.precision=fp64", "data.size=24",
        "data.eval_size=7", "train.max_steps=3", "train.eval_every=1", "checkpoint.save_every=1",
        "eval.buckets=[100,150]")  # fmt: skip

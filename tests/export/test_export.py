@@ -42,11 +42,12 @@ from rlexp.training.model import export
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import export_at_end as exported
 from rlexp.training.train.build import build, unprobed
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.adapters import adapter_of
 from tests.helpers.models import in_float64, saved
+from tests.helpers.programs import python
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "train.max_steps=1", "parallel=ring2", "data.size=16",
          "data.eval_size=0", "train.batch_size=4")  # fmt: skip
 
@@ -68,10 +69,7 @@ for place in sys.argv[1:]:
 
 
 def loaded_plainly(*places: Path) -> list[tuple[list, list, str, str, bool]]:
-    answer = subprocess.run(
-        [sys.executable, "-c", PLAIN, *map(str, places)],
-        cwd=places[0], capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    answer = python("-c", PLAIN, *map(str, places), cwd=places[0])
     assert answer.returncode == 0, answer.stderr
     return [tuple(json.loads(line)) for line in answer.stdout.splitlines()[-len(places) :]]
 

@@ -16,7 +16,11 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import load_tokenizer
+from rlexp.training.sinks.base import Sink, Sinks
+from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.examples import read_examples
+from rlexp.training.train.export_at_end import export_run
+from rlexp.training.train.loop import train_loop
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.adapters import loaded, logps_by
 from tests.helpers.models import untied
@@ -51,11 +55,6 @@ CASES: dict[str, tuple[Sequence[str], float]] = {
 
 def exported_rank(spec: RankSpec, cfgs: Sequence[Config], places: Sequence[str]) -> list[dict[str, float]]:
     """Train and export each; return the row of its last step."""
-    from rlexp.training.sinks.base import Sink, Sinks
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.export_at_end import export_run
-    from rlexp.training.train.loop import train_loop
-
     rows: list[dict[str, float]] = []
 
     class Keeping(Sink):

@@ -11,6 +11,13 @@ import torch
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.preflight.children import at_once
+from rlexp.preflight.predict import Prediction, plan_of, predict
+from rlexp.preflight.quiet import quietly
+from rlexp.preflight.rehearsal.log import passes
+from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, count, rehearse
+from rlexp.preflight.whether_it_fits import Question, judge
+from rlexp.training.model.loading import load_config
 from tests.helpers.paths import FILES
 from tests.helpers.ranks import on_ranks
 
@@ -30,8 +37,6 @@ def elsewhere(*words: str) -> Config:
 
 def summary(passes: Any) -> Summary:
     """Return the highest sum of each phase, and what is computed and sent in all."""
-    from rlexp.preflight.predict import Prediction
-
     found = Prediction(passes, 0, 1)
     peaks = {phase: peak.bytes for phase, peak in found.peaks.items() if phase in PEAKS}
     counts = found.counts()
@@ -39,16 +44,10 @@ def summary(passes: Any) -> Summary:
 
 
 def plan(cfg: Config, rank: int, *, gpu: bool = False, **changes: Any) -> Any:
-    from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
-    from rlexp.training.model.loading import load_config
-
     return RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length), rank, gpu=gpu, **changes)
 
 
 def counted(spec: RankSpec, cfg: Config) -> Summary:
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import count
-
     return summary(passes(count(plan(cfg, spec.rank))))
 
 
@@ -57,9 +56,6 @@ def rehearsed(cfg: Config, rank: int) -> Summary:
 
 
 def _rehearsed(cfg: Config, rank: int) -> Summary:
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
     return summary(passes(rehearse(plan(cfg, rank))))
 
 
@@ -73,6 +69,12 @@ def parted(_spec: RankSpec, function: Callable[..., Any], args: tuple[Any, ...])
     return function(*args)
 
 
+def judged(cfg: Config, helping: float = 0) -> dict[str, Any]:
+    """Return what a launcher is told of whether a run fits."""
+    quietly()
+    return judge(Question(cfg, fitting=True, seconds=200, helping=helping))
+
+
 def fast(*engines: str) -> list[Any]:
     """All engines, of which these are in `make test`."""
     return [pytest.param(engine, marks=() if engine in engines else pytest.mark.slow) for engine in ENGINES]
@@ -80,12 +82,6 @@ def fast(*engines: str) -> list[Any]:
 
 def stretched(cfg: Config) -> tuple[Summary, Summary]:
     """Predict all layers from few, and rehearse all."""
-    from rlexp.preflight.children import at_once
-    from rlexp.preflight.predict import plan_of, predict
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-    from rlexp.training.model.loading import load_config
-
     model = load_config(cfg.model, cfg.data.max_length)
     calls: list[int] = []
 

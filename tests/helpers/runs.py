@@ -7,7 +7,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -55,19 +55,27 @@ def descendants(pid: int) -> list[int]:
     return below(processes(), [pid])
 
 
+def ranks_of(launcher: int) -> list[int]:
+    """Return the ranks that a launcher's fork server has forked, and what they have started behind them."""
+    server = next(pid for pid in descendants(launcher) if descendants(pid))
+    return descendants(server)
+
+
 def gone(pids: Collection[int], within: float) -> bool:
     return wait_until(lambda: not set(pids) & processes().keys(), within, every=0.1)
 
 
-def wait_for_steps(folder: Path, process: subprocess.Popen[str] | warm.Process, steps: int = 2) -> None:
+def wait_for(happens: Callable[[], bool], process: subprocess.Popen[str] | warm.Process) -> None:
+    """Wait until something happens, as long as the process lives."""
     deadline = time.monotonic() + 240
-    while time.monotonic() < deadline:
-        path = folder / "run" / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= steps:
-            return
+    while not happens():
         assert process.poll() is None, process.stderr.read()
-        time.sleep(0.1)
-    raise AssertionError("no step within 240 s")
+        assert time.monotonic() < deadline, "not within 240 s"
+        time.sleep(0.02)
+
+
+def wait_for_steps(folder: Path, process: subprocess.Popen[str] | warm.Process, steps: int = 2) -> None:
+    wait_for(lambda: len(steps_of(folder / "run")) >= steps, process)
 
 
 def on_two_nodes(folder: Path, *args: str) -> list[tuple[int, str]]:

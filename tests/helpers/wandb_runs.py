@@ -7,12 +7,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 from rlexp.run_files.checkpoint_folder import latest_first
 from tests.helpers import warm
-from tests.helpers.runs import descendants, gone
+from tests.helpers.runs import descendants, gone, wait_for
 
 ARGS = ("launch.device=cpu", "engine=torch", "checkpoint.export=false", "logger.progress=false", "train.batch_size=2",
         "data.size=100", "data.eval_size=4")  # fmt: skip
@@ -32,10 +31,8 @@ def train(folder: Path, *overrides: str, env: Env = CLEAN, run: str = "run") -> 
 def kill_after(rows: int, folder: Path, *overrides: str, env: Env = CLEAN) -> None:
     """Start a run, and kill its launcher and with it all its processes, some rows after its last checkpoint."""
     process = begin(folder, "train.max_steps=100000", *overrides, env=env)
-    deadline = time.monotonic() + 240
     run = folder / "run"
-    while (len(curve_of(run)) < rows or not latest_first(run)) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_for(lambda: len(curve_of(run)) >= rows and bool(latest_first(run)), process)
     everyone = descendants(process.pid)  # the ranks, and the client, which writes what it has before it ends
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=240)

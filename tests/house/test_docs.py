@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.config import sizes
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.keys import all_keys, launcher_keys
+from tests.conftest import Shell
 from tests.helpers.imports import PACKAGE, modules_of
 from tests.helpers.pages import INDEX, MEASURED, PAGES
 from tests.helpers.paths import ROOT
@@ -25,7 +24,6 @@ REFERENCES = ("README.md", "keys.md")  # their generated tables measure nothing
 ROWS = 12  # of a measured table on a page, at most
 LOOKED_UP = ("families", "where")  # tables in which each reader looks for a row of their own
 GROUPS = ("Start", "Configure", "Operate", "Inside")  # of pages, as the README's headings name them
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.mark.parametrize("page", [*PAGES, *MEASURED], ids=lambda page: str(page.relative_to(ROOT)))

@@ -6,19 +6,18 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.conftest import Shell
 from tests.helpers import warm
+from tests.helpers.programs import python
 from tests.helpers.runs import descendants, gone, run_json, steps_of
 from tests.helpers.slurm.jobs import planted, struck, wait_for
 from tests.helpers.slurm.machine import wait_until
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
        "model.layers=1", "data.size=40", "data.eval_size=0", "parallel=ring2", "train.max_steps=4",
        "train.batch_size=2", "checkpoint.save_every=2")  # fmt: skip
@@ -98,10 +97,7 @@ def test_who_cannot_save_trains_on(rlexp: Shell, shell: Shell, tmp_path: Path) -
 
 def alone(tmp_path: Path, fault: str, **env: str) -> subprocess.CompletedProcess[str]:
     """Run a process with a fault, as Slurm or torchrun may have started it."""
-    return subprocess.run(
-        [sys.executable, "-c", "print('alive')"], env=os.environ | planted(fault, tmp_path) | env,
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    return python("-c", "print('alive')", **(planted(fault, tmp_path) | env))
 
 
 def test_before_anything_is_imported(tmp_path: Path) -> None:

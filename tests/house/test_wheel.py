@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -13,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import python
 
 
 @pytest.fixture(scope="module")
@@ -27,25 +27,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def python(installed: Path, cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    # -P: the current folder is not on the path, so that nothing but the wheel can be found.
-    return subprocess.run(
-        [sys.executable, "-P", *words],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(installed)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-
-
 def run(installed: Path, cwd: Path, *args: str, module: str = "rlexp") -> subprocess.CompletedProcess[str]:
-    return python(installed, cwd, "-m", module, *args)
+    # -P: the current folder is not on the path, so that nothing but the wheel can be found.
+    return python("-P", "-m", module, *args, cwd=cwd, PYTHONPATH=str(installed))
 
 
 def test_it_is_the_wheel_that_answers(installed: Path, tmp_path: Path) -> None:
-    answer = python(installed, tmp_path, "-c", "import rlexp; print(rlexp.__file__)")
+    answer = python("-P", "-c", "import rlexp; print(rlexp.__file__)", cwd=tmp_path, PYTHONPATH=str(installed))
     assert answer.stdout.strip() == str(installed / "rlexp" / "__init__.py")
 
 

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,15 @@ from rlexp.config.hardware import memory_here
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HardwareConfig
 from rlexp.launch import preflight_check
-from rlexp.launch.planning import refusal
+from rlexp.launch.planning import Planned, refusal
 from rlexp.launch.preflight_check import Decision, DoesNotFitError, prepared
 from rlexp.launch.rank_reports import read_verdict
 from rlexp.launch.slurm.launcher import SlurmLauncher
+from rlexp.launch.submitting import handed
 from rlexp.launch.sweep import Sweep
+from tests.conftest import Shell
 from tests.helpers.runs import jobs_of
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 MIB = 1 << 20
 TWO_GPUS = """#!/bin/sh
 case "$*" in
@@ -329,9 +329,6 @@ def test_a_job_that_cannot_fit_is_skipped_and_the_others_run(rlexp: Shell, tmp_p
 def test_a_job_that_is_handed_on_takes_its_decision_along(
     two_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlexp.launch.planning import Planned
-    from rlexp.launch.submitting import handed
-
     sweep = Sweep(tmp_path, "sw")
     planned = Planned(sweep.add(0, "0", []), [], None, decision=Decision("a", fits=True))  # type: ignore[arg-type]
     handed(sweep, planned)
@@ -349,8 +346,6 @@ def test_a_job_that_was_refused_on_its_own_node_was_skipped(tmp_path: Path) -> N
     preflight_check.keep(tmp_path / "0", Decision("a", fits=False, peak=91 << 30))
     launcher = SlurmLauncher.__new__(SlurmLauncher)
     assert not read_verdict(tmp_path / "0", None)
-    from rlexp.launch.planning import Planned
-
     launcher._record_end(sweep, Planned(job, [], None), None)  # type: ignore[arg-type]
     assert (job.status, job.predicted) == ("skipped", 91 << 30)
     assert job.reason == "rank 0 failed: the run does not fit: it needs 91.0 GiB"

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,9 @@ from omegaconf import OmegaConf
 from rlexp.base.errors import ConfigError
 from rlexp.launch.slurm import preamble
 from rlexp.launch.slurm.key_checks import check_container
+from tests.conftest import Shell
 from tests.helpers.paths import FILES, ROOT
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 DRY = ("-m", "hydra.launcher.dry_run=true", "hydra.sweep.dir=sw")
 SITE = (
     "hydra/launcher=site", "hydra.launcher.partition=gpu", "hydra.launcher.account=lab", "hydra.launcher.qos=long",

@@ -9,8 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,12 +18,11 @@ from hypothesis import strategies as st
 
 from rlexp.config.options import in_grammar
 from rlexp.launch.sweep import axes_of, short
+from tests.conftest import Shell
 from tests.helpers import warm
-from tests.helpers.paths import ROOT
-from tests.helpers.runs import jobs_of, steps_of
+from tests.helpers.runs import jobs_of, ranks_of, steps_of, wait_for
 from tests.helpers.slurm.watched import paced
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
          "data.eval_size=0", "model.layers=1", "hydra.sweep.dir=sw")  # fmt: skip
 
@@ -81,10 +78,7 @@ def test_a_killed_sweep_is_taken_up_by_the_same_command(rlexp: Shell, tmp_path: 
              "train.precision=fp64", "train.batch_size=2")  # fmt: skip
     process = warm.start("rlexp", sweep, tmp_path)
     saved = tmp_path / "sw" / "1" / "checkpoints" / "step-00000008"
-    deadline = time.monotonic() + 200
-    while not saved.exists() and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.05)
+    wait_for(saved.exists, process)
     process.send_signal(signal.SIGKILL)
     process.wait(timeout=240)
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "running", "waiting"]
@@ -110,11 +104,7 @@ def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> No
         [sys.executable, "-m", "rlexp", *sweep], cwd=tmp_path, env=os.environ | paced(0.1, tmp_path),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    curve = tmp_path / "sw" / "0" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (curve.exists() and len(steps_of(curve.parent)) >= 8):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: len(steps_of(tmp_path / "sw" / "0")) >= 8, process)
     os.kill(ranks_of(process.pid)[-1], signal.SIGKILL)
     _, said = process.communicate(timeout=200)
     assert process.returncode == 1
@@ -127,19 +117,6 @@ def test_a_killed_job_does_not_end_the_sweep(rlexp: Shell, tmp_path: Path) -> No
     assert answer.returncode == 0, answer.stderr
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["finished", "finished"]
     assert steps_of(tmp_path / "sw" / "0") == list(range(1, 61))
-
-
-def ranks_of(launcher: int) -> list[int]:
-    """Return the processes without children below the launcher: the ranks."""
-    table = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                table[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            except OSError:
-                continue
-    children = {pid for pid, parent in table.items() if parent == launcher}
-    return sorted(pid for pid, parent in table.items() if parent in children)
 
 
 @pytest.mark.slow
@@ -212,10 +189,7 @@ def test_what_is_no_corner_of_a_grid_is_a_failure(rlexp: Shell, tmp_path: Path) 
 def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
     sweep = ("-m", *QUICK, "train.max_steps=100000", "parallel=ring1,ring2", "logger.progress=false")
     process = warm.start("rlexp", sweep, tmp_path)
-    curve = tmp_path / "sw" / "0" / "metrics.jsonl"
-    deadline = time.monotonic() + 240
-    while not (curve.exists() and len(steps_of(curve.parent)) >= 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_for(lambda: len(steps_of(tmp_path / "sw" / "0")) >= 2, process)
     second = warm.run("rlexp", sweep, tmp_path, timeout=240)
     assert second.returncode == 1
     assert second.stderr.startswith("rlexp: hydra.sweep.dir=")
@@ -226,12 +200,6 @@ def test_ctrl_c_ends_the_sweep_and_says_how_to_go_on(tmp_path: Path) -> None:
     assert [job["status"] for job in jobs_of(tmp_path / "sw")] == ["stopped", "waiting"]
     assert " hydra.sweep.dir=" in told.partition("To continue: python -m rlexp ")[2]
     assert "stopped" in said
-
-
-@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "sweeps" / "sweep").glob("*.yaml")))
-def test_every_named_sweep_opens_with_its_command(name: str) -> None:
-    text = (ROOT / "sweeps" / "sweep" / f"{name}.yaml").read_text(encoding="utf-8")
-    assert f"# Command:  python -m rlexp -m +sweep={name}" in text
 
 
 def test_what_varies_and_how_it_is_called() -> None:

@@ -8,22 +8,22 @@ import pytest
 import torch
 from torch import Tensor
 
+from rlexp.preflight.rehearsal.device import rehearsed_device
+from rlexp.preflight.rehearsal.log import Log
+from rlexp.preflight.rehearsal.memo import Cost
+from rlexp.preflight.rehearsal.mode import Rehearsing
+from rlexp.preflight.rehearsal.rehearse import joined
+from rlexp.training.ring.kernels import get_kernel
+from rlexp.training.ring.kernels.base import Ask
+from rlexp.training.ring.layouts import get_layout
+from rlexp.training.world.groups import build_world
+from tests.helpers.attention import forest
 from tests.helpers.faults.plant import plant
 from tests.helpers.rehearsals import alone
 
 
 def launches(size: int, rank: int, lengths: tuple[int, ...], transport: str = "direct") -> tuple[int, int]:
     """Count the kernels that attention launches in a layer's forward and backward pass."""
-    from rlexp.preflight.rehearsal.device import rehearsed_device
-    from rlexp.preflight.rehearsal.log import Log
-    from rlexp.preflight.rehearsal.mode import Rehearsing
-    from rlexp.preflight.rehearsal.rehearse import joined
-    from rlexp.training.ring.kernels import get_kernel
-    from rlexp.training.ring.kernels.base import Ask
-    from rlexp.training.ring.layouts import get_layout
-    from rlexp.training.world.groups import build_world
-    from tests.helpers.attention import forest
-
     device = rehearsed_device()
     log = Log(device.type)
     with joined(rank, size), Rehearsing(log):
@@ -82,9 +82,6 @@ class Copies:
     """The bytes that attention reads and writes outside of its kernel, in both passes."""
 
     def __init__(self, log: Any) -> None:
-        from rlexp.preflight.rehearsal.memo import Cost
-        from rlexp.preflight.rehearsal.mode import Rehearsing
-
         class OutsideOfTheKernel(Rehearsing):
             def cost(self, func: Any, *args: Any) -> Cost:
                 return Cost() if "flash" in func._schema.name else super().cost(func, *args)
@@ -98,15 +95,6 @@ def copied(layout: str, inner: int, heads: tuple[int, int], planted: bool = Fals
     Bytes are in those of one head: of its tokens in bfloat16. The queries, keys and values come as the rotary embedding
     leaves them, one head after the other.
     """
-    from rlexp.preflight.rehearsal.device import rehearsed_device
-    from rlexp.preflight.rehearsal.log import Log
-    from rlexp.preflight.rehearsal.rehearse import joined
-    from rlexp.training.ring.kernels import get_kernel
-    from rlexp.training.ring.kernels.base import Ask
-    from rlexp.training.ring.layouts import get_layout
-    from rlexp.training.world.groups import build_world
-    from tests.helpers.attention import forest
-
     if planted:
         plant("rlexp.training.ring.transports.heads:SharedHeads._to_heads", packed_twice, lambda: None)
     device, tokens, queries, keys = rehearsed_device(), 16384, *heads

@@ -16,7 +16,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rlexp.base import kernel_rates
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
-from rlexp.training.ring.kernels import flash_attn_4
+from rlexp.preflight.predict import plan_of
+from rlexp.preflight.rehearsal.device import rehearsed_device
+from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
+from rlexp.preflight.rehearsal.log import Log, passes, peak_of
+from rlexp.preflight.rehearsal.mode import Rehearsing
+from rlexp.preflight.rehearsal.rates import Clock, Rates
+from rlexp.preflight.rehearsal.rehearse import rehearse
+from rlexp.training.model.loading import load_config
+from rlexp.training.ring import kernels
+from rlexp.training.ring.kernels import USUAL, flash_attn_4
+from rlexp.training.ring.kernels.base import Call
 from tests.helpers.rehearsals import MODELS, alone, elsewhere, summary
 
 H200 = ("hardware=h200", "launch.nproc=1", "parallel=ring1", "train.batch_size=1")
@@ -85,13 +95,6 @@ def test_dq_of_a_long_sequence_is_summed_in_two_gibibytes() -> None:
 
 def _attended(kernel: str, cfg: Config) -> tuple[list[int], float, list[str]]:
     """Attend twice, in both passes; return the largest sum of bytes of each time, the seconds, and what is imported."""
-    from rlexp.preflight.rehearsal.device import rehearsed_device
-    from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
-    from rlexp.preflight.rehearsal.log import Log, peak_of
-    from rlexp.preflight.rehearsal.mode import Rehearsing
-    from rlexp.preflight.rehearsal.rates import Clock, Rates
-    from rlexp.training.ring.kernels.base import Call
-
     log = Log(rehearsed_device().type, clock=Clock(Rates.of(cfg, 1)))
     peaks = []
     with Rehearsing(log):
@@ -109,8 +112,6 @@ def _attended(kernel: str, cfg: Config) -> tuple[list[int], float, list[str]]:
 
 
 def _usual() -> tuple[Any]:
-    from rlexp.training.ring.kernels import USUAL
-
     return (USUAL,)
 
 
@@ -138,11 +139,6 @@ def test_the_clock_runs_by_measured_rates() -> None:
 
 
 def _whole(cfg: Config) -> tuple[Any, float, list[str]]:
-    from rlexp.preflight.predict import plan_of
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-    from rlexp.training.model.loading import load_config
-
     log = rehearse(plan_of(cfg, load_config(cfg.model, cfg.data.max_length), 0, 1))
     return summary(passes(log)), log.clock.now, [name for name in sys.modules if name.startswith("flash_attn")]
 
@@ -158,10 +154,6 @@ def test_a_run_with_a_package_that_is_not_here_is_rehearsed() -> None:
 
 
 def test_auto_takes_the_same_kernel_in_a_rehearsal(monkeypatch: pytest.MonkeyPatch) -> None:
-    from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
-    from rlexp.preflight.rehearsal.log import Log
-    from rlexp.training.ring import kernels
-
     log = Log("rehearsed")
     for there, generation, expected in (
         ({"torch_flash", "flash_attn_4"}, 9, "flash_attn_4"),

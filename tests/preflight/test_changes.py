@@ -14,8 +14,10 @@ from rlexp.config.schema.loss_terms import compares
 from rlexp.preflight import remedy
 from rlexp.preflight.changes import OTHERWISE, Change, cost, pairs, pass_before, singles
 from rlexp.preflight.predict import Found, Prediction
-from rlexp.preflight.rehearsal.log import STORAGE_KINDS, WEIGHTS, Counts, Log, Pass
+from rlexp.preflight.rehearsal.log import STORAGE_KINDS, WEIGHTS, Counts, Log, Pass, passes
+from rlexp.preflight.rehearsal.rehearse import rehearse
 from rlexp.preflight.remedy import Taken
+from rlexp.preflight.report import changed
 from tests.helpers.rehearsals import alone, elsewhere, plan
 
 ON = ("launch.nproc=2", "parallel=ring2", "train.batch_size=4", "engine=zero1")
@@ -141,8 +143,6 @@ def test_a_pass_before_training_counts_and_copies_from_the_host_come_last(monkey
 
 
 def test_the_report_says_what_a_change_is() -> None:
-    from rlexp.preflight.report import changed
-
     asked = predicted(300, 1.0)
     lines = changed(
         [Change(each, predicted(10, 0.5)) for each in (PRECOMPUTE, KEPT, WITHOUT_MODEL, "engine=zero3")], asked
@@ -163,9 +163,6 @@ def test_the_report_says_what_a_change_is() -> None:
 
 def on_a_gpu(cfg: Config) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
     """Rehearse a step; return each phase's bytes by kind, and how often the host waits in each."""
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
     found = Prediction(passes(rehearse(plan(cfg, 0, gpu=True))), 0, 1)
     waits = {phase: sum(found.counts(phase).syncs.values()) for phase in ("data", "forward", "reference", "backward")}
     return {phase: peak.by_kind for phase, peak in found.peaks.items()}, waits

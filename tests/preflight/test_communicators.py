@@ -11,6 +11,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HardwareConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.communicators import CONTEXT, CUBLAS, MIB, Group, beside
+from rlexp.preflight.rehearsal.rehearse import preload, rehearse
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import alone, elsewhere, plan
 
@@ -47,8 +50,6 @@ CASES: dict[str, tuple[tuple[str, ...], list[tuple[int, bool, int]]]] = {
 
 
 def groups_of(cfg: Config) -> list[tuple[int, bool, int]]:
-    from rlexp.preflight.rehearsal.rehearse import preload, rehearse
-
     preload()
     groups = rehearse(plan(cfg, 0, gpu=True)).groups.values()
     return sorted((each.ranks, each.collective, len(each.senders)) for each in groups if each.ranks > 1)
@@ -66,9 +67,6 @@ def test_the_groups_of_a_step(case: str) -> None:
 def really_there(spec: RankSpec, cfg: Config) -> int:
     """Return how many groups of several ranks this rank is a member of, the world's included, after a step."""
     import torch.distributed as dist
-
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
 
     train_step(build(cfg, probing=unprobed), 1)
     groups: Any = dist.distributed_c10d._world.pg_map

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from rlexp.base.host_memory import HostMemory
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device
 from rlexp.config.sizes import ranks_of_machine
 from rlexp.launch import preflight_check
 from rlexp.launch.joining import RankSpec
-from rlexp.preflight.changes import singles
+from rlexp.preflight.changes import Change, singles
 from rlexp.preflight.host import (
     COPIES,
     EXPORT,
@@ -30,8 +32,13 @@ from rlexp.preflight.host import (
     host_of,
     power_of_two,
 )
+from rlexp.preflight.predict import Prediction
+from rlexp.preflight.rehearsal import rehearse
+from rlexp.training.checkpoint.saver import Saver
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 from tests.helpers.ranks import on_ranks
-from tests.helpers.rehearsals import alone, elsewhere, plan
+from tests.helpers.rehearsals import alone, elsewhere, judged, plan
 
 MIB = 1 << 20
 SIZES = ("model.layers=3", "model.hidden_size=64", "model.intermediate_size=256")
@@ -104,8 +111,6 @@ def test_more_layers_are_rounded_up_by_the_larger_share() -> None:
 
 def test_each_pinned_tensor_is_rounded_up_by_itself_and_moments_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of three tensors on the host is a moment. The counting of a rehearsal is a stub here."""
-    from rlexp.preflight.rehearsal import rehearse
-
     weight, moment = torch.zeros(5), torch.zeros(9)
     part = SimpleNamespace(tensors=lambda: [("weight", weight), ("moment", moment)], moments={"moment": moment})
     monkeypatch.setattr(rehearse, "share", lambda *_: [part])
@@ -143,12 +148,6 @@ def _held(cfg: Config, rank: int, layers: int | None) -> Held:
 
 def really_held(spec: RankSpec, cfg: Config, folder: str) -> tuple[int, int, int]:
     """Return the bytes of this rank's state, of the memory for its copy, and of the reference that is shared."""
-    from pathlib import Path
-
-    from rlexp.training.checkpoint.saver import Saver
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     task = build(cfg, probing=unprobed)
     train_step(task, 1)
     saver = Saver(task.run.engine, task.run.world, Path(folder), {})
@@ -212,15 +211,7 @@ LARGE = ("model.hidden_size=768", "model.intermediate_size=3072", "model.layers=
 
 
 def asked(helping: float, *words: str) -> dict[str, Any]:
-    return alone(_judged, elsewhere(*BASE, *TWO, "engine=zero1", *words), helping)
-
-
-def _judged(cfg: Config, helping: float) -> dict[str, Any]:
-    from rlexp.preflight.quiet import quietly
-    from rlexp.preflight.whether_it_fits import Question, judge
-
-    quietly()
-    return judge(Question(cfg, fitting=True, seconds=200, helping=helping))
+    return alone(judged, elsewhere(*BASE, *TWO, "engine=zero1", *words), helping)
 
 
 def test_a_run_that_exceeds_the_machine_is_refused() -> None:
@@ -270,9 +261,6 @@ def test_what_would_help_a_machine() -> None:
 
 def test_no_remedy_moves_what_the_machine_has_no_memory_for() -> None:
     """Whatever fits its GPUs only with weights of the host is not proposed where the host has no memory for them."""
-    from rlexp.preflight.changes import Change
-    from rlexp.preflight.predict import Prediction
-
     there = Prediction([], 1, 1, host=short(GIB // 2))
     assert there.short is None
     exceeded = dataclasses.replace(there, host=short(GIB // 2, **{REFERENCE: GIB}))
@@ -302,8 +290,6 @@ def test_no_remedy_moves_what_the_machine_has_no_memory_for() -> None:
 def test_a_machine_is_this_one_or_the_job_s(
     words: tuple[str, ...], here: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rlexp.base.host_memory import HostMemory
-
     monkeypatch.setattr(preflight_check, "host_memory", lambda: HostMemory(5 * GIB, GIB))
     cfg = elsewhere(*BASE, *TWO, *words)
     assert preflight_check.with_machine(cfg, cfg.hardware, here=here).host_memory_gib == expected

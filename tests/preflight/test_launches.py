@@ -11,6 +11,9 @@ import pytest
 
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config
+from rlexp.preflight.rehearsal.mode import Rehearsing
+from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
+from rlexp.training.model.loading import load_config
 from tests.helpers.rehearsals import alone
 
 LLAMA_1B = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 2048,
@@ -32,10 +35,6 @@ def configured(folder: Path, *words: str) -> Config:
 
 def counted(cfg: Config, layers: int) -> tuple[Counted, int]:
     """Rehearse so many layers; return what each phase launches and moves, and how often the host waits in it."""
-    from rlexp.preflight.rehearsal.mode import Rehearsing
-    from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
-    from rlexp.training.model.loading import load_config
-
     found: Counted = {phase: Counter() for phase in PASSES}
     called: list[str] = []
     counted_by, pay_by = Rehearsing.counted, Rehearsing._pay

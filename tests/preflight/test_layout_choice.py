@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,12 +27,10 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, TinyModelConfig, TransportName
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import divisors
-from rlexp.preflight.fastest_layout import choosing
+from rlexp.preflight.fastest_layout import choosing, fastest, seconds_of
 from rlexp.training.ring.transports import heads as heads_sent
+from tests.conftest import Shell
 from tests.helpers.rehearsals import alone
-
-Shell = Callable[..., subprocess.CompletedProcess[str]]
-
 
 LLAMA = Heads(32, 8, 128)
 
@@ -48,14 +44,10 @@ def on_gpus(ring: int, length: int, nodes: int, layout: str = "auto", *words: st
 
 
 def fastest_of(*asked: tuple[Config, Heads]) -> list[Choice]:
-    from rlexp.preflight.fastest_layout import fastest
-
     return [fastest(cfg, heads) for cfg, heads in asked]
 
 
 def seconds_with(cfg: Config, several: list[Heads]) -> list[float]:
-    from rlexp.preflight.fastest_layout import seconds_of
-
     return [seconds_of(cfg, heads, candidates(cfg, heads)[0]) for heads in several]
 
 

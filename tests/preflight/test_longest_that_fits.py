@@ -16,6 +16,7 @@ from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, OPTIMIZER, STORAGE_KINDS, TEMPORARIES, Counts, Log, Pass
 from rlexp.training.model.first_layers import first_layers
+from rlexp.training.model.loading import load_config
 from tests.helpers.rehearsals import MODELS, alone, elsewhere
 
 ROOM = 76.6 * GIB  # of an h100
@@ -112,8 +113,6 @@ def test_the_longest_fits_on_the_rank_that_is_fuller_there(monkeypatch: pytest.M
 
 def by_rank(cfg: Config) -> tuple[list[int], int, int]:
     """Return each rank's peak for two layers of a model, and the peak that is predicted of a run, with its rank."""
-    from rlexp.training.model.loading import load_config
-
     model = first_layers(load_config(cfg.model, cfg.data.max_length), 2)
     *each, shown = at_once([predict.predict(cfg, model, rank) for rank in (*range(cfg.parallel.world_size), None)], 2)
     return [found.prediction.peak.bytes for found in each], shown.prediction.peak.bytes, shown.prediction.rank
@@ -161,8 +160,6 @@ def test_no_pair_is_tried_that_has_no_room_for_its_answers(granule: int) -> None
 
 def both(cfg: Config) -> tuple[fit.Longest, fit.Longest]:
     """Find the longest sequence, and the longest pair that shares its prompt."""
-    from rlexp.training.model.loading import load_config
-
     model = load_config(cfg.model, cfg.data.max_length)
     ((asked, longest),) = at_once([fit.predict_and_fit(cfg, model)], 2)
     (sharing,) = at_once([fit.fit_sharing(cfg, model, longest, asked)], 2)

@@ -13,6 +13,7 @@ from rlexp.config.schema import Config
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.log import Counts, Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
+from rlexp.preflight.rehearsal.rehearse import rehearse
 from tests.helpers.rehearsals import alone, elsewhere, plan
 
 aten = torch.ops.aten
@@ -78,8 +79,6 @@ def test_what_is_made_of_truths_has_the_default_dtype_of_now(default_dtype: Call
 
 def events(cfg: Config, remembering: bool) -> tuple[list[int], list[int], list[Counts], int]:
     """Rehearse a run; return its events, its counts, and how many operators' results were made of what was known."""
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
     made = 0
     again = memo.Memo.again
 

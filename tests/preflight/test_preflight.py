@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.helpers import warm
 from tests.helpers.paths import FILES, ROOT
+from tests.helpers.programs import python
 
 MODELS = FILES / "models"
 LLAMA = ("model=hf", f"model.path={MODELS / 'llama_8b'}", "hardware=h100", "launch.nproc=8")
@@ -22,8 +22,7 @@ TIMEOUT = 500  # a rehearsal of an 8B model took 254 s beside two other tests
 def preflight(*words: str, code: int = 0, fresh: bool = True) -> subprocess.CompletedProcess[str]:
     """What a new Python says, imports included, or one that has imported all already."""
     if fresh:
-        command = [sys.executable, "-m", "rlexp.preflight", *words]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, check=False)
+        done = python("-m", "rlexp.preflight", *words, timeout=TIMEOUT)
     else:
         done = warm.run("rlexp.preflight", words, ROOT, timeout=TIMEOUT)
     assert done.returncode == code, done.stdout + done.stderr

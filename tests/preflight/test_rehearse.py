@@ -14,8 +14,16 @@ from torch import Tensor
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
-from rlexp.preflight.rehearsal import rehearse
+from rlexp.preflight.answer import alone as on_a_ring_of_one
+from rlexp.preflight.answer import shared_out
+from rlexp.preflight.children import at_once
+from rlexp.preflight.predict import Prediction, predict
+from rlexp.preflight.rehearsal.device import rehearsed_device
+from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Log, Pass, passes
+from rlexp.preflight.rehearsal.mode import Rehearsing
+from rlexp.preflight.rehearsal.rehearse import _random_models, preload, rehearse
 from rlexp.preflight.rehearsal.sharding import in_words
+from rlexp.training.model.loading import load_config
 from rlexp.training.model.placing import Placing
 from tests.helpers.faults import WHOLE_SEQUENCE
 from tests.helpers.faults.plant import plant
@@ -113,11 +121,6 @@ def test_a_real_shape_is_predicted_as_real_ranks_count(engine: str, ring: int, c
 
 
 def _predicted(cfg: Config, rank: int) -> Summary:
-    from rlexp.preflight.children import at_once
-    from rlexp.preflight.predict import predict
-    from rlexp.preflight.rehearsal.rehearse import preload
-    from rlexp.training.model.loading import load_config
-
     preload()
     (found,) = at_once([predict(cfg, load_config(cfg.model, cfg.data.max_length), rank)], 2)
     return summary(found.prediction.passes)
@@ -187,10 +190,6 @@ def test_an_8b_model_follows_from_a_few_layers(engine: str) -> None:
 
 def gpu_step(cfg: Config, planted: str | None = None) -> dict[str, Any]:
     """Rehearse a step on a GPU; return where the host waits, by phase, and the bytes of a parameter at each peak."""
-    from rlexp.preflight.predict import Prediction
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
     if planted is not None:
         target, change = DEFECTS[planted]
         plant(target, change, lambda: None)
@@ -254,12 +253,6 @@ def test_a_planted_wait_is_found_with_its_place(defect: str) -> None:
 
 def sharded(cfg: Config, planted: bool = False) -> Any:
     """Compare what a rank keeps for its backward pass with a ring of one."""
-    from rlexp.preflight.answer import alone as on_a_ring_of_one
-    from rlexp.preflight.answer import shared_out
-    from rlexp.preflight.children import at_once
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-    from rlexp.training.model.loading import load_config
-
     if planted:
         WHOLE_SEQUENCE.plant(lambda: None)
 
@@ -317,10 +310,6 @@ def test_what_is_sharded_is_not_named(words: tuple[str, ...], checkpointing: str
 
 
 def mixed_up() -> str:
-    from rlexp.preflight.rehearsal.device import rehearsed_device
-    from rlexp.preflight.rehearsal.log import Log
-    from rlexp.preflight.rehearsal.mode import Rehearsing
-
     with Rehearsing(Log("rehearsed")):
         try:
             torch.randn(4, 4, device=rehearsed_device()) @ torch.randn(4, 4)
@@ -335,8 +324,6 @@ def test_tensors_of_two_devices_raise_as_on_a_gpu() -> None:
 
 def test_a_step_counts_every_pass_of_every_micro_batch() -> None:
     """Two micro-batches are rehearsed, of any number; a backward pass has a part before its layers, and one behind."""
-    from rlexp.preflight.predict import Prediction
-    from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Pass
 
     def part(phase: str, flops: int) -> Pass:
         nothing = dict.fromkeys(STORAGE_KINDS, 0)
@@ -352,8 +339,6 @@ def test_a_step_counts_every_pass_of_every_micro_batch() -> None:
 def collections(cfg: Config) -> int:
     """Return how often Python collects garbage by itself in a rehearsal."""
     import gc
-
-    from rlexp.preflight.rehearsal.rehearse import preload, rehearse
 
     preload()
     asked = plan(cfg, 0, gpu=True, layers=1)
@@ -379,9 +364,9 @@ def test_bfloat16_loses_bits_of_all_but_weights_that_were_saved_in_it(
     saved: torch.dtype | None, loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[Placing] = []
-    monkeypatch.setattr(rehearse, "random_model", lambda *_, **__: SimpleNamespace(can_generate=lambda: False))
-    monkeypatch.setattr(rehearse, "put_all", lambda _model, placing: put.append(placing))
+    monkeypatch.setattr(f"{rehearse.__module__}.random_model", lambda *_, **__: SimpleNamespace(can_generate=lambda: False))
+    monkeypatch.setattr(f"{rehearse.__module__}.put_all", lambda _model, placing: put.append(placing))
     asked: Any = SimpleNamespace(model=SimpleNamespace(dtype=saved))
     device = torch.device("cpu")
-    rehearse._random_models(asked, device, [], real=False)(None, None, 8, Placing(device, torch.bfloat16))
+    _random_models(asked, device, [], real=False)(None, None, 8, Placing(device, torch.bfloat16))
     assert put[0].loses(torch.empty(0), torch.empty(0)) == loses

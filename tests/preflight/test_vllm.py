@@ -26,7 +26,7 @@ from rlexp.preflight.rehearsal.log import CACHE, VLLM
 from rlexp.preflight.vllm import count_parameters, room, share_of, too_little_to_sample
 from rlexp.training.model.loading import load_config
 from tests.helpers.ranks import on_ranks
-from tests.helpers.rehearsals import alone, counted, elsewhere, rehearsed
+from tests.helpers.rehearsals import alone, counted, elsewhere, judged, rehearsed
 from tests.preflight.test_preflight import preflight
 
 GRPO = ("loss=grpo", "data=arithmetic", "reward.rule=length", "rollout.engine=vllm")
@@ -270,19 +270,11 @@ def test_a_rank_that_only_samples_has_room_for_an_answer() -> None:
 # ---- before a run starts ----
 
 
-def _judged(cfg: Config) -> dict[str, Any]:
-    from rlexp.preflight.quiet import quietly
-    from rlexp.preflight.whether_it_fits import Question, judge
-
-    quietly()
-    return judge(Question(cfg, fitting=True, seconds=200, helping=0))
-
-
 @pytest.mark.parametrize(("words", "fits"), [((), True), (("rollout.vllm_memory=0.6",), False)])
 def test_the_launcher_is_told_the_share(found: Found, words: tuple[str, ...], fits: bool) -> None:
     prediction, cfg = shared(found, *words)
     whole = prediction.with_share()
-    answer = alone(_judged, cfg)
+    answer = alone(judged, cfg)
     assert whole.vllm is not None
     assert (answer["fits"], answer["vllm_memory"], answer["vllm"]) == (fits, whole.vllm.holds.share, whole.refused)
     assert answer["peak"] == whole.peak.bytes

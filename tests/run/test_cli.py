@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,13 +17,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from rlexp.config.load import from_file
 from rlexp.launch.local import run_ranks
 from rlexp.run_files.curve_distance import compared
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.launched import whereabouts
 from tests.helpers.paths import ROOT
-from tests.helpers.runs import descendants, gone, jobs_of, on_two_nodes, rows_of, run_json, wait_for_steps
+from tests.helpers.programs import TORCHRUN, python
+from tests.helpers.runs import descendants, gone, jobs_of, on_two_nodes, ranks_of, rows_of, run_json, wait_for_steps
 from tests.helpers.slurm.machine import wait_until
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 TRAIN = {
     *("loss", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "rewards/margins"),
     *("logps/chosen", "logps/rejected", "logits/chosen", "logits/rejected", "grad_norm", "learning_rate"),
@@ -164,10 +164,8 @@ def test_bad_data_is_one_message(rlexp: Shell, tmp_path: Path, args: tuple, rows
 
 
 def test_under_torchrun_it_joins_what_is_there(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp",
-               "launch.device=cpu", "logger=none", "train.max_steps=2", "engine=torch",
-               "parallel.layout=auto"]  # fmt: skip
-    answer = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False)
+    words = ("launch.device=cpu", "logger=none", "train.max_steps=2", "engine=torch", "parallel.layout=auto")
+    answer = python(*TORCHRUN, *words, cwd=tmp_path)
     assert answer.returncode == 0, answer.stderr  # also: what rank 0 chooses reaches the other
     (folder,) = (tmp_path / "runs").iterdir()  # one folder for all ranks: rank 0's
     assert len(rows_of(folder)) == 2
@@ -193,16 +191,13 @@ def test_torchruns_on_two_nodes_make_a_run_on_two_nodes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp"]
     quick = ["launch.device=cpu", "logger=none", "engine=torch"]
-    refused = subprocess.run(
-        [*torchrun, *quick, "+sweep=ring_sizes"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    refused = python(*TORCHRUN, *quick, "+sweep=ring_sizes", cwd=tmp_path)
     assert refused.returncode != 0
     assert "rlexp: a sweep starts its own ranks." in refused.stderr
     assert "train/loss" not in refused.stderr
     process = subprocess.Popen(
-        [*torchrun, *quick, "parallel=ring2", "train.max_steps=100000", "hydra.run.dir=run"],
+        [sys.executable, *TORCHRUN, *quick, "parallel=ring2", "train.max_steps=100000", "hydra.run.dir=run"],
         cwd=tmp_path,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -268,19 +263,11 @@ def test_the_ring_sweep_runs(rlexp: Shell, tmp_path: Path) -> None:
 ENDLESS = (*QUICK, "parallel=ring4", "train.max_steps=100000", "engine=torch", "train.micro_batch_size=8")
 
 
-def rank_pids(process: warm.Process) -> list[int]:
-    """What the launcher's fork server has forked."""
-    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
-    ranks = descendants(servers[0])
-    assert len(ranks) == 4, ranks
-    return ranks
-
-
 def test_a_killed_rank_ends_the_run_within_ten_seconds(tmp_path: Path) -> None:
     process = warm.start("rlexp", ENDLESS, tmp_path)
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
-    victim = rank_pids(process)[2]
+    victim = ranks_of(process.pid)[2]
     killed = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     _, stderr = process.communicate(timeout=240)

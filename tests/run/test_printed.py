@@ -8,7 +8,6 @@ import os
 import re
 import shlex
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -34,10 +33,10 @@ from rlexp.launch.stops import Outcome, _Stops, say_at_once
 from rlexp.training.model import loading
 from rlexp.training.sinks import console
 from rlexp.training.train import header
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.paths import ROOT
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 PACKAGE = ROOT / "rlexp"
 ESCAPES = "\x1b]0;PWN\x07\x1b[2J\x9b\u202e\r"
 

@@ -11,8 +11,6 @@ import math
 import os
 import re
 import shlex
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,13 +21,13 @@ from bench.kept_rows import filled, table_under
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import JsonlDataConfig
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.models import saved
 from tests.helpers.paths import ROOT
 from tests.helpers.rehearsals import alone
 from tests.helpers.runs import on_two_nodes, rows_of, run_json
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 RECIPES = {each.name: each for each in bench.recipes()}
 PAGE = ROOT / "docs" / "recipes.md"
 MEASURED = ROOT / "docs" / "measured" / "recipes.md"

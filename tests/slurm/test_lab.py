@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.programs import python
 from tests.helpers.slurm import lab as lab_module
 from tests.helpers.slurm.lab import MARK, ROOT, Lab
 from tests.helpers.slurm.machine import HOSTS, Unable, environment, one_at_a_time, processes, wait_until
@@ -136,8 +137,7 @@ def hosts_without_labs() -> list[str]:
 
 
 def by_hand(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tests.helpers.slurm.lab", *args]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200, check=False)
+    return python("-m", "tests.helpers.slurm.lab", *args)
 
 
 @pytest.fixture

@@ -32,9 +32,9 @@ from rlexp.status.__main__ import main
 from rlexp.status.alive import Locks
 from rlexp.status.state import Evidence, legible, state_of
 from rlexp.status.view import View
+from tests.conftest import Shell
 from tests.helpers import warm
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "engine=torch", "checkpoint.export=false", "data.size=40",
          "data.eval_size=0", "model.layers=1", "train.batch_size=2")  # fmt: skip
 COMMAND = [sys.executable, "-m", "rlexp.status"]

@@ -12,6 +12,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import load_config, load_model
+from rlexp.training.sinks.base import Sink, Sinks
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.loop import train_loop
 from rlexp.verify.records import SIDES, Losses, TokenPair, joined
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.model import load_tokenizer
@@ -141,10 +144,6 @@ def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, conf
 
 
 def third_row_rank(place, cfg: Config) -> tuple:
-    from rlexp.training.sinks.base import Sink, Sinks
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.loop import train_loop
-
     task = build(cfg, probing=unprobed)
     rows: list[dict] = []
     seen: list[dict] = []

@@ -15,16 +15,11 @@ from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Completion
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.reference.pairs import examples_of
-from tests.helpers.rows import assistant, cache, user
+from tests.helpers.rows import assistant, cache
+from tests.verify.test_textbook_prompts import CHATML, SAID, TALKS, tokenizer_of
 
 __all__ = ["cache"]  # a fixture of every test here too
 
-CHATML = (
-    "{%- for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor -%}"
-    "{%- if add_generation_prompt %}<|im_start|>assistant\n{% endif -%}"
-)
-SAID = ("tea", "a lamp é", "two\nmaps", "🙂", "the harbour", "ink", "snow", "plums")
-TALKS = [[user(f"{word}?"), assistant(f" {word}. "), user("More."), assistant(f"{word} again")] for word in SAID]
 # Each shape, with the loss that is trained on it.
 SHAPES: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "conversations": ("sft", [{"messages": talk if at % 2 else talk[:2]} for at, talk in enumerate(TALKS)]),
@@ -58,10 +53,7 @@ def test_both_read_the_same(shape: str, template: str | None, tmp_path: Path) ->
     """With a system prompt, rows that are held out, and sequences that are cut."""
     loss, rows = SHAPES[shape]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    tokenizer = byte_tokenizer()
-    tokenizer.chat_template = template
-    if template is not None:
-        tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer = tokenizer_of(template)
     for more in ((), ("data.system=Be brief.", "data.eval_size=3"), ("data.max_length=24", "data.too_long=truncate")):
         cfg = compose_config(["launch.device=cpu", "data=jsonl", f"data.path={tmp_path}/rows.jsonl",
                               "train.batch_size=2", *f"loss={loss}".split(), *more])  # fmt: skip

@@ -13,6 +13,9 @@ from bench.layouts import RolloutCase
 from bench.rollout_tables import config_of
 from rlexp.config.schema import Config
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
+from rlexp.training.rollout.experience import fetch
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 from tests.helpers import textbook, textbook_rl
 from tests.helpers.ranks import largest_gap, on_ranks
 from tests.helpers.textbook_rl import CRITIC, Answer, Credit, Knobs
@@ -38,9 +41,6 @@ class Taken:
 
 def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
     from bench.engines import SpyEngine
-    from rlexp.training.rollout.experience import fetch
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
 
     task = build(cfg, probing=unprobed)
     engine = SpyEngine(task.run.engine)

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,7 @@ from tests.helpers.faults.base import ALGOS, FP64, MIXED, Fault
 from tests.helpers.faults.verified import quiet, verify_planted
 from tests.helpers.imports import imports_of
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import python
 from tests.helpers.rows import FILES, FOLDERS
 from tests.helpers.squality import write_long_pairs
 
@@ -168,11 +168,8 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     with (tmp_path / "rlexp" / "training" / "engine" / "reducing.py").open("a", encoding="utf-8") as engine:
         engine.write(SUMMED)
-    done = subprocess.run(
-        [sys.executable, "-m", "rlexp.verify", *FP64, "--steps", "1", "--json", "out.json"],
-        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, timeout=240,
-        check=False,
-    )  # fmt: skip
+    words = (*FP64, "--steps", "1", "--json", "out.json")
+    done = python("-m", "rlexp.verify", *words, cwd=tmp_path, PYTHONPATH=str(tmp_path))
     assert done.returncode == 1, done.stderr
     assert "FAIL at step 1, in float64: the first difference is in the gradient." in done.stdout
     assert "all are 4.000 times too large" in done.stdout

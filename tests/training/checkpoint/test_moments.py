@@ -17,6 +17,8 @@ from rlexp.launch.joining import RankSpec
 from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
 from rlexp.training.checkpoint.tensors import Reader, load
 from rlexp.training.engine.base import MOMENTS
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 from tests.helpers.ranks import begin_saving, largest_gap, on_ranks
 
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")
@@ -43,9 +45,6 @@ def read(place: Path) -> dict[str, Tensor]:
 
 def trained_rank(spec: RankSpec, cfgs: Mapping[str, Config], saved: Mapping[str, Path]) -> None:
     """Take two steps with each configuration and save."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     for name, cfg in cfgs.items():
         task = build(cfg, probing=unprobed)
         for step in range(1, STEPS + 1):
@@ -57,8 +56,6 @@ def reloaded_rank(
     spec: RankSpec, cfgs: Mapping[str, Config], saved: Mapping[str, Path], again: Mapping[tuple[str, str], Path]
 ) -> None:
     """Load what one engine saved into a new one of another, and save it again."""
-    from rlexp.training.train.build import build, unprobed
-
     for (one, other), place in again.items():
         run, at = build(cfgs[other], probing=unprobed).run, folder_of(saved[one], STEPS)
         load(run.engine, Reader(at, read_manifest(at)), STEPS)

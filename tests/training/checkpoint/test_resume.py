@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,10 +22,11 @@ from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.jsonl import JsonlSink
+from tests.conftest import Shell
 from tests.helpers import warm
-from tests.helpers.runs import descendants, gone, run_json, steps_of, wait_for_steps
+from tests.helpers.programs import TORCHRUN, python
+from tests.helpers.runs import descendants, gone, ranks_of, run_json, steps_of, wait_for_steps
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
          "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
 
@@ -308,8 +308,7 @@ def test_one_rank_alone_may_be_asked(tmp_path: Path) -> None:
     """Slurm signals the processes of a step and not their launcher."""
     process = start(tmp_path)
     wait_for_steps(tmp_path, process)
-    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
-    os.kill(descendants(servers[0])[1], signal.SIGUSR1)
+    os.kill(ranks_of(process.pid)[1], signal.SIGUSR1)
     process.communicate(timeout=240)
     assert process.returncode == 128 + signal.SIGUSR1
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == steps_of(tmp_path / "run")[-1]
@@ -331,9 +330,8 @@ def test_a_signal_to_the_whole_process_group_is_one_request(tmp_path: Path, name
 
 @pytest.mark.slow
 def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "rlexp"]
     process = subprocess.Popen(
-        [*torchrun, *QUICK, "parallel=ring2", "train.max_steps=100000"],
+        [sys.executable, *TORCHRUN, *QUICK, "parallel=ring2", "train.max_steps=100000"],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     wait_for_steps(tmp_path, process)
@@ -346,10 +344,7 @@ def test_under_torchrun_a_stop_is_a_request_and_a_finished_run_is_left_alone(tmp
     done = steps_of(tmp_path / "run")[-1]
     assert checkpoint.step_of(checkpoint.latest_first(tmp_path / "run")[0]) == done
     for said in ("continues from", "the run is finished. To train on"):
-        answer = subprocess.run(
-            [*torchrun, *QUICK, "parallel=ring2", f"train.max_steps={done + 1}"],
-            cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False,
-        )  # fmt: skip
+        answer = python(*TORCHRUN, *QUICK, "parallel=ring2", f"train.max_steps={done + 1}", cwd=tmp_path)
         assert answer.returncode == 0, answer.stderr
         assert said in answer.stderr
         assert steps_of(tmp_path / "run") == list(range(1, done + 2))
@@ -360,10 +355,7 @@ def leaves_its_world(place: Path, *overrides: str) -> None:
     """Run a finished run's command. A rank that exits with an open process group aborts about once in forty times."""
     code = "import rlexp.__main__ as it, torch.distributed as dist; print(it.run(), dist.is_initialized())"
     joined = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    answer = subprocess.run(
-        [sys.executable, "-c", code, *QUICK, *overrides],
-        cwd=place, env=os.environ | joined, capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+    answer = python("-c", code, *QUICK, *overrides, cwd=place, **joined)
     assert answer.stdout.split() == ["0", "False"], answer.stderr
     assert "the run is finished" in answer.stderr
 
@@ -416,7 +408,7 @@ try:
 except stops.Terminated as ended:
     print(ended, ended.exit_code)
 """
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    answer = python("-c", code)
     assert answer.stdout.splitlines() == ["stopped by SIGINT 130"]
     assert not answer.stderr
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import os
 import shutil
 import signal
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ from rlexp.launch import rank_progress
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers import warm
-from tests.helpers.runs import descendants, gone
+from tests.helpers.runs import descendants, gone, ranks_of, wait_for
 
 STEPS = 7
 EACH = 4  # steps of a rollout: 2 epochs × 2 train batches
@@ -61,10 +61,7 @@ def test_a_curve_goes_on_between_mini_batches(straight: Curve, stopped: Path, tm
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("one", "other", "stop"),
-    [
-        (ON_TWO, Where("fsdp2", 2, 2, "fp64"), 3),
-        (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 4),
-    ],
+    [(ON_TWO, Where("fsdp2", 2, 2, "fp64"), 3), (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 4)],
     ids=["between mini-batches", "after a rollout's last step"],
 )
 def test_the_curve_goes_on(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
@@ -154,14 +151,10 @@ LONG = ("rollout.max_new_tokens=80", "rollout.stop=[]", "train.eval_every=null")
 def test_a_kill_while_sampling_loses_nothing(tmp_path: Path, victim: str) -> None:
     """The kill comes in the second rollout, after four steps; the same command continues on another layout."""
     process = warm.start("rlexp", overrides("parallel=ring2", "launch.nproc=4"), tmp_path)
-    deadline = time.monotonic() + 200
-    while not any(line["phase"] == "rollout" and line["step"] == 5 for line in rank_progress.read(tmp_path / "run")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    told = functools.partial(rank_progress.read, tmp_path / "run")
+    wait_for(lambda: any(line["phase"] == "rollout" and line["step"] == 5 for line in told()), process)
     everyone = [process.pid, *descendants(process.pid)]
-    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
-    os.kill(process.pid if victim == "launcher" else descendants(servers[0])[1], signal.SIGKILL)
+    os.kill(process.pid if victim == "launcher" else ranks_of(process.pid)[1], signal.SIGKILL)
     process.wait(timeout=240)
     assert gone(everyone, within=240)
     assert len(read_rows(tmp_path / "run" / "metrics.jsonl")) == 4

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,9 +19,9 @@ from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.build import build_schedule
 from rlexp.training.train.parts import Run
 from rlexp.training.train.resume import keep_warm_up
+from tests.conftest import Shell
 from tests.helpers.runs import run_json
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "checkpoint.export=false",
          "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
 

@@ -20,8 +20,10 @@ from rlexp.base.errors import CheckpointError, ConfigError, DataError
 from rlexp.config.load import compose_config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.launch import run_folder
-from rlexp.training.dataset import row_files
+from rlexp.training.dataset import hub, row_files
+from rlexp.training.dataset.hub import Table
 from rlexp.training.model.loading import byte_tokenizer
+from rlexp.training.train.resume import refuse_other_versions
 from tests.helpers.rows import (
     SMALL,
     as_lines,
@@ -300,8 +302,6 @@ def test_a_small_parquet_file_cannot_take_all_memory(
 
 
 def configured_sources(*overrides: str) -> None:
-    from rlexp.config.load import compose_config
-
     compose_config(["data=hf", "launch.device=cpu", *overrides])
 
 
@@ -364,8 +364,6 @@ def test_a_split_that_a_folder_does_not_have_is_one_line(shell: Any, tmp_path: P
 
 
 def test_a_set_of_the_hub_that_changed_is_refused_on_resume(tmp_path: Path) -> None:
-    from rlexp.training.train.resume import refuse_other_versions
-
     old, new = "a" * 40, "b" * 40
     (tmp_path / "run.json").write_text(json.dumps({"data": {"versions": {"data.path": old}}}))
     refuse_other_versions(tmp_path, {"data.path": old, "data.sources.new.path": new}, [])
@@ -397,8 +395,6 @@ def test_a_run_that_goes_on_knows_the_commits_that_it_was_started_with(
 def test_rows_to_train_on_and_held_out_rows_have_a_commit_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    from rlexp.training.dataset import hub
-
     def table(key: str, path: str, *_: object) -> hub.Table:  # the hub cannot exist on this machine
         rows = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
         rows.info.download_checksums = {f"hf://datasets/{path}@{path[-1] * 40}/rows.parquet": {}}
@@ -423,8 +419,6 @@ def test_a_file_to_train_on_and_a_set_of_the_hub_to_hold_out(tmp_path: Path) -> 
 
 def test_the_commit_of_a_set_is_read_off_its_files() -> None:
     from types import SimpleNamespace
-
-    from rlexp.training.dataset.hub import Table
 
     def table(*names: str) -> Table:  # the hub cannot exist on this machine
         return Table("x", SimpleNamespace(info=SimpleNamespace(download_checksums=dict.fromkeys(names))))
@@ -454,8 +448,6 @@ def test_any_texts_are_kept_whole_or_named(rows: list[tuple[str, str, str]], tmp
             read(path, "data.bad_rows=drop")
         return
     pairs = read(path, "data.bad_rows=drop").train
-    from rlexp.training.model.loading import byte_tokenizer
-
     decode = byte_tokenizer().decode
     assert [(decode(p.prompt), decode(p.chosen), decode(p.rejected)) for p in pairs] == [
         (prompt, f"{chosen}<eos>", f"{rejected}<eos>") for prompt, chosen, rejected in different

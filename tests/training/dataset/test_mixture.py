@@ -11,11 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rlexp.base.errors import ConfigError
+from rlexp.config.load import compose_config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.model.loading import byte_tokenizer
+from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.types import Prompt
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers.rows import cache, read, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
@@ -102,10 +107,6 @@ def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
         paths.append(write_lines(tmp_path / name, rows_of(name, count)))
     sources = [f"data.sources.few={{path: {paths[0]}, weight: 1, system: Few.}}",
                f"data.sources.many={{path: {paths[1]}, weight: 2}}"]  # fmt: skip
-    from rlexp.config.load import compose_config
-    from rlexp.training.train.examples import read_examples, sampler_of
-    from rlexp.training.world.groups import ALONE, World
-
     cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", "data.eval_size=3", *sources])
     examples = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
     assert len(examples.train) == 21
@@ -127,11 +128,6 @@ def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
 def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     one, other = write_lines(tmp_path / "a", rows_of("a", 40)), write_lines(tmp_path, rows_of("b", 20))
-    from rlexp.base.errors import ConfigError
-    from rlexp.config.load import compose_config
-    from rlexp.training.train.examples import read_examples
-    from rlexp.training.world.groups import ALONE, World
-
     sources = [f"data.sources.a={{path: {one}, weight: 0.001}}", f"data.sources.b={{path: {other}, weight: 1}}"]
     cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", *sources])
     with pytest.raises(ConfigError, match=r"data\.sources\.a\.weight=0\.001: no sample of this source is in an epoch"):
@@ -139,8 +135,6 @@ def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
 
 
 def test_sets_are_joined_and_numbered() -> None:
-    from rlexp.training.types import Prompt
-
     sets = [[Prompt(0, np.zeros(1, np.int32), name, None, "") for name in names] for names in ("ab", "", "cde")]
     joined = Joined(sets)
     assert [(each.index, each.text) for each in joined] == [(0, "a"), (1, "b"), (2, "c"), (3, "d"), (4, "e")]

@@ -15,6 +15,8 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.training.engine import reducing
+from rlexp.training.world.groups import build_world
 from tests.helpers.call_order import disorder
 from tests.helpers.delayed import JOURNAL, Call, delayed_rank
 from tests.helpers.ranks import TIMEOUT, train_steps
@@ -36,8 +38,6 @@ def journals(world_size: int, function: Any, *args: Any) -> list[Any]:
 
 def stepping(spec: RankSpec, cfgs: Sequence[Config]) -> list[list[Call]]:
     """Take two steps with each configuration, and return the calls of each."""
-    from rlexp.training.engine import reducing
-
     reducing.BUCKET = 1 << 10  # several buckets, of a model this small
     reducing.IN_FLIGHT = 1 << 10  # a defect is to be told by its order; with few in flight the ranks would hang
     found = []
@@ -80,9 +80,6 @@ class Talk(torch.autograd.Function):
 
 def without_a_gradient(spec: RankSpec, at_the_end: bool) -> list[Call]:
     """Let rank 0 lack the gradient that would be sent first."""
-    from rlexp.training.engine import reducing
-    from rlexp.training.world.groups import build_world
-
     reducing.BUCKET = 1
     world, ring = build_world(1), dist.new_group([0, 1])
     parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]

@@ -17,8 +17,12 @@ from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.run_files.curve_distance import compared
+from rlexp.training.checkpoint.tensors import load
 from rlexp.training.engine.zero import place_of_piece
-from rlexp.training.world.groups import ALONE, World
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
+from rlexp.training.train.task import Needs
+from rlexp.training.world.groups import ALONE, World, build_world
 from tests.helpers.ranks import begin_saving, largest_gap, on_ranks, train_steps
 
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=4", "optim.lr=1e-3")
@@ -110,10 +114,6 @@ def test_clipping_sees_the_whole_gradient(start: dict[str, Tensor]) -> None:
 def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tuple]:
     """For each pair of configurations: the first takes two steps and saves; an engine of the second loads that and
     takes the third step, as the first does."""
-    from rlexp.training.checkpoint.tensors import load
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     taken = []
     for number, (cfg, then) in enumerate(pairs):
         task, path = build(cfg, probing=unprobed), Path(folder) / str(number)
@@ -167,9 +167,6 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine(start: d
 
 def poor_rank(spec: RankSpec, cfgs) -> list[list[float]]:
     """Two steps on pairs whose answers are one token: with a ring of 4, there are ranks without a trained token."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     tasks = [build(cfg, probing=unprobed) for cfg in cfgs]
     return [[train_step(task, step)["train/grad_norm"] for step in (1, 2)] for task in tasks]
 
@@ -189,8 +186,6 @@ def test_a_rank_without_a_trained_token_does_not_hang_the_others(tmp_path: Path)
 def pieces_rank(spec: RankSpec, cfg) -> tuple[int, int, int]:
     """Elements of the model, those that this rank holds of it, and those of the reference, before any pass."""
     from rlexp.training.train import build
-    from rlexp.training.train.task import Needs
-    from rlexp.training.world.groups import build_world
 
     world = build_world(1)
     config = build.load_config(cfg.model, cfg.data.max_length)
@@ -211,9 +206,6 @@ def test_under_zero3_a_pretrained_model_is_loaded_in_pieces(shared: Path) -> Non
 
 def drawing_rank(spec: RankSpec, cfgs, steps: int) -> list[tuple]:
     """Return for each engine the answers of each rollout and of the held-out prompts, the rows, and the weights."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     taken = []
     for cfg in cfgs:
         task = build(cfg, probing=unprobed)
@@ -262,9 +254,6 @@ def test_every_engine_draws_and_learns_alike(overrides: tuple[str, ...]) -> None
 
 def evaluated_rank(spec: RankSpec, cfgs) -> list[bool]:
     """Whether an evaluation, after which some engines have their weights gathered, changes what `weights` says."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     same = []
     for cfg in cfgs:
         task = build(cfg, probing=unprobed)
@@ -332,9 +321,6 @@ def poisoned_rank(spec: RankSpec, cfgs) -> list[tuple[str, bool]]:
 
 
 def poisoned(cfg, in_gradient: bool) -> tuple[str, bool]:
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     task = build(cfg, probing=unprobed)
     run, loss = task.run, task.loss
     victim = task.batch(1).indices[5]

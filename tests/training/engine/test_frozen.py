@@ -12,6 +12,10 @@ import torch
 
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
+from rlexp.training.checkpoint.tensors import load
+from rlexp.training.metrics.live_tensors import LiveTensors
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 from tests.helpers.ranks import begin_saving, on_ranks
 
 BASE = ("launch.device=cpu", "logger=none", "data.size=16", "data.eval_size=3", "parallel=ring2", "train.batch_size=2",
@@ -31,11 +35,6 @@ class Found:
 
 def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Found]:
     """For each pair of configurations: the first takes a step and saves; the second loads that without an optimizer."""
-    from rlexp.training.checkpoint.tensors import load
-    from rlexp.training.metrics.live_tensors import LiveTensors
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     found = []
     for number, (cfg, then) in enumerate(cfgs):
         task = build(cfg, probing=unprobed)

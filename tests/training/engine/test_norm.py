@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from rlexp.config.schema import Config
+from rlexp.preflight.predict import Prediction
+from rlexp.preflight.rehearsal.log import passes
+from rlexp.preflight.rehearsal.rehearse import rehearse
 from rlexp.training.engine import base
 from rlexp.training.engine.base import sum_of_squares
 from tests.helpers.ranks import seeded
@@ -15,10 +18,6 @@ WIDE = ("model.hidden_size=1024", "model.intermediate_size=4096", "train.batch_s
 
 
 def peaks_of(cfg: Config) -> dict[str, int]:
-    from rlexp.preflight.predict import Prediction
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
     found = Prediction(passes(rehearse(plan(cfg, 0, gpu=True))), 0, 1)
     return {phase: peak.bytes for phase, peak in found.peaks.items()}
 

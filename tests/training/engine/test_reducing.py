@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from rlexp.launch.joining import RankSpec
+from rlexp.training.engine import reducing
+from rlexp.training.world.groups import build_world
 from tests.helpers.ranks import on_ranks
 
 
@@ -16,9 +18,6 @@ def test_a_gradient_that_one_rank_lacks_counts_as_zero() -> None:
 
 
 def reduced(spec: RankSpec) -> list[float]:
-    from rlexp.training.engine import reducing
-    from rlexp.training.world.groups import build_world
-
     reducing.BUCKET = 1
     parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     mean = reducing.Reducing(parameters, build_world(1))

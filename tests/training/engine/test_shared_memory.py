@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.base.errors import UserError
@@ -17,6 +18,9 @@ from rlexp.base.host_memory import HostMemory
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.world import shared_memory
+from rlexp.training.world.shared_memory import Neighbours
 from tests.helpers.ranks import on_ranks
 
 RANKS = 3
@@ -47,10 +51,6 @@ def open_memory() -> list[str]:
 
 
 def shared_by_three(spec: RankSpec, groups: list[str] | None) -> Any:
-    import torch.distributed as dist
-
-    from rlexp.training.world import shared_memory
-
     if groups is not None:
         shared_memory._kernel = lambda: groups[spec.rank]
     among = shared_memory.meet(spec.rank, RANKS)
@@ -103,8 +103,6 @@ def test_ranks_of_other_machines_have_their_own(kernels: list[str], ranks: list[
 
 
 def refused(spec: RankSpec) -> str:
-    from rlexp.training.world import shared_memory
-
     shared_memory.host_memory = lambda: HostMemory(1 << 30, 1 << 20)
     among = shared_memory.meet(spec.rank, RANKS)
     with pytest.raises(UserError) as caught:
@@ -120,8 +118,6 @@ def test_too_little_memory_is_one_message_of_all_ranks() -> None:
 
 def moved(spec: RankSpec) -> bool:
     """Share four times as much as is free. The leader's tensors are there already, and leave their memory in turn."""
-    from rlexp.training.world import shared_memory
-
     own = {str(each): torch.full((1 << 20,), float(each)) for each in range(8)}
     shared_memory.host_memory = lambda: HostMemory(1 << 30, 2 * own["0"].nbytes)
     among = shared_memory.meet(spec.rank, RANKS)
@@ -136,9 +132,6 @@ def test_memory_that_the_tensors_leave_is_free_for_the_next() -> None:
 
 def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyPatch) -> None:
     """CUDA's runtime is a stub here: it notes whether there is memory at the address that it is given."""
-    from rlexp.training.world import shared_memory
-    from rlexp.training.world.shared_memory import Neighbours
-
     calls: list[tuple[str, bool]] = []
 
     def is_mapped(address: int) -> bool:
@@ -166,10 +159,6 @@ def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyP
 
 
 def of_a_reference(_spec: RankSpec, cfg: Config) -> tuple[str, int, int, int]:
-    import torch.distributed as dist
-
-    from rlexp.training.train.build import build, unprobed
-
     task = build(cfg, probing=unprobed)
     task.reference.logps(task.begin(1).load(task.begin(1).micro_batches[0]).shard)
     weights = {weight.untyped_storage().data_ptr(): weight for _, weight in task.reference.frozen.weights()}

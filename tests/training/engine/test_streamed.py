@@ -15,7 +15,10 @@ from transformers import GPT2Config
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.engine.streamed import Copies, Part
+from rlexp.training.engine.streamed import Copies, Part, Streamed
+from rlexp.training.metrics.live_tensors import LiveTensors
+from rlexp.training.train.build import Sources, build, build_reference, models_of, unprobed
+from rlexp.training.train.step import train_step
 from tests.helpers.models import saved
 from tests.helpers.ranks import on_ranks
 
@@ -34,8 +37,6 @@ FEW = [("engine=torch", "fp64"), ("engine=zero1", "fp32"), ("engine=fsdp2", "fp6
 def two_steps(_spec: RankSpec, pairs: Sequence[Sequence[Config]]) -> list[list[tuple[Any, ...]]]:
     """Return of each run what holds its reference, the reference's log-probabilities after a step, and that of the
     second step."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
 
     def taken(cfg: Config) -> tuple[Any, ...]:
         task = build(cfg, probing=unprobed)
@@ -95,10 +96,6 @@ def test_tied_embeddings_and_a_table_of_positions(tmp_path: Path) -> None:
 def bytes_held(_spec: RankSpec, cfg: Config) -> tuple[int, int, int, list[int]]:
     """Return the bytes of a reference, the most that it holds beside while it computes, those that are left then, and
     the bytes of each part."""
-    from rlexp.training.engine.streamed import Streamed
-    from rlexp.training.metrics.live_tensors import LiveTensors
-    from rlexp.training.train.build import Sources, build, build_reference, models_of, unprobed
-
     task = build(cfg, probing=unprobed)
     shard = task.begin(1).load(task.begin(1).micro_batches[0]).shard
     models = models_of(cfg, Sources().model_config(cfg.model, cfg.data.max_length), task.needs, Sources())

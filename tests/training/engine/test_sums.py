@@ -11,6 +11,7 @@ import torch
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.training.train.build import build, unprobed
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sums import Sums
 
@@ -40,8 +41,6 @@ def engine_rank(spec: RankSpec, cfgs: Sequence[Config]) -> list[Found]:
 
 
 def found_in(cfg: Config) -> Found:
-    from rlexp.training.train.build import build, unprobed
-
     task = build(cfg, probing=unprobed)
     engine = task.run.engine
     held = task.shard([task.train[0]])

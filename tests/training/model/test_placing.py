@@ -12,7 +12,15 @@ import torch
 from torch import nn
 
 from rlexp.config.load import compose_config
+from rlexp.config.schema import HFModelConfig
 from rlexp.launch.joining import RankSpec
+from rlexp.preflight.predict import Prediction
+from rlexp.preflight.rehearsal.log import passes
+from rlexp.preflight.rehearsal.rehearse import rehearse
+from rlexp.preflight.vllm import count_parameters
+from rlexp.training.model import placing
+from rlexp.training.model.loading import load_config, load_model
+from rlexp.training.model.placing import Placing, by_rows, evenly, put_all, take_exact
 from tests.helpers.faults.plant import plant
 from tests.helpers.models import starting_weights
 from tests.helpers.ranks import on_ranks
@@ -36,8 +44,6 @@ class Tied(nn.Module):
 
 
 def test_tied_weights_stay_one_and_buffers_keep_their_dtype() -> None:
-    from rlexp.training.model.placing import Placing, put_all
-
     model = Tied()
     put_all(model, Placing(CPU, torch.bfloat16))
     assert model.first.weight is model.last.weight
@@ -47,8 +53,6 @@ def test_tied_weights_stay_one_and_buffers_keep_their_dtype() -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("cut", ["evenly", "by_rows"])
 def test_the_parts_of_all_ranks_are_the_whole(cut: str, ranks: int) -> None:
-    from rlexp.training.model import placing
-
     value = torch.arange(15.0).view(5, 3) / 7
     parts = []
     for rank in range(ranks):
@@ -61,8 +65,6 @@ def test_the_parts_of_all_ranks_are_the_whole(cut: str, ranks: int) -> None:
 
 
 def test_only_bits_that_are_lost_are_kept() -> None:
-    from rlexp.training.model.placing import Placing, evenly, take_exact
-
     short, long = torch.tensor([1.0, 0.5, 3.0]), torch.tensor([1.0, 0.1, 3.0])
     place = Placing(CPU, torch.bfloat16, evenly(0, 2))
     assert take_exact(place.put(nn.Parameter(short))) is None
@@ -73,10 +75,6 @@ def test_only_bits_that_are_lost_are_kept() -> None:
 
 def sizes_while_loading(_spec: RankSpec, path: str) -> tuple[int, int]:
     """The largest storage that a parameter has once it is placed, and the model's largest; in elements."""
-    from rlexp.config.schema import HFModelConfig
-    from rlexp.training.model.loading import load_config, load_model
-    from rlexp.training.model.placing import Placing, by_rows
-
     cfg = HFModelConfig(path=path)
     model = load_model(cfg, load_config(cfg, 256), 256, Placing(CPU, torch.bfloat16, by_rows(0, 2), whole=False))
     assert all(parameter.is_meta for parameter in model.parameters())
@@ -87,11 +85,7 @@ def test_a_pretrained_model_is_never_whole_where_it_is_sharded(shared: Path) -> 
     assert on_ranks(1, sizes_while_loading, str(shared / "models" / "stories260K"))[0][0] == 0
 
 
-@pytest.mark.parametrize(
-    "engines",
-    [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("engines", [FIRST, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=" ".join)
 def test_masters_have_every_bit_of_a_pretrained_file(engines: Sequence[str], shared: Path) -> None:
     from safetensors.torch import load_file
 
@@ -106,10 +100,6 @@ def test_masters_have_every_bit_of_a_pretrained_file(engines: Sequence[str], sha
 
 def peaks_of_build_and_step(cfg) -> tuple[int, int]:
     """Bytes: the build's peak, and what a rank holds between the steps."""
-    from rlexp.preflight.predict import Prediction
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import rehearse
-
     log = rehearse(plan(cfg, 1, gpu=True))
     peaks = Prediction(passes(log), 0, 1).peaks
     kept = ("weights", "gradients", "optimizer state", "reference")
@@ -126,8 +116,6 @@ BUILT = {"torch": 2 + 2 + 12, "zero0": 2 + 2 + 12, "zero1": 2 + 2 + 3, "zero2": 
 
 def most(engine: str, cfg) -> float:
     """The bytes that a build may need at its peak."""
-    from rlexp.preflight.vllm import count_parameters
-
     return BUILT[engine] * count_parameters(plan(cfg, 1).model) + LARGEST
 
 

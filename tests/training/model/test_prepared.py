@@ -14,13 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    LlamaConfig,
-    PhiConfig,
-    PreTrainedConfig,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiConfig, PreTrainedConfig
 
 from rlexp.base.errors import ModelError
 from rlexp.config.checks.layout import heads_of

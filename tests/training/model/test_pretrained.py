@@ -31,7 +31,6 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config import model_names
 from rlexp.config.checks import model
-from rlexp.config.explain import explain
 from rlexp.config.identity import changes, curve_keys, identity
 from rlexp.config.load import compose_config
 from rlexp.config.model_names import called
@@ -63,6 +62,7 @@ from tests.helpers.models import (
     weights_in,
 )
 from tests.helpers.ranks import on_ranks
+from tests.helpers.refusals import refusal_of
 
 __all__ = ["cache"]  # a fixture of every test here too
 
@@ -250,29 +250,12 @@ def odd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (model / "open.jinja").write_text("{# a #}\n{% if a %}")
 
 
-def of_model(words: list[str]) -> list[str]:
-    return ["model=hf", "model.path=MODEL", *words, "launch.device=cpu", "logger=none"]
-
-
 @pytest.mark.usefixtures("odd")
 @pytest.mark.parametrize(("words", "said"), WRONG)
 def test_wrong_input_is_one_message(words: list[str], said: str) -> None:
-    with pytest.raises(Exception) as error:  # noqa: PT011
-        compose_config(of_model(words))
-    message = explain(error.value)
-    assert message is not None
+    message = refusal_of(["model=hf", "model.path=MODEL", *words, "launch.device=cpu", "logger=none"])
     assert said in message
     assert len(message.splitlines()) == 1
-
-
-@pytest.mark.usefixtures("odd")
-def test_wrong_input_ends_a_command_before_any_process_starts(rlexp: Shell) -> None:
-    words, said = WRONG[0]
-    answer = rlexp(*of_model(words))
-    assert answer.returncode == 1
-    assert answer.stderr.startswith("rlexp: "), answer.stderr
-    assert said in answer.stderr
-    assert len(answer.stderr.splitlines()) == 1
 
 
 def test_a_tokenizer_without_a_json_file_is_asked_when_the_model_is_prepared(tmp_path: Path) -> None:

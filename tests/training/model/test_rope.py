@@ -45,6 +45,9 @@ from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.rope import extend, refuse_unless_extended
 from rlexp.training.reference.stored import facts_of
+from rlexp.training.train.build import build
+from rlexp.training.train.export_at_end import export_run
+from rlexp.training.train.step import train_step
 from rlexp.verify.reference import model as verified
 from tests.helpers.models import SHAPE, cache, hf, saved
 from tests.helpers.ranks import SpyLoss, on_ranks
@@ -81,10 +84,6 @@ def described(place: Path, config: PreTrainedConfig | dict[str, Any]) -> Path:
 def first_step(_spec: RankSpec, cfgs: Sequence[Config], out: str) -> list[tuple[list[float], float, Any]]:
     """Return of each run what its first step read: the log-probabilities of the chosen answers, sorted, then of the
     rejected ones; and the loss. The first run is exported."""
-    from rlexp.training.train.build import build
-    from rlexp.training.train.export_at_end import export_run
-    from rlexp.training.train.step import train_step
-
     found = []
     for cfg in cfgs:
         task: Any = build(cfg)  # with its probe

@@ -14,16 +14,7 @@ from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring, build_world
-from tests.helpers.attention import (
-    HEADS,
-    SIZE,
-    Case,
-    attend_part,
-    cases,
-    expected_of,
-    forest,
-    put_together,
-)
+from tests.helpers.attention import HEADS, SIZE, Case, attend_part, cases, expected_of, forest, put_together
 from tests.helpers.ranks import on_ranks, seeded
 
 SMALL = ((1,), (3,), (2, 1), (5, 1, 1), (9,))

@@ -17,6 +17,8 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.ring.collectives import between, exchange, gather, ring_sum, sum_and_scatter
 from rlexp.training.ring.layouts import get_layout
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.step import train_step
 from rlexp.training.types import Pack
 from rlexp.training.world.groups import ALONE, Ring, build_world
 from tests.helpers.ranks import on_ranks
@@ -67,9 +69,6 @@ def test_a_ring_without_a_group_sends_nothing(collective) -> None:
 
 def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], list[Pack]]]:
     """Take one step of each configuration; return its row, and the packs of its batch."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     counts = []
     for cfg in cfgs:
         task = build(cfg, probing=unprobed)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -13,6 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from tests.helpers.programs import python
 from tests.helpers.ranks import seeded
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
@@ -69,15 +67,7 @@ def main() -> None:
 @needs_triton
 def test_the_fused_kernels_equal_plain_torch() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when it is imported."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.ring.test_fused"],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    done = python("-m", "tests.training.ring.test_fused", TRITON_INTERPRET="1")
     assert done.stdout == "all agree\n", done.stderr
 
 

@@ -9,7 +9,6 @@ import copy
 import dataclasses
 import functools
 import math
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -52,6 +51,7 @@ from rlexp.verify.variants import exact
 from tests.helpers.attention import CALLS, call_of, launches_of
 from tests.helpers.mock_flash import MockFlash
 from tests.helpers.paths import ROOT
+from tests.helpers.programs import python
 from tests.helpers.ranks import seeded
 
 HEADS, SIZE, SCALE = 8, 16, 0.25
@@ -588,7 +588,7 @@ def test_the_ring_needs_torch_alone() -> None:
         "for name in sorted(names): importlib.import_module(name)\n"
         "print(len(names), sorted(name for name in sys.modules if name.startswith('rlexp.config')))"
     )
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=240, check=False)
+    answer = python("-c", code)
     assert answer.returncode == 0, answer.stderr
     count, _, config = answer.stdout.strip().partition(" ")
     assert int(count) > 20

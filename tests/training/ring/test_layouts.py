@@ -142,10 +142,7 @@ def test_shards_hold_every_target_of_the_pack(which, lengths, packing) -> None:
     name, inner, size = which
     layout = get_layout(name, inner)
     sequences = [
-        (
-            torch.arange(length, dtype=torch.int32).numpy() + 7,
-            torch.arange(length + 1, dtype=torch.int32).numpy() + 50,
-        )
+        (torch.arange(length, dtype=torch.int32).numpy() + 7, torch.arange(length + 1, dtype=torch.int32).numpy() + 50)
         for length in lengths
     ]
     pack = pack_sequences(sequences, layout.multiple(size), packing=packing)

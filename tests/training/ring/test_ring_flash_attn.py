@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import subprocess
-import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -39,6 +37,7 @@ from rlexp.verify.variants import exact
 from tests.helpers import mock_flash
 from tests.helpers.attention import HEADS, SIZE, error, expected_of, flash_error_of, inputs
 from tests.helpers.beside_library import Gap, gaps
+from tests.helpers.programs import python
 from tests.helpers.ranks import largest_gap, on_ranks, seeded, train_steps
 
 LAYOUTS = ("zigzag", "allgather")
@@ -379,7 +378,7 @@ for name in ("zigzag", "llama3", "llama3_plan", "alone"):
 @pytest.mark.slow
 def test_the_functions_are_reached_past_the_adapter() -> None:
     """When the package itself can be imported again, `functions` can import from it."""
-    answer = subprocess.run([sys.executable, "-c", ENTERED], capture_output=True, text=True, timeout=240, check=False)
+    answer = python("-c", ENTERED)
     assert answer.returncode == 0, answer.stderr
     refused, *reached = answer.stdout.splitlines()
     assert refused.startswith("refused: cannot import name 'is_flash_attn_greater_or_equal_2_10'")
@@ -434,10 +433,7 @@ def test_what_it_cannot_is_refused(monkeypatch: pytest.MonkeyPatch, overrides: s
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        (
-            (),
-            "ring-flash-attn and flash-attn are not installed. Run `pip install -e '.[ring]'` in a checkout, or par",
-        ),
+        ((), "ring-flash-attn and flash-attn are not installed. Run `pip install -e '.[ring]'` in a checkout, or par"),
         (("ring_flash_attn",), "flash-attn is not installed. Run `pip install -e '.[ring]'` in a checkout"),
         (
             ("ring_flash_attn", "flash_attn"),

@@ -15,16 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.launch.joining import RankSpec
-from tests.helpers.attention import (
-    HEADS,
-    SIZE,
-    Case,
-    attend_rank,
-    cases,
-    expected_of,
-    inputs,
-    put_together,
-)
+from tests.helpers.attention import HEADS, SIZE, Case, attend_rank, cases, expected_of, inputs, put_together
 from tests.helpers.ranks import on_ranks
 
 LENGTH = 592  # a multiple of 2 × 8, since torch's ranks hold equal chunks only

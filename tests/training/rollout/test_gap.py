@@ -14,6 +14,8 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.rollout.gap import ANOTHER_MODEL, BEYOND, gap_of, gap_values, refuse_another_model
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.types import Prompt, Sample
 from tests.helpers.ranks import on_ranks
 
@@ -91,9 +93,6 @@ class Astray:
 
 
 def astray_rank(_spec: RankSpec, cfg: Config) -> tuple[dict[str, float], list[Sample]]:
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.rollout_task import RolloutTask
-
     task = build(cfg, probing=unprobed)
     assert isinstance(task, RolloutTask)
     rollouts = task.rollouts

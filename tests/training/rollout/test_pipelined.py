@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +16,7 @@ import pytest
 import torch
 
 from bench.curves import differences, draw
+from rlexp.base.errors import DrawError
 from rlexp.config.load import compose_config
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.curve_distance import compared
@@ -24,16 +24,16 @@ from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
-from rlexp.training.rollout.pipelined import Ahead, Pipelined, Showing
+from rlexp.training.rollout.pipelined import Ahead, Pipelined, Showing, refuse_other_prompts
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.types import Prompt, Sample
 from rlexp.training.world.groups import ALONE, World
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.refusals import refusal_of
 from tests.helpers.rollout_runs import PIPELINED
 from tests.helpers.runs import descendants, gone, run_json, wait_for_steps
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 LAYOUTS = (
     ("parallel=ring1",),
     ("parallel=ring1", "rollout.sampling_ranks=2", "rollout.micro_batch_size=3"),
@@ -157,17 +157,16 @@ def test_a_rank_that_samples_is_killed_and_nothing_is_lost(straight: Path, rlexp
         (("rollout.sampling_ranks=0",), "rollout.sampling_ranks=0: rollout.mode=pipelined needs at least 1 rank"),
         (("launch.nproc=2", "rollout.sampling_ranks=2"), "rollout.sampling_ranks=2: there are 2 ranks in all"),
         (("loss=dpo",), "rollout.mode=pipelined: loss=dpo generates no samples"),
+        (("loss.value_lr=1e-3", "optim.lr=0"), "loss.value_lr=0.001: is applied as a multiple of optim.lr"),
+        (("checkpoint.keep_best=1", "train.eval_every=1"), "checkpoint.best_metric=eval/loss: loss=ppo has no loss"),
     ],
 )
-def test_a_split_that_cannot_be_is_refused(overrides: tuple[str, ...], said: str) -> None:
+def test_what_cannot_come_of_it_is_refused(overrides: tuple[str, ...], said: str) -> None:
     assert said in refusal_of([*PIPELINED, *overrides])
 
 
 def test_answers_to_other_prompts_than_this_rank_has_are_refused() -> None:
     """A sampling node with other rows, or another tokenizer, would answer other prompts under the same numbers."""
-    from rlexp.base.errors import DrawError
-    from rlexp.training.rollout.pipelined import refuse_other_prompts
-    from rlexp.training.types import Prompt, Sample
 
     def prompt(*tokens: int) -> Prompt:
         return Prompt(0, np.array(tokens, np.int32), "", None, f"rows.jsonl:{tokens[0]}")

@@ -8,8 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,8 @@ from rlexp.training.rollout.rewards.build import build_reward
 from rlexp.training.types import Sample
 from tests.helpers.paths import ROOT
 from tests.helpers.rewards import built, children, function, sample, samples, scored
+from tests.helpers.runs import gone
+from tests.helpers.slurm.machine import wait_until
 
 
 def test_a_function_judges_every_sample_in_its_place() -> None:
@@ -174,25 +175,8 @@ def test_a_process_in_a_call_goes_when_its_rank_is_killed(tmp_path: Path) -> Non
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
         assert parent.stdout is not None
         assert parent.stdout.readline() == "submitted\n"
-        assert eventually(lambda: told.exists() and told.read_text("utf-8"))
+        assert wait_until(lambda: told.exists() and bool(told.read_text("utf-8")), 240)
         worker = int(told.read_text("utf-8"))
         os.kill(worker, 0)
         parent.send_signal(signal.SIGKILL)
-    assert eventually(lambda: gone(worker)), f"{worker} outlived its rank"
-
-
-def eventually(true: Callable[[], object], seconds: float = 240.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true():
-        if time.monotonic() > end:
-            return False
-        time.sleep(0.05)
-    return True
-
-
-def gone(pid: int) -> bool:
-    """Whether a process has ended, also if nobody has read its exit code."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text("utf-8").rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+    assert gone([worker], within=240), f"{worker} outlived its rank"

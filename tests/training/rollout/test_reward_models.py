@@ -21,6 +21,7 @@ from transformers import (
 )
 
 from rlexp.base.errors import ModelError, RewardError
+from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
@@ -168,8 +169,6 @@ def test_a_reward_model_whose_heads_the_policys_layout_cannot_share_out(rlexp: S
 
 
 def test_a_real_tokenizer_with_a_template_frames_the_texts(llama: Path, shared: Path) -> None:
-    from rlexp.config.schema import HFModelConfig
-
     policy = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
     model = reward_model(llama, policy)
     assert model.texts is not None

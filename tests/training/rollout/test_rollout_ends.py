@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-import subprocess
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,19 +16,19 @@ from rlexp.base.errors import DrawError, NonFiniteError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch import watch
-from rlexp.launch.joining import RankSpec
+from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.training.rollout import saved
+from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.rollout_supply import NEXT, Rollouts
+from rlexp.training.train.step import train_step
 from rlexp.training.types import Prompt, Sample
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
-from tests.helpers.refusals import refusal_of
 from tests.helpers.rollout_runs import PIPELINED
 from tests.helpers.runs import run_json, wait_for_steps
-
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 
 
 def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_path: Path) -> None:
@@ -87,8 +85,6 @@ def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
 
 
 def has_reference(spec: RankSpec, cfg: Config) -> bool:
-    from rlexp.training.train.build import build, unprobed
-
     task = build(cfg, probing=unprobed)
     task.close()
     return task.rollouts.scorer.reference is not None
@@ -99,17 +95,6 @@ def test_no_reference_is_held_that_nothing_asks(beta: float, there: bool) -> Non
     cfg = compose_config(["launch.device=cpu", "logger=none", "engine=torch", "loss=grpo", f"loss.beta={beta}",
                           "reward.rule=length", "data.size=16", "rollout.max_new_tokens=4"])  # fmt: skip
     assert on_ranks(1, has_reference, cfg) == [there]
-
-
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (("loss.value_lr=1e-3", "optim.lr=0"), "loss.value_lr=0.001: is applied as a multiple of optim.lr"),
-        (("checkpoint.keep_best=1", "train.eval_every=1"), "checkpoint.best_metric=eval/loss: loss=ppo has no loss"),
-    ],
-)
-def test_what_cannot_come_of_it_is_refused(overrides: tuple[str, ...], said: str) -> None:
-    assert said in refusal_of([*PIPELINED, "rollout=default", *overrides])
 
 
 def test_too_few_prompts_are_refused(rlexp: Shell) -> None:
@@ -133,9 +118,6 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
 
 def patient_rank(spec: RankSpec, cfg: Config, seconds: float) -> float:
     """Return the first step's score, where one rank draws its share longer than a collective may take."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.step import train_step
-
     task = build(cfg, probing=unprobed)
     drawn = task.rollouts.source.draw
 
@@ -152,8 +134,6 @@ def patient_rank(spec: RankSpec, cfg: Config, seconds: float) -> float:
 
 
 def impatient(spec: RankSpec, cfg: Config, seconds: float) -> float:
-    from rlexp.launch.joining import join, launch_on
-
     join(spec, launch_on("cpu", 15.0))
     return patient_rank(spec, cfg, seconds)
 

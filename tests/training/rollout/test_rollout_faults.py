@@ -7,8 +7,6 @@ import math
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,11 +14,11 @@ import pytest
 from rlexp.config.load import compose_config
 from rlexp.launch import rank_progress
 from rlexp.run_files.metrics_jsonl import read_rows
+from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.refusals import refusal_of
-from tests.helpers.runs import descendants, gone, rows_of, run_json
+from tests.helpers.runs import descendants, gone, ranks_of, rows_of, run_json, wait_for
 
-Shell = Callable[..., subprocess.CompletedProcess[str]]
 RUN = (
     *("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch", "loss=ppo", "checkpoint.export=false"),
     *("data.size=16", "data.eval_size=0", "data.max_length=160", "rollout.batch_size=8", "rollout.n_samples=2"),
@@ -224,14 +222,6 @@ def test_a_prompt_longer_than_the_limit(rlexp: Shell, tmp_path: Path) -> None:
 # ---- deaths ----
 
 
-def wait_for(what: Callable[[], bool], process: warm.Process, within: float = 240) -> None:
-    deadline = time.monotonic() + within
-    while not what():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 @pytest.mark.parametrize("victim", ["rank", "launcher"])
 def test_a_death_while_sampling_leaves_no_process(tmp_path: Path, victim: str) -> None:
     args = [*RUN, "parallel=ring2", "launch.nproc=4", "rollout.max_new_tokens=140", "train.max_steps=1000",
@@ -239,8 +229,7 @@ def test_a_death_while_sampling_leaves_no_process(tmp_path: Path, victim: str) -
     process = warm.start("rlexp", args, tmp_path)
     wait_for(lambda: sampling(tmp_path), process)
     everyone = [process.pid, *descendants(process.pid)]
-    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
-    os.kill(process.pid if victim == "launcher" else descendants(servers[0])[2], signal.SIGKILL)
+    os.kill(process.pid if victim == "launcher" else ranks_of(process.pid)[2], signal.SIGKILL)
     _, stderr = process.communicate(timeout=240)
     assert gone(everyone, within=240)
     assert gone(left_in(tmp_path), within=240)
@@ -261,8 +250,7 @@ def test_a_rank_that_dies_while_rewards_are_judged_takes_their_workers_along(rew
     process = warm.start("rlexp", [*own, "parallel=ring2", "reward=python", "reward.function=grades:slow"], rewards)
     wait_for((rewards / "judging").exists, process)
     assert len(left_in(rewards)) > 3
-    servers = [pid for pid in descendants(process.pid) if descendants(pid)]
-    os.kill(descendants(servers[0])[0], signal.SIGKILL)
+    os.kill(ranks_of(process.pid)[0], signal.SIGKILL)
     process.communicate(timeout=240)
     assert process.returncode == 1
     assert gone(left_in(rewards), within=240)
@@ -302,10 +290,3 @@ def test_what_cannot_be_is_refused_by_its_composition(args: tuple[str, ...], sai
     assert "\n" not in message
     for each in said:
         assert each in message
-
-
-def test_what_cannot_be_is_refused_before_a_process_starts(rlexp: Shell, tmp_path: Path) -> None:
-    answer = rlexp(*RUN, "rollout.batch_size=7")
-    refused(answer, tmp_path, "train.batch_size=8", "rollout.batch_size=7", "Use train.batch_size=7 or 14")
-    assert len(answer.stderr.splitlines()) == 1, answer.stderr
-    assert not (tmp_path / "run").exists()

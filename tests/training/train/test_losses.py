@@ -15,6 +15,9 @@ from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.losses import UnpairedConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.reference.base import Reference
+from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.step import train_step
 from rlexp.training.types import Shard
 from tests.helpers.paths import FILES
 from tests.helpers.ranks import on_ranks
@@ -162,10 +165,6 @@ def test_the_reference_runs_once() -> None:
 
 
 def runs_of_the_reference(_spec: RankSpec, cfg: Config) -> tuple[int, int]:
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.offline_task import OfflineTask
-    from rlexp.training.train.step import train_step
-
     task = build(cfg, probing=unprobed)
     assert isinstance(task, OfflineTask)
     assert task.reference is not None

@@ -15,12 +15,13 @@ from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.preflight.rehearsal.rehearse import count
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.train import operations
+from rlexp.training.train import operations, step
 from rlexp.training.train.operations import Operations, note_operations, peak_of, speed
 from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.ranks import on_ranks
@@ -56,9 +57,6 @@ CASES = {
 
 def both(spec: RankSpec, cfg: Config) -> dict[str, float]:
     """Take a step on real tensors; return its operations by the formula, on the ranks' mean, and as counted here."""
-    from rlexp.preflight.rehearsal.rehearse import count
-    from rlexp.training.train import step
-
     found = {"targets": 0.0, "pairs": 0.0}
     note = step.note_operations
 

@@ -17,7 +17,12 @@ from rlexp.config.identity import identity
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.training.model.loading import load_config
+from rlexp.training.model.probe import probe
+from rlexp.training.train.build import Sources, build, models_of
+from rlexp.training.train.step import train_step
+from rlexp.training.train.task import Needs
 from tests.helpers.models import SHAPE, saved
 from tests.helpers.ranks import on_ranks
 
@@ -49,10 +54,6 @@ def configured(folder: Path, reference: str | None, *overrides: str) -> Config:
 
 def first_steps(_spec: RankSpec, cfgs: Sequence[Config]) -> list[tuple[Any, ...]]:
     """Return for each run the pairs of its first step, the models that were probed, the loss, and its windows."""
-    from rlexp.training.model.probe import probe
-    from rlexp.training.train.build import build
-    from rlexp.training.train.step import train_step
-
     taken = []
     for cfg in cfgs:
         probed: list[str] = []
@@ -113,9 +114,6 @@ def test_every_engine_holds_it(folder: Path) -> None:
 
 
 def test_one_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) -> None:
-    from rlexp.training.train.build import Sources, models_of
-    from rlexp.training.train.task import Needs
-
     saved(tmp_path, LlamaConfig(**{**SHAPE, "vocab_size": 300}))
     cfg = configured(folder, str(tmp_path))
     with pytest.raises(ModelError) as error:
@@ -146,8 +144,6 @@ def test_it_is_identified_by_its_contents(folder: Path, tmp_path: Path) -> None:
 
 
 def test_only_one_like_the_policy_is_rehearsed(folder: Path) -> None:
-    from rlexp.preflight.other_reference import refuse_unlike_reference
-
     policy = load_config(configured(folder, None).model, 400)
     for name in (None, "alike"):
         refuse_unlike_reference(configured(folder, name), policy)

@@ -15,7 +15,11 @@ from rlexp.config.schema import Config, HFModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
 from rlexp.training.model.score_head import padding_of
+from rlexp.training.sinks.base import Sink, Sinks
+from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.examples import read_examples
+from rlexp.training.train.export_at_end import export_run
+from rlexp.training.train.loop import train_loop
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.models import saved
 from tests.helpers.ranks import on_ranks
@@ -26,11 +30,6 @@ BASE = ("launch.device=cpu", "logger=none", "loss=reward", "data.size=16", "data
 
 def trained_rank(_spec: RankSpec, cfg: Config, place: str) -> tuple[dict[str, float], dict[str, Tensor]]:
     """Train and export; return the held-out values after the last step, and the weights before the first."""
-    from rlexp.training.sinks.base import Sink, Sinks
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.export_at_end import export_run
-    from rlexp.training.train.loop import train_loop
-
     last: dict[str, float] = {}
 
     class Keeping(Sink):

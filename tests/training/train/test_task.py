@@ -23,12 +23,21 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.answer import preview
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks
+from rlexp.preflight.children import at_once
+from rlexp.preflight.predict import rehearsals
+from rlexp.preflight.rehearsal.log import passes
+from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
 from rlexp.training.algos.base import Asks, Losses, Values
+from rlexp.training.model.float64 import precise
+from rlexp.training.model.loading import load_config, load_model, load_tokenizer
+from rlexp.training.sinks.base import Sink, Sinks
+from rlexp.training.train.build import build
 from rlexp.training.train.choose_task import TASKS
 from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.train.loop import train_loop
 from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.types import Completion
-from rlexp.training.world.groups import World
+from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.report import scope
 from rlexp.verify.verification import Verification, verify
 from tests.helpers.ranks import on_ranks
@@ -96,10 +105,6 @@ def composed(*overrides: str) -> Config:
 
 
 def supervised_rank(spec: RankSpec, cfg: Config) -> tuple[list[dict], dict[str, Tensor], str]:
-    from rlexp.training.sinks.base import Sink, Sinks
-    from rlexp.training.train.build import build
-    from rlexp.training.train.loop import train_loop
-
     rows: list[dict] = []
 
     class Keeping(Sink):
@@ -114,10 +119,6 @@ def supervised_rank(spec: RankSpec, cfg: Config) -> tuple[list[dict], dict[str, 
 
 def first_losses(cfg: Config) -> tuple[float, float]:
     """Return the mean loss per token of the first train batch and of the held-out rows, by transformers alone."""
-    from rlexp.training.model.float64 import precise
-    from rlexp.training.model.loading import load_config, load_model, load_tokenizer
-    from rlexp.training.world.groups import ALONE
-
     examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
     model = load_model(cfg.model, load_config(cfg.model, cfg.data.max_length), cfg.data.max_length, float64=True)
     model.set_attn_implementation("sdpa")
@@ -192,12 +193,6 @@ def test_the_preview_shows_its_rows() -> None:
 
 def rehearsed_rank(_spec: RankSpec, cfgs: Sequence[Config]) -> list[float]:
     """Return the operations of a rank's forward passes, from a process that has computed nothing yet."""
-    from rlexp.preflight.children import at_once
-    from rlexp.preflight.predict import rehearsals
-    from rlexp.preflight.rehearsal.log import passes
-    from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
-    from rlexp.training.model.loading import load_config
-
     [logs] = at_once([rehearsals([RehearsalPlan(cfg, load_config(cfg.model, cfg.data.max_length)) for cfg in cfgs])], 1)
     return [sum(each.counts.flops for each in passes(log) if each.phase == "forward") for log in logs]
 
