@@ -364,7 +364,9 @@ def test_bfloat16_loses_bits_of_all_but_weights_that_were_saved_in_it(
     saved: torch.dtype | None, loses: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     put: list[Placing] = []
-    monkeypatch.setattr(f"{rehearse.__module__}.random_model", lambda *_, **__: SimpleNamespace(can_generate=lambda: False))
+    monkeypatch.setattr(
+        f"{rehearse.__module__}.random_model", lambda *_, **__: SimpleNamespace(can_generate=lambda: False)
+    )
     monkeypatch.setattr(f"{rehearse.__module__}.put_all", lambda _model, placing: put.append(placing))
     asked: Any = SimpleNamespace(model=SimpleNamespace(dtype=saved))
     device = torch.device("cpu")

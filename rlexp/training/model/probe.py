@@ -158,7 +158,28 @@ def _decoded_difference(small: SmallCopy) -> float:
 def _largest_difference(
     small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel, *, share: bool = False
 ) -> tuple[float, bool]:
-    """Return the largest difference of a log-probability, and whether a layer asked for a window."""
+    """Return the largest difference of a log-probability on any rank, and whether a layer asked for a window.
+
+    All ranks fail if one does, so that none waits for it.
+    """
+    error, asked = None, False
+    found = torch.zeros(2, dtype=torch.float64)  # the difference, and whether a rank has failed
+    try:
+        found[0], asked = _difference(small, ring, layout, kernel, share=share)
+    except Exception as own:
+        error, found[1] = own, 1.0
+    if dist.is_initialized():
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    if error is not None:
+        raise error
+    if found[1]:
+        raise ModelError("another rank could not compute it")
+    return float(found[0]), asked
+
+
+def _difference(
+    small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel, *, share: bool
+) -> tuple[Tensor, bool]:
     sequences = small.sequences()
     if share:  # a tree of three: another answer to a prompt, and one more that begins as the first does
         prompt, answer = sequences[0]
@@ -173,10 +194,8 @@ def _largest_difference(
         logps_n = Policy(small.model(hook.NAME))(shard).logps_n.cpu()
     expected_n = listed(_alone(small, sequences), torch.float64)[shard.listed_n.cpu()]
     difference = (logps_n - expected_n).abs()
-    worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros((), dtype=torch.float64)
-    if dist.is_initialized():  # the maximum over the ranks, so that all refuse together
-        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-    return float(worst), any(shard.attention.plans)
+    worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros(())
+    return worst, any(shard.attention.plans)
 
 
 def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]]) -> list[Floats]:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from rlexp.training.algos.base import Values
-from tests.helpers.faults.base import DATA, MIXED, MODEL, TRAIN, Fault, one
+from tests.helpers.faults.base import DEALER, MIXED, MODEL, TRAIN, Fault, one
 from tests.helpers.faults.plant import Change, Given, Seeing
 from tests.helpers.faults.train import scaled
 
@@ -127,7 +127,7 @@ def in_each_loss() -> Iterator[Fault]:
         words += ["train.batch_size=16"] * (name == "sft")  # few chosen answers have masks
         if name != "reward":  # which trains on no single token
             yield one(f"{name}: masks are ignored", "dealer.packing:pack_sequences",
-                      lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DATA,
+                      lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DEALER,
                       *words, base=ON_ROWS)  # fmt: skip
 
 

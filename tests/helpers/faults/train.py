@@ -13,7 +13,6 @@ from torch import Tensor
 from rlexp.training.metrics.meter import REPLICATED, SHARDED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.reference.base import Reference
-from rlexp.training.types import TokenLogps
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.faults.base import (
     EMPTY_REPLICA,
@@ -22,7 +21,7 @@ from tests.helpers.faults.base import (
     nothing,
     one,
 )
-from tests.helpers.faults.plant import Altered, Change, Given, Seeing
+from tests.helpers.faults.plant import Altered, Change, Seeing
 
 
 def scaled(factor: Callable[[Any, int], float]) -> Change:
@@ -73,13 +72,8 @@ def in_float32(original: Any, values_n: Any, shard: Any) -> Any:
 
 
 def own_reference(original: Any, self: Any, held: Any, *known: Any) -> Any:
-    kept: list[TokenLogps] = []
-
-    def keeping(forward: Any) -> Callable[..., TokenLogps]:
-        return lambda shard: kept.append(forward(shard)) or kept[-1]
-
-    step, task = copy.copy(self), with_run(self.task, engine=Altered(self.task.run.engine, forward=keeping))
-    task.reference = Told(lambda _shard: kept[-1].logps_n.detach())
+    step, task = copy.copy(self), copy.copy(self.task)
+    task.reference = Told(torch.no_grad()(lambda shard: task.run.engine.forward(shard).logps_n))
     step.task = task
     return original(step, held, *known)
 
@@ -150,9 +144,11 @@ def forgetting(original: Any, task: Any, sinks: Any, position: Any = None, after
     return Seeing({"train_step": anew}).of(original, nothing)(task, sinks, position, after_step)
 
 
-def last_pairs(Batch: Any, self: Any, _step: int) -> Callable[..., Any]:
-    total, size = len(self.held_out), self.run.cfg.train.batch_size
-    return lambda step, epoch, _indices: Batch(step, epoch, tuple(range(max(0, total - size), total)))
+def first_again(original: Any, self: Any) -> Any:
+    """Evaluate each replica's first pack twice."""
+    dealt = original(self)
+    packs, sizes = (tuple((*each, each[0]) for each in every) for every in (dealt.packs, dealt.sizes))
+    return replace(dealt, packs=packs, sizes=sizes)
 
 
 STEP, OFFLINE, SCHEDULE = "train.step:", "train.offline_task:", "train.schedule:Schedule.at"
@@ -190,6 +186,6 @@ TRAIN_FAULTS = (
         lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},
         "metrics", TRAIN),
     one("total tokens start anew", "train.loop:train_loop", forgetting, "metrics", TRAIN, step=2),
-    one("held-out pairs twice", OFFLINE + "OfflineTask.evaluate", Seeing({"Batch": Given(last_pairs)}), "metrics",
-        TRAIN, "data.eval_size=13", "train.eval_every=1"),
+    one("held-out pairs twice", OFFLINE + "OfflineTask.held_out_dealt", first_again, "metrics", TRAIN,
+        "data.eval_size=13", "train.eval_every=1"),
 )  # fmt: skip

@@ -226,6 +226,21 @@ def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:
         on_ranks(2, probe_rank, {"gemma2": REFUSED["gemma2"][0]})
 
 
+def refused_on_one_rank(spec: RankSpec) -> str:
+    """Try the probe, whose reference on rank 1 cannot be computed."""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError) as refusal:
+        if spec.rank == 1:
+            patch.setattr("rlexp.training.model.probe.listed", lambda *_: 1 / 0)
+        probe_rank(spec, {"llama": WORK["llama"]})
+    return str(refusal.value)
+
+
+def test_what_fails_on_one_rank_is_refused_on_all() -> None:
+    one, other = on_ranks(2, refused_on_one_rank)
+    assert "another rank could not compute it" in one
+    assert "ZeroDivisionError" in other
+
+
 def test_the_tiny_model_is_the_same_for_its_seed() -> None:
     def weights(seed: int) -> torch.Tensor:
         cfg = TinyModelConfig(seed=seed)
