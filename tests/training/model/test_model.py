@@ -228,10 +228,11 @@ def test_a_refusal_is_on_all_ranks_and_ends_them() -> None:
 
 def refused_on_one_rank(spec: RankSpec) -> str:
     """Try the probe, whose reference on rank 1 cannot be computed."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ModelError) as refusal:
+    with pytest.MonkeyPatch.context() as patch:
         if spec.rank == 1:
             patch.setattr("rlexp.training.model.probe.listed", lambda *_: 1 / 0)
-        probe_rank(spec, {"llama": WORK["llama"]})
+        with pytest.raises(ModelError) as refusal:
+            probe_rank(spec, {"llama": WORK["llama"]})
     return str(refusal.value)
 
 
