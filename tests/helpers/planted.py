@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 PLANTED = "RLEXP_TEST_PLANTED"  # names a defect of tests/helpers/faults/tested.py
 REACHED = "RLEXP_TEST_REACHED"  # the file that appears when the defect is at work
 LONGEST = 300.0  # seconds for one test
-FAILED = re.compile(r"^FAILED .+? - (AssertionError|assert |rlexp\.base\.errors\.)", re.MULTILINE)
+FAILED = re.compile(r"^FAILED .+? - (AssertionError|assert |rlexp\.base\.errors\.DrawError)", re.MULTILINE)
 
 
 def plant_if_asked() -> None:
@@ -34,8 +34,8 @@ def plant_if_asked() -> None:
 
 
 def tried(fault: Fault) -> str:
-    """Return "yes" if the defect's test fails with it, by what it asserts or by an error of ours. Else say what came
-    of it."""
+    """Return "yes" if the defect's test fails with it, by what it asserts or by refusing what was drawn. Else say what
+    came of it."""
     with tempfile.TemporaryDirectory(prefix="rlexp-planted-") as folder:
         reached = Path(folder) / "reached"
         env = {key: value for key, value in os.environ.items() if not key.startswith("PYTEST_")}

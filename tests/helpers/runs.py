@@ -56,9 +56,9 @@ def descendants(pid: int) -> list[int]:
 
 
 def ranks_of(launcher: int) -> list[int]:
-    """Return the ranks that a launcher's fork server has forked, and what they have started behind them."""
+    """Return the ranks that a launcher's fork server has forked."""
     server = next(pid for pid in descendants(launcher) if descendants(pid))
-    return descendants(server)
+    return sorted(pid for pid, each in processes().items() if each.parent == server)
 
 
 def gone(pids: Collection[int], within: float) -> bool:

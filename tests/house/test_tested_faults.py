@@ -32,7 +32,7 @@ def test_a_defect_is_found_by_its_test(fault: Fault) -> None:
 
 
 def test_a_test_that_breaks_has_found_nothing() -> None:
-    """Only what it asserts counts, also where pytest shows no more than the expression, and an error of ours."""
+    """Only what it asserts counts, also where pytest shows only the expression, and an error of what was drawn."""
     for said, found in (("AssertionError: assert 1 == 2", True), ("assert 1 == 2", True), ("KeyError: 'a'", False),
                         ("rlexp.base.errors.DrawError: row 0: …", True)):  # fmt: skip
         assert bool(FAILED.search(f"1 failed\nFAILED tests/x.py::test_y - {said}\n")) == found

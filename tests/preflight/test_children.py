@@ -91,7 +91,8 @@ def lasting(place: Path) -> None:
 
 
 def fail_beside(place: Path) -> None:
-    while not place.exists():
+    end = time.monotonic() + 30
+    while not place.exists() and time.monotonic() < end:
         time.sleep(0.01)
     raise ValueError("no 7")
 

@@ -28,8 +28,9 @@ from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.small import small_config
 from rlexp.training.ring.kernels import BlockKernel, computing_in
 from rlexp.training.ring.layouts import Layout
-from rlexp.training.types import Floats
+from rlexp.training.types import Floats, Shard
 from rlexp.training.world.groups import Ring
+from rlexp.training.world.objects import gather_objects
 
 LENGTHS = ((5, 32), (1, 1), (9, 10), (2, 19))  # of prompt and answer; awkward for every ring
 WINDOW = 8  # the copy's window if the model's is shorter than data.max_length, so that the probe's sequences exceed it
@@ -158,28 +159,7 @@ def _decoded_difference(small: SmallCopy) -> float:
 def _largest_difference(
     small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel, *, share: bool = False
 ) -> tuple[float, bool]:
-    """Return the largest difference of a log-probability on any rank, and whether a layer asked for a window.
-
-    All ranks fail if one does, so that none waits for it.
-    """
-    error, asked = None, False
-    found = torch.zeros(2, dtype=torch.float64)  # the difference, and whether a rank has failed
-    try:
-        found[0], asked = _difference(small, ring, layout, kernel, share=share)
-    except Exception as own:
-        error, found[1] = own, 1.0
-    if dist.is_initialized():
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    if error is not None:
-        raise error
-    if found[1]:
-        raise ModelError("another rank could not compute it")
-    return float(found[0]), asked
-
-
-def _difference(
-    small: SmallCopy, ring: Ring, layout: Layout, kernel: BlockKernel, *, share: bool
-) -> tuple[Tensor, bool]:
+    """Return the largest difference of a log-probability, and whether a layer asked for a window."""
     sequences = small.sequences()
     if share:  # a tree of three: another answer to a prompt, and one more that begins as the first does
         prompt, answer = sequences[0]
@@ -192,10 +172,20 @@ def _difference(
     shard = shard_pack(pack, ring, layout, computing_in(torch.float64, kernel), sys.maxsize).to(small.device)
     with torch.no_grad():
         logps_n = Policy(small.model(hook.NAME))(shard).logps_n.cpu()
-    expected_n = listed(_alone(small, sequences), torch.float64)[shard.listed_n.cpu()]
-    difference = (logps_n - expected_n).abs()
-    worst = difference.max().nan_to_num(nan=torch.inf) if len(difference) else torch.zeros(())
-    return worst, any(shard.attention.plans)
+    expected_N = listed(_alone(small, sequences), torch.float64)
+    try:
+        worst, error = _worst(logps_n, expected_N, shard), ""
+    except (IndexError, RuntimeError) as wrong:  # a pack that was parted wrongly, on this rank perhaps alone
+        worst, error = torch.inf, f"{type(wrong).__name__}: {wrong}"
+    every = gather_objects((worst, error), dist.get_world_size() if dist.is_initialized() else 1)
+    if errors := [each for _, each in every if each]:  # so that all refuse together
+        raise RuntimeError(errors[0])
+    return max(each for each, _ in every), any(shard.attention.plans)
+
+
+def _worst(logps_n: Tensor, expected_N: Tensor, shard: Shard) -> float:
+    difference = (logps_n - expected_N[shard.listed_n.cpu()]).abs()
+    return float(difference.max().nan_to_num(nan=torch.inf)) if len(difference) else 0.0
 
 
 def _alone(small: SmallCopy, sequences: list[tuple[Tensor, Tensor]]) -> list[Floats]:

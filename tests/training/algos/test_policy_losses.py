@@ -205,6 +205,13 @@ def test_rounding_about_one_clips_nothing(name: str) -> None:
             assert terms.means_n[key].eq(0).all()
 
 
+def test_the_four_corners_of_the_clipped_ratio() -> None:
+    ratio, advantage = tensor([0.5, 1.5, 0.5, 1.5, 4.0]), tensor([1.0, 1.0, -1.0, -1.0, -1.0])
+    losses, clipped = built(configured("ppo", dual_clip=3.0)).surrogate(ratio, advantage)
+    assert losses.tolist() == [-0.5, -1.2, 0.8, 1.5, 3.0]
+    assert clipped.tolist() == [0, 1, 1, 0, 1]
+
+
 def test_an_advantage_of_zero_is_a_tie_and_not_clipped() -> None:
     losses, clipped = built(configured("ppo", dual_clip=3.0)).surrogate(tensor([0.1, 1.0, 9.0]), torch.zeros(3))
     assert losses.eq(0).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from typing import Any
 
 import pytest
@@ -18,6 +19,18 @@ from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.weights import sequence_weight, token_weight
 from rlexp.training.algos.whiten import centred, mean_and_variance, whiten
 from tests.helpers.policy_losses import FIXED, GROUPED, LOSSES, Numbers, close, configured, k_of, tensor
+
+
+def test_gae_is_its_definition_and_its_two_ends_are_known() -> None:
+    draw = random.Random(1)
+    rewards, values = ([draw.gauss(0, 1) for _ in range(40)] for _ in range(2))
+    to_go = returns_to_go(tensor(rewards)).tolist()
+    close(to_go, [sum(rewards[t:]) for t in range(40)])
+    for gamma, lam in ((1.0, 0.95), (0.9, 0.5), (0.99, 0.0), (1.0, 1.0)):
+        got = gae(tensor(rewards), tensor(values), gamma, lam).tolist()
+        deltas = [rewards[t] + gamma * [*values, 0.0][t + 1] - values[t] for t in range(40)]
+        close(got, [sum((gamma * lam) ** (k - t) * deltas[k] for k in range(t, 40)) for t in range(40)])
+    close(gae(tensor(rewards), tensor(values), 1.0, 1.0).tolist(), [g - v for g, v in zip(to_go, values, strict=True)])
 
 
 def test_an_empty_answer_is_paid_nothing() -> None:

@@ -262,3 +262,19 @@ def test_each_source_has_its_first_rows_and_a_streamed_set_is_not_fetched_beyond
     streamed = read_config(f"data.path={other}", "data.streaming=true", "data.max_samples=3")
     assert ids(streamed.train) == ids(held.train)
     assert len(hub.table("data", other, None, "train", None, streaming=True, most=3).rows) == 3
+
+
+def test_columns_are_named_and_a_system_prompt_comes_first(tmp_path: Path) -> None:
+    rows = [
+        {"q": "Hi", "good": "a", "bad": "b", "system": "Be kind."},
+        {"q": "Oh", "good": "c", "bad": "d", "system": None},
+    ]
+    path = write_lines(tmp_path, rows)
+    named = ["data.columns.prompt=q", "data.columns.chosen=good", "data.columns.rejected=bad"]
+    pairs = read(path, *named, "data.system=Be brief.").train
+    decode = byte_tokenizer().decode
+    assert [decode(pair.prompt) for pair in pairs] == [
+        "System: Be kind.\n\nUser: Hi\n\nAssistant: ",
+        "System: Be brief.\n\nUser: Oh\n\nAssistant: ",
+    ]
+    assert [decode(pair.chosen) for pair in pairs] == ["a<eos>", "c<eos>"]

@@ -15,11 +15,36 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, last_seen, read, seconds_in_step, within_step
 from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
-from rlexp.training.metrics.meter import SHARDED, Meter
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.jsonl import JsonlSink
-from rlexp.training.world.groups import ALONE, World
+from rlexp.training.world.groups import ALONE, World, build_world
 from tests.helpers.ranks import on_ranks
+
+
+def meter_rank(spec: RankSpec) -> dict[str, float]:
+    world = build_world(2)  # two replicas, a ring of two each
+    meter = Meter(world, torch.device("cpu"))
+    for _ in range(2):  # micro-batches
+        # A sequence sum: both ranks of a ring hold the same. Replica 0 has 3 sequences, replica 1 has 1.
+        total, count = ((6.0, 3), (10.0, 1))[world.replica]
+        meter.add_mean("sequence", torch.tensor(total), count, REPLICATED)
+        # A token sum: each rank holds the sum of its own tokens.
+        meter.add_mean("token", torch.tensor(float(spec.rank)), torch.tensor(1 + spec.rank), SHARDED)
+        meter.add_total("tokens", 5, SHARDED)
+        meter.add_total("sequences", count, REPLICATED)
+        meter.add_mean("nothing", torch.tensor(0.0), 0, SHARDED)
+        meter.add_difference("apart", "sequence", "token")
+        meter.add_difference("one alone", "sequence", "nothing")
+    meter.add_max("peak", (3.0, 9.0, 4.0, 1.0)[spec.rank])
+    meter.add_spread("wait", (2.0, 0.5, 4.0, 1.0)[spec.rank])
+    return meter.reduce()
+
+
+def test_one_reduction_tells_sharded_from_replicated() -> None:
+    """And a difference of two means is that of the train batch's; without one of them there is none."""
+    expected = {"sequence": 2 * 16 / 8, "token": 12 / 20, "tokens": 40.0, "sequences": 8.0, "peak": 9.0, "peak@rank": 1}
+    assert on_ranks(4, meter_rank) == [expected | {"apart": 4.0 - 0.6, "wait": 3.5}] * 4
 
 
 def test_values_are_added_up_in_float64() -> None:
