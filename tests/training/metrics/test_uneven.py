@@ -61,7 +61,8 @@ def test_a_row_is_of_all_ranks() -> None:
         meter.add_total("operations", 0.0, SHARDED)
         run = SimpleNamespace(phases=SimpleNamespace(report=lambda _: None), world=world, peak=None)
         step: Any = SimpleNamespace(batch=SimpleNamespace(step=6), micro_batches=[(0,), ()])
-        return row_of(SimpleNamespace(run=run, steps_per_epoch=4), step, meter, {})  # type: ignore[arg-type]
+        task: Any = SimpleNamespace(run=run, steps_per_epoch=4)
+        return row_of(task, step, meter, {})
 
     found = Played(4, 2).alike(row)
     wanted = {
@@ -127,7 +128,8 @@ def test_a_metric_of_examples_is_of_all_replicas(name: str) -> None:
         logps, metrics, weights = ({side: each_E[here] for side, each_E in group.items()}
                                    for group in (values.logps, losses.metrics_E, losses.weights_E))  # fmt: skip
         own = replace(losses, losses_E=losses.losses_E[here], metrics_E=metrics, weights_E=weights)
-        OfflineTask.note(SimpleNamespace(), meter, replace(values, logps=logps), own, None)  # type: ignore[arg-type]
+        task: Any = SimpleNamespace()
+        OfflineTask.note(task, meter, replace(values, logps=logps), own, None)
 
     found = Played(4, 2).metered(fill)
     assert {each: found[each] for each in wanted} == pytest.approx(wanted, rel=1e-13)
@@ -136,8 +138,8 @@ def test_a_metric_of_examples_is_of_all_replicas(name: str) -> None:
 def test_trained_tokens_beyond_the_shorter_answer_count_less() -> None:
     """They are those of docs/losses.md for `loss.ld_alpha`, by which `logps` are weighted."""
     chosen, rejected = np.arange(6), np.arange(3)
-    mask = np.array([True, False, True, True, True, True])
-    pair = Pair(0, np.arange(2), chosen, rejected, "row 1", chosen_mask=mask)  # type: ignore[arg-type]
+    mask: Any = np.array([True, False, True, True, True, True])
+    pair = Pair(0, np.arange(2), chosen, rejected, "row 1", chosen_mask=mask)
     assert [part.tolist() for part in tail_weights(pair, 0.3)] == [[1.0, 1.0, 1.0, 0.3, 0.3], [1.0, 1.0, 1.0]]
 
 

@@ -114,7 +114,7 @@ def test_each_number_of_the_header_of_fixed_micro_batches_is_what_it_tells(tmp_p
 
 
 def test_each_share_in_the_header_is_what_it_comes_to(tmp_path: Path, model: str) -> None:
-    """Of 57 answers, 5.7 are held out; 17 epochs have 6 steps each, and 10.2 of all are the warm-up."""
+    """A tenth of 57 answers is held out, 5.7; 17 epochs have 6 steps each, and a tenth of all is the warm-up, 10.2."""
     answers = [{"prompt": f"{n:03}", "completion": "y" * n} for n in range(1, 58)]
     linear = [each for name, each in causal().named_modules() if isinstance(each, nn.Linear) and name != "lm_head"]
     adapter = sum(5 * (each.in_features + each.out_features) for each in linear)
