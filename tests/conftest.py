@@ -101,6 +101,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # or libraries would say at the end that it leaks
+
+
 def pytest_runtest_teardown() -> None:
     """A test that joins as the rank of a GPU gives torch several threads. Beside other processes they would make each
     later operation of this process a hundred times as slow."""

@@ -116,18 +116,6 @@ def test_the_reference_is_that_of_the_run_however_it_is_computed(models: Path) -
             reference(*wrong)
 
 
-def test_no_way_of_computing_the_reference_is_left_where_it_does_not_fit(models: Path) -> None:
-    def reference(run: str, *words: str) -> tuple[str, bool]:
-        plain = plain_of("model=hf", f"model.path={models}/policy", run)
-        found = for_evaluation(composed_like(plain, [*words, "launch.device=cpu"])).reference
-        return found.name.value, found.offload
-
-    assert reference("reference=precompute", "loss=simpo") == ("model", False)
-    assert reference("reference.offload=true", "loss=simpo") == ("model", False)
-    assert reference("reference.offload=true", "reference=precompute") == ("precompute", False)
-    assert reference("reference.offload=true", "loss=ipo") == ("model", True)
-
-
 # ---- values ----
 
 CASES = {

@@ -52,14 +52,9 @@ def test_make_takes_a_python_that_fits(tmp_path: Path, case: str) -> None:
         (tmp_path / name).chmod(0o755)
     assert MAKE is not None
     answer = subprocess.run(
-        [MAKE, "-n", "run", f"VENV={tmp_path}/venv"],
-        cwd=ROOT,
-        env=outside_make() | {"PATH": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+        [MAKE, "-n", "run", f"VENV={tmp_path}/venv"], cwd=ROOT, env=outside_make() | {"PATH": str(tmp_path)},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
     if chosen is None:
         (said,) = answer.stderr.splitlines()
         assert answer.returncode != 0

@@ -80,24 +80,9 @@ def test_the_preamble_of_every_script_names_the_job_and_queues_it_again(
 
 
 @pytest.mark.parametrize(
-    "name",
-    [
-        "plain",
-        "a b",
-        "it's",
-        'a"b',
-        "a,b",
-        "(a)",
-        "a=b",
-        "ü",
-        "日本",
-        "$(touch here)",
-        "`id`",
-        "${oc.env:HOME}",
-        "\\",
-        "#",
-    ],
-)
+    "name", ["plain", "a b", "it's", 'a"b', "a,b", "(a)", "a=b", "ü", "日本", "$(touch here)", "`id`", "${oc.env:HOME}",
+             "\\", "#"],
+)  # fmt: skip
 def test_a_script_s_run_has_its_folder_whatever_its_name(name: str, tmp_path: Path) -> None:
     script = f'{preamble.run_dir(f"/x/{name}")}\nprintf %s "$rlexp_run_dir"'
     said = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=20, check=True)

@@ -152,7 +152,7 @@ def largest(one: Sequence[float], other: Sequence[float]) -> float:
     return max(abs(a - b) / abs(b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("ring", [1, 4])
+@pytest.mark.parametrize("ring", [1, 2, 4])
 @pytest.mark.parametrize("model", ["random", pytest.param("stories260K", marks=pytest.mark.slow)])
 def test_a_ring_computes_what_transformers_computes_beyond_the_native_length(
     model: str, ring: int, tmp_path: Path, request: pytest.FixtureRequest

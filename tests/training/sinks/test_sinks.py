@@ -5,8 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +19,7 @@ from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline, excess
 from rlexp.training.sinks.console import ConsoleSink
 from rlexp.training.sinks.tensorboard import TensorBoardSink
+from tests.helpers.programs import python
 from tests.helpers.wandb_runs import CLEAN, curve_of, kill_after, train, values_of
 
 CPU = ("launch.device=cpu", "engine=torch")
@@ -288,9 +287,7 @@ def test_trackio_has_the_curve_after_a_kill(tmp_path: Path) -> None:
     answer = train(tmp_path, "logger=trackio", "train.max_steps=16", *GOES_ON, env=env)
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout == ""
-    read = subprocess.run(
-        [sys.executable, "-c", TRACKIO_ROWS], env=env, capture_output=True, text=True, timeout=240, check=True
-    )
+    read = python("-c", TRACKIO_ROWS, **env)
     reread = json.loads(read.stdout.splitlines()[-1])
     assert reread["name"] == json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))["wandb_id"]
     rows = curve_of(tmp_path / "run")
@@ -304,6 +301,5 @@ def test_who_reads_does_without_torch() -> None:
     """Without torch, a comparison, a dashboard or a report starts quickly."""
     modules = ["training.sinks.wandb_read", "training.sinks.jsonl", "training.sinks.baseline", "dashboard.__main__"]
     read = "import sys, " + ", ".join(f"rlexp.{module}" for module in modules)
-    subprocess.run(
-        [sys.executable, "-c", f"{read}; assert not {{'torch', 'wandb'}} & set(sys.modules)"], timeout=240, check=True
-    )
+    answer = python("-c", f"{read}; assert not {{'torch', 'wandb'}} & set(sys.modules)")
+    assert answer.returncode == 0, answer.stderr

@@ -6,8 +6,9 @@ They are also compiled for three generations of GPUs, which needs none: the inte
 
 from __future__ import annotations
 
+import importlib
 import os
-import subprocess
+import re
 import sys
 from importlib.util import find_spec
 from typing import Any
@@ -23,7 +24,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
+from tests.helpers import warm
 from tests.helpers.fused_pieces import BLOCK, EPS, TOLERANCES, calls, compare, results
+from tests.helpers.paths import ROOT
 from tests.helpers.planted import plant_if_asked
 from tests.helpers.ranks import seeded
 
@@ -164,8 +167,9 @@ def test_every_operator_tells_the_shapes_of_its_results() -> None:
 
 
 def main() -> None:
-    from rlexp.training.model.fused import triton_kernels
-
+    for name in [name for name in sys.modules if re.match(r"triton\.(?!_C)|triton$|rlexp.*\.triton_kernels", name)]:
+        del sys.modules[name]  # what has been imported before would compile
+    triton_kernels = importlib.import_module("rlexp.training.model.fused.triton_kernels")
     plant_if_asked()
     assert triton_kernels.LOGITS == BLOCK, "rows of logits are not those of several blocks"
     for dtype in TOLERANCES:
@@ -176,14 +180,7 @@ def main() -> None:
 @needs_triton
 def test_tritons_kernels_are_plain_torch() -> None:
     """In float64 to rounding, so that nothing is hidden by it."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.training.model.fused.test_pieces"],
-        env=os.environ | {"TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = warm.run("tests.training.model.fused.test_pieces", (), ROOT, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.stdout == "all agree\n", done.stderr
 
 
