@@ -96,13 +96,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What has been imported and collected stays to the end: looking through it again and again for cycles takes a
-    twentieth of the time."""
+    """Look for no cycles in what has been imported and collected: again and again, it takes a twentieth of the time."""
     gc.freeze()
 
 
 def pytest_unconfigure() -> None:
-    gc.unfreeze()  # or libraries would say at the end that it leaks
+    gc.unfreeze()  # or Triton's library says at the end that its objects leak
 
 
 def pytest_runtest_teardown() -> None:

@@ -29,13 +29,15 @@ ASKED_EVERY = 1.0  # seconds between two calls of it
 
 def at_once(tasks: Sequence[Calls], processes: int, watch: Watch | None = None) -> list[Any]:
     """Run tasks that need calls in processes of their own, so many calls at a time; return each task's result."""
+    frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()  # DeepSpeed calls the collector again and again: it need not look at what was imported
     pool = _Pool(processes, watch)
     try:
         return pool.run(tasks)
     finally:
-        gc.unfreeze()
+        if not frozen:  # by whoever calls
+            gc.unfreeze()
         pool.end()
 
 

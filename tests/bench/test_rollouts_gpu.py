@@ -43,11 +43,12 @@ def setup(tmp_path: Path, **more: Any) -> Setup:
 # ---- the command ----
 
 
-def test_without_a_gpu_it_says_so_and_changes_nothing() -> None:
+def test_without_a_gpu_it_says_so_and_changes_nothing(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     before = PAGE.read_bytes()
-    told = bench("rollouts_gpu", "--write", str(PAGE))
-    assert (told.returncode, told.stdout) == (gpu.NO_GPU, "")
-    assert told.stderr.startswith("bench.rollouts_gpu: no GPU is visible on this machine")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(sys, "argv", ["bench.rollouts_gpu", "--write", str(PAGE)])
+    assert rollouts_gpu.main() == gpu.NO_GPU
+    assert capsys.readouterr().err.startswith("bench.rollouts_gpu: no GPU is visible on this machine")
     assert PAGE.read_bytes() == before
 
 

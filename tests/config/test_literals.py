@@ -20,8 +20,8 @@ from rlexp.config.options import quoted
 from rlexp.config.schema import Config
 from rlexp.convert.experiment import scalar
 
-TEXTS = ("a${b}", "a\\${b}", "a\\\\${b}", "${oc.env:HF_TOKEN}", "\\${oc.env:HF_TOKEN}", "${", "${a:${b}}", "x\\y", "\\",
-         "$HOME", "a\n${b}", "\u2028${b}", "'\"${b}", "1e-4", "2024-01-01", "null")  # fmt: skip
+TEXTS = ("a${b}", "a\\${b}", "\\${oc.env:HF_TOKEN}", "${oc.env:HF_TOKEN}", "${", "a\\\\${b}", "${a:${b}}", "x\\y", "\\",
+         "$HOME", "a\n${b}", "\u2028${b}", "1e-4", "'\"${b}", "null", "2024-01-01")  # fmt: skip
 PIECES = st.lists(st.sampled_from(["$", "{", "}", "\\", ":", "a", "'", " ", "oc.env", "\n"]), max_size=9).map("".join)
 
 

@@ -23,12 +23,8 @@ METRICS = {
     ],
     "Difference to the baseline": ["parity/loss_abs_diff"],
     "Memory": [
-        "max/memory/peak_bytes",
-        "max/memory/tensors_peak_bytes",
-        *(
-            f"memory/{phase}_peak_bytes"
-            for phase in ("collect", "data", "reference", "forward", "backward", "optimizer")
-        ),
+        *("max/memory/peak_bytes", "max/memory/tensors_peak_bytes"),
+        *(f"memory/{each}_peak_bytes" for each in ["collect", "data", "reference", "forward", "backward", "optimizer"]),
     ],
     "Throughput": ["train/tokens_per_second", "train/step_seconds", "train/tflops"],
 }

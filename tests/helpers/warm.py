@@ -42,11 +42,10 @@ MOST_FILES = 8  # that go with a request
 HIGH = 512  # above all descriptors that a process here has open
 ENDED = "the server of tests/helpers/warm.py has ended"
 spawn = util.spawnv_passfds
-# What a run imports when it needs it, and these versions may lack: parts of DeepSpeed, and what W&B begins with, which
-# looks through all modules.
-LATER = ("deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer",
-         "deepspeed.ops.op_builder.all_ops", "distutils.ccompiler", "rlexp.training.engine.zero",
-         "rlexp.training.sinks.wandb_run", "wandb.sdk.launch", "opentelemetry.exporter.otlp.proto.http._log_exporter",
+# What runs import when they need it, where these versions have it: DeepSpeed for ZeRO, and W&B, which looks through all
+# modules that there are.
+LATER = ("deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops", "distutils.ccompiler",
+         "wandb.sdk.launch", "opentelemetry.exporter.otlp.proto.http._log_exporter",
          "opentelemetry.exporter.otlp.proto.http.metric_exporter", "pandas", "requests")  # fmt: skip
 
 
@@ -372,13 +371,24 @@ def compose_once() -> None:
     compose_config(["launch.device=cpu"])
 
 
+def keep_folders() -> None:
+    """No process that is forked here removes the folders that W&B has made when it was imported: all have them."""
+    for each in gc.get_objects():
+        if isinstance(each, tempfile.TemporaryDirectory):
+            atexit.unregister(each.cleanup)
+            each._finalizer.detach()
+
+
 def main(listener: int, folder: str, owner: int) -> None:
     from rlexp.launch.local import PRELOAD
 
     signal.pthread_sigmask(signal.SIG_SETMASK, [])  # who needs the server first may have held signals back
-    for name in (*PRELOAD, "hydra", "deepspeed", "rlexp.run.job", *LATER):
+    tempfile.tempdir = folder
+    for name in (*PRELOAD, "hydra", "deepspeed", "rlexp.run.job", "rlexp.training.sinks.wandb_run", *LATER):
         with contextlib.suppress(*[ImportError] if name in LATER else []):
             importlib.import_module(name)
+    tempfile.tempdir = None
+    keep_folders()
     compose_once()
     gc.freeze()  # or each fork would write to, and so copy, every page of it
     try:

@@ -14,11 +14,10 @@ from tests.helpers.ranks import TIMEOUT, Steps, largest_gap, on_ranks, train_ste
 BASE = ("launch.device=cpu", "logger=none", "train.batch_size=8", "data.size=16", "data.eval_size=0", "optim.lr=1e-3")
 OVER = (*BASE, "parallel=ring2", "launch.nproc=4", "train.micro_batch_size=2")
 EXACT = (*OVER, "train.precision=fp64", "engine=torch")
-USUAL = [(*EXACT,), (*EXACT, "parallel.layout=ulysses")]
-HYBRID = ("parallel=ring4", "parallel.layout=hybrid", "parallel.ulysses_size=2")
-OTHERS = [*((*EXACT, word) for word in ("parallel.layout=allgather", "parallel.transport=neighbour")),
-          (*EXACT, "memory.checkpointing=full"), (*(word for word in EXACT if word != "parallel=ring2"), *HYBRID),
-          (*OVER, "train.precision=fp64", "engine=fsdp2"),
+USUAL = [(*EXACT,), (*EXACT, "parallel.layout=allgather"), (*EXACT, "parallel.layout=ulysses")]
+OTHERS = [(*EXACT, "parallel.transport=neighbour"), (*EXACT, "memory.checkpointing=full"),
+          (*(word for word in EXACT if word != "parallel=ring2"), "parallel=ring4", "parallel.layout=hybrid",
+           "parallel.ulysses_size=2"), (*OVER, "train.precision=fp64", "engine=fsdp2"),
           *((*OVER, "train.precision=fp32", f"engine=zero{stage}") for stage in range(4))]  # fmt: skip
 WITHIN = {"fp64": 1e-12, "fp32": 1e-4}  # after a step of Adam; a share that is missing would be 0.1 and more
 

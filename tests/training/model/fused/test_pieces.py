@@ -1,6 +1,7 @@
 """The fused pieces: plain torch against transformers' modules, and Triton's kernels against plain torch.
 
-The kernels run in Triton's interpreter, in a process of their own: Triton reads TRITON_INTERPRET when it is imported.
+The kernels run in Triton's interpreter, in a process of their own: Triton reads TRITON_INTERPRET for its own functions
+when it is imported.
 They are also compiled for three generations of GPUs, which needs none: the interpreter takes what a compiler refuses.
 """
 
@@ -171,6 +172,7 @@ def main() -> None:
         del sys.modules[name]  # what has been imported before would compile
     triton_kernels = importlib.import_module("rlexp.training.model.fused.triton_kernels")
     plant_if_asked()
+    assert type(triton_kernels._norm).__name__ == "InterpretedFunction"
     assert triton_kernels.LOGITS == BLOCK, "rows of logits are not those of several blocks"
     for dtype in TOLERANCES:
         compare(triton_kernels, dtype, torch.device("cpu"))
