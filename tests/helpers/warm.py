@@ -374,7 +374,7 @@ def compose_once() -> None:
 def keep_folders() -> None:
     """No process that is forked here removes the folders that W&B has made when it was imported: all have them."""
     for each in gc.get_objects():
-        if isinstance(each, tempfile.TemporaryDirectory):
+        if type(each) is tempfile.TemporaryDirectory:
             atexit.unregister(each.cleanup)
             each._finalizer.detach()
 

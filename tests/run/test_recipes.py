@@ -141,7 +141,7 @@ def both_predicted(name: str) -> list[float]:
 @pytest.mark.parametrize("name", [name for name in SMALL if name != "dpo_8b_2nodes"])
 def test_a_recipe_trains_a_small_model_on_a_cpu(rlexp: Shell, rows: Path, qwen3: None, name: str) -> None:
     if name == "dpo_8b_128k":
-        made = warm.run("rlexp.long_pairs", ["--tokens=2000", "--pairs=20", f"--texts={ROOT / 'docs'}"], rows)
+        made = warm.run("rlexp.long_pairs", ["--tokens=2000", "--pairs=20", f"--texts={ROOT / 'rlexp/training'}"], rows)
         assert made.returncode == 0, made.stderr
     answer = rlexp(*words_on_cpu(name))
     assert answer.returncode == 0, answer.stderr
