@@ -284,8 +284,8 @@ def test_no_model_to_compare_with_is_there_for_a_loss_that_draws() -> None:
 
 def test_a_reference_that_is_computed_otherwise_has_no_key_of_the_run_s() -> None:
     plain = to_plain(compose_config(["launch.device=cpu", "reference.offload=true"]))
-    again = like(plain, ["launch.device=cpu", "reference=precompute"]).reference
-    assert (again.name.value, again.offload) == ("precompute", False)
+    kept, again = (like(plain, ["launch.device=cpu", *more]).reference for more in ([], ["reference=precompute"]))
+    assert (kept.name.value, kept.offload, again.name.value, again.offload) == ("model", True, "precompute", False)
 
 
 def test_rows_to_train_on_may_be_of_another_split() -> None:

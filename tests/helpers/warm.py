@@ -42,8 +42,7 @@ MOST_FILES = 8  # that go with a request
 HIGH = 512  # above all descriptors that a process here has open
 ENDED = "the server of tests/helpers/warm.py has ended"
 spawn = util.spawnv_passfds
-# What runs import when they need it, where these versions have it: DeepSpeed for ZeRO, and W&B, which looks through all
-# modules that there are.
+# What runs import when they need it, if these versions have it: parts of DeepSpeed, and what W&B begins with.
 LATER = ("deepspeed.module_inject.auto_ep_layer", "deepspeed.ops.op_builder.all_ops", "distutils.ccompiler",
          "wandb.sdk.launch", "opentelemetry.exporter.otlp.proto.http._log_exporter",
          "opentelemetry.exporter.otlp.proto.http.metric_exporter", "pandas", "requests")  # fmt: skip
@@ -372,7 +371,7 @@ def compose_once() -> None:
 
 
 def keep_folders() -> None:
-    """No process that is forked here removes the folders that W&B has made when it was imported: all have them."""
+    """Let no forked process remove the folders that W&B made when it was imported: all of them use the same."""
     for each in gc.get_objects():
         if type(each) is tempfile.TemporaryDirectory:
             atexit.unregister(each.cleanup)

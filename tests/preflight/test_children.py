@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from pathlib import Path
@@ -39,6 +40,7 @@ def nested(depth: int) -> Any:
 def test_tasks_of_tasks() -> None:
     assert at_once([doubled(1, 2, 3), nested(3), doubled()], 2) == [12, [2, 4, 6], 0]
     assert at_once([], 2) == []
+    assert gc.get_freeze_count(), "what pytest froze is looked through again"
 
 
 def test_calls_run_elsewhere() -> None:

@@ -1,7 +1,6 @@
 """The fused pieces: plain torch against transformers' modules, and Triton's kernels against plain torch.
 
-The kernels run in Triton's interpreter, in a process of their own: Triton reads TRITON_INTERPRET for its own functions
-when it is imported.
+The kernels run in Triton's interpreter, in a process that imports Triton anew, which then reads TRITON_INTERPRET.
 They are also compiled for three generations of GPUs, which needs none: the interpreter takes what a compiler refuses.
 """
 
