@@ -59,7 +59,7 @@ class Listening:
     """A loss that remembers the mean of its last micro-batch."""
 
     def __init__(self, loss: Loss) -> None:
-        self.loss, self.asks = loss, loss.asks
+        self.loss, self.wanted = loss, loss.wanted
         self.last = float("nan")
 
     def __call__(self, values: Values) -> Losses:

@@ -196,11 +196,12 @@ class Timing:
         """Time the function that every policy's log-probabilities come from, in as many pieces as here."""
         import torch
 
-        from rlexp.training.model.head import Entropy, HeadLogps, logits_at_once
+        from rlexp.training.model.head import HeadLogps, logits_at_once
         from rlexp.training.train.build import memory_of
+        from rlexp.training.types import Wanted
 
         s = self.scale
-        head = HeadLogps(1.0, Entropy.unasked, logits_at_once(memory_of(self.device)))
+        head = HeadLogps(Wanted(), logits_at_once(memory_of(self.device)))
         weight = (self.drawn(s.vocabulary, s.width) * 0.02).requires_grad_()
         hidden = self.drawn(s.tokens, s.width).requires_grad_()
         shard = _Shard(s.tokens, s.vocabulary, self.device)

@@ -28,8 +28,7 @@ from rlexp.training.sinks.console import say
 from rlexp.training.train.build import Sources, build_frozen, build_policy, device_of, models_of, placing_for
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import Examples, read_examples, refuse_foreign_tokens
-from rlexp.training.train.task import Needs
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Prompt, Sample, Wanted
 from rlexp.training.world.groups import World, build_world
 from rlexp.training.world.objects import gather_objects
 
@@ -46,7 +45,7 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     prompts = prompts_of(job, cfg, examples, tokenizer)
     beside: list[list[Answer]] = [[] for _ in prompts]
     if job.beside is Beside.reference:
-        models_of(cfg, load_config(cfg.model, cfg.data.max_length), Needs(reference=True), Sources())  # or refuse it
+        models_of(cfg, load_config(cfg.model, cfg.data.max_length), Wanted(reference=True), Sources())  # or refuse it
         alone = replace(cfg, model=model_of_reference(cfg), adapter=NoAdapterConfig())
         beside = here.generated(alone, here.built(alone, examples), prompts)
     engine = here.built(cfg, examples)
@@ -84,8 +83,8 @@ class Here:
         config = load_config(cfg.model, cfg.data.max_length)
         probe_decoding(cfg.model, config, cfg.data.max_length, self.device)
         placing = placing_for(cfg, self.device, self.world, frozen=True)
-        needs = Needs(temperature=cfg.rollout.temperature)
-        policy = build_policy(cfg, config, self.device, needs, placing)
+        wanted = Wanted(temperature=cfg.rollout.temperature)
+        policy = build_policy(cfg, config, self.device, wanted, placing)
         end_with_template(policy.model, load_tokenizer(cfg.model), cfg.model)
         refuse_foreign_tokens(examples, policy.model.get_input_embeddings().num_embeddings)
         return build_frozen(cfg.engine, policy, self.world, DTYPES[cfg.train.precision])

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from rlexp.config.schema.losses import CriticName
+
 Ids = npt.NDArray[np.int32]
 Mask = npt.NDArray[np.bool_]  # which tokens are trained on
 Messages = Sequence[Mapping[str, Any]]  # of a chat: `role`, `content`, and what else the template takes
@@ -232,6 +234,46 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """All that a loss may want: of the models, of the rows, and of the train batch.
+
+    A value of each token costs a field here, one of `TokenLogps`, and a formula in the head.
+    """
+
+    # of the models
+    reference: bool = False  # log-probabilities of what the policy is compared with
+    scores: bool = False  # of whole answers, by a head in the place of log-probabilities
+    values: CriticName | None = None  # a critic's, of each token
+    entropies: bool = False  # of each token's distribution
+    entropy_gradient: bool = False
+    likelihoods: bool = False  # log Σ p² of each token's distribution; detached
+    hits: bool = False  # whether each token is the most probable one; detached
+    temperature: float = 1.0  # at which log-probabilities are taken
+    decoding: bool = False  # tokens drawn one by one
+    # of the rows
+    margins: bool = False
+    labels: bool = False  # whether an answer is good
+    tail_weight: float = 1.0  # of tokens beyond the length of the example's shortest answer
+    # of the train batch
+    mean_tokens: bool = False  # trained tokens of an example's first answer, on average
+    mismatched: bool = False  # log-ratios of answers to other prompts
+    whole_batch: bool = False  # all its examples at once
+
+    def __or__(self, other: Wanted) -> Wanted:
+        """Return what both want."""
+        unset, given = vars(Wanted()), vars(other)
+        return replace(self, **{name: value for name, value in given.items() if value != unset[name]})
+
+    @property
+    def frozen(self) -> Wanted:
+        """What is wanted of a model that is not trained, and is compared with nothing."""
+        return Wanted(scores=self.scores, temperature=self.temperature, decoding=self.decoding)
+
+
+OF_TOKENS = ("entropies", "likelihoods", "hits")  # what may be wanted of a token's distribution
+
+
 class TokenScores(NamedTuple):
     """The output of a model with a head for scores: one number for each sequence that ends in the shard."""
 
@@ -247,7 +289,12 @@ class TokenLogps(NamedTuple):
 
     logps_n: Tensor  # log-probability of the target
     mean_logits_n: Tensor  # mean of the logits over the vocabulary, detached
-    entropy_n: Tensor | None = None  # entropy of the distribution of the target, where it is asked for
-    values_n: Tensor | None = None  # the critic's values, where there is a critic
-    likelihoods_n: Tensor | None = None  # log Σ p² of the distribution of the target, detached, where it is asked for
-    hits_n: Tensor | None = None  # 1 where the target is the most probable token, else 0, where it is asked for
+    entropies_n: Tensor | None = None  # see `Wanted`, as the two below
+    likelihoods_n: Tensor | None = None
+    hits_n: Tensor | None = None  # 1 or 0
+    values_n: Tensor | None = None
+
+    @property
+    def of_tokens(self) -> dict[str, Tensor]:
+        """What was wanted of the targets' distributions, by its name in `Wanted`."""
+        return {name: each_n for name in OF_TOKENS if (each_n := getattr(self, f"{name}_n")) is not None}

@@ -42,8 +42,8 @@ from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, writ
 from rlexp.training.reference.stored import Values as StoredValues
 from rlexp.training.train.build import Sources, build_policy, pieces_for, placing_for, placing_of_frozen
 from rlexp.training.train.rollout_task import RolloutTask
-from rlexp.training.train.task import Needs, Task
-from rlexp.training.types import Floats, Pack, SequenceName, Shard
+from rlexp.training.train.task import Task
+from rlexp.training.types import Floats, Pack, SequenceName, Shard, Wanted
 from rlexp.training.world.shared_memory import Neighbours
 from rlexp.verify.findings import Clue
 from rlexp.verify.given_samples import task_on
@@ -103,16 +103,16 @@ class Scene:
 
     def _of(self, number: int, pack: Pack, values: Tensor) -> Array:
         """The values of a sequence: of a pack's trained tokens, or of its sequences."""
-        if self.task.needs.scores:
+        if self.task.wanted.scores:
             return values[number : number + 1].numpy()
         return values[pack.sequence_N == number].numpy()
 
     def by_pack(self, shard: Shard, values_n: Tensor, pack: Pack) -> Tensor:
         """Put a ring's values together: of all trained tokens, (N,), or the scores of all sequences, (S,)."""
         run = self.task.run
-        whole = torch.zeros(pack.sequences if self.task.needs.scores else len(pack.place_N), dtype=torch.float64,
+        whole = torch.zeros(pack.sequences if self.task.wanted.scores else len(pack.place_N), dtype=torch.float64,
                             device=run.device)  # fmt: skip
-        at = shard.ended_n if self.task.needs.scores else shard.listed_n
+        at = shard.ended_n if self.task.wanted.scores else shard.listed_n
         assert at is not None
         whole[at] = values_n.detach().double()
         dist.all_reduce(whole, group=run.world.ring.group)
@@ -124,13 +124,13 @@ class Scene:
         @torch.no_grad()
         def says(pack: Pack, _keys: Sequence[Key]) -> Tensor:
             shard = self.task.run.shard(pack)
-            if self.task.needs.scores:
+            if self.task.wanted.scores:
                 here_S, place_S = here(shard, pack.end_S)
                 ended_n = here_S.nonzero().squeeze(-1)
                 shard = dataclasses.replace(shard, ends_n=place_S[ended_n], ended_n=ended_n)
             shard = shard.to(self.task.run.device)
             said = forward(shard)
-            values_n = said if isinstance(said, Tensor) else said.scores_n if self.task.needs.scores else said.logps_n
+            values_n = said if isinstance(said, Tensor) else said.scores_n if self.task.wanted.scores else said.logps_n
             return self.by_pack(shard, values_n, pack)
 
         return says
@@ -158,19 +158,18 @@ class Scene:
 # ---- what is built ----
 
 
-def model_apart(task: Task, cfg: Config, needs: Needs, placing: Placing | None, *, copied: bool = False) -> Policy:
+def model_apart(task: Task, cfg: Config, wanted: Wanted, placing: Placing | None, *, copied: bool = False) -> Policy:
     """Build a policy from `training/model/` alone. `copied`: beside its adapter, one that stays as it began."""
     config = load_config(cfg.model, cfg.data.max_length)
     temperature = cfg.rollout.temperature if cfg.loss.draws else 1.0  # and not the task's, which may be wrong
     options: dict[str, Any] = {"float64": cfg.train.precision is Precision.fp64}
-    model = load_model(cfg.model, config, cfg.data.max_length, placing, scores=needs.scores, **options)
+    model = load_model(cfg.model, config, cfg.data.max_length, placing, scores=wanted.scores, **options)
     critic = None
-    if needs.critic is not None:
-        own = needs.critic is CriticName.own
+    if wanted.values is not None:
+        own = wanted.values is CriticName.own
         trunk = load_model(cfg.model, config, cfg.data.max_length, placing, **options).base_model if own else None
         critic = Critic(model.get_output_embeddings().in_features, trunk)
-    policy = Policy(model, critic, temperature=temperature, entropy=needs.entropy,
-                    likelihoods=needs.likelihoods, hits=needs.hits, scores=needs.scores)  # fmt: skip
+    policy = Policy(model, critic, dataclasses.replace(wanted, temperature=temperature))
     if isinstance(cfg.adapter, LoraConfig):
         policy.adapt(cfg.adapter, base=named_base(cfg.model), seed=cfg.seed, copy=copied)
     if placing is None:
@@ -285,12 +284,12 @@ def of_policy(scene: Scene) -> Iterator[Part]:
     task, cfg = scene.task, scene.cfg
 
     def alone() -> Tensor:
-        policy = model_apart(task, cfg, task.needs, computing(scene))
+        policy = model_apart(task, cfg, task.wanted, computing(scene))
         return scene.apart(scene.of_model(scene.with_weights(policy)))
 
     def built() -> Tensor:
         config = load_config(cfg.model, cfg.data.max_length)
-        policy = build_policy(whole_on_ranks(cfg), config, task.run.device, task.needs, computing(scene))
+        policy = build_policy(whole_on_ranks(cfg), config, task.run.device, task.wanted, computing(scene))
         return scene.apart(scene.of_model(scene.with_weights(policy)))
 
     def engine() -> Tensor:
@@ -324,7 +323,7 @@ def of_reference(scene: Scene) -> Iterator[Part]:
 
 def _of_adapter(scene: Scene) -> Iterator[Part]:
     task, engine = scene.task, scene.task.run.engine
-    needs = dataclasses.replace(task.needs.frozen, critic=task.needs.critic)
+    wanted = dataclasses.replace(task.wanted.frozen, values=task.wanted.values)
 
     def starting(policy: Policy, forward: Callable[[Shard], Any]) -> Callable[[Shard], Any]:
         def says(shard: Shard) -> Any:
@@ -334,7 +333,7 @@ def _of_adapter(scene: Scene) -> Iterator[Part]:
         return says
 
     def alone() -> Tensor:
-        policy = scene.with_weights(model_apart(task, scene.cfg, needs, computing(scene), copied=True))
+        policy = scene.with_weights(model_apart(task, scene.cfg, wanted, computing(scene), copied=True))
         return scene.apart(scene.of_model(starting(policy, policy)))
 
     yield MODEL, "the model without its adapter", alone
@@ -348,16 +347,16 @@ def _of_adapter(scene: Scene) -> Iterator[Part]:
 
 def _of_frozen(scene: Scene) -> Iterator[Part]:
     task, cfg, run = scene.task, of_starting_model(scene.cfg), scene.task.run
-    needs = dataclasses.replace(task.needs.frozen, reference=False)
+    wanted = task.wanted.frozen
     held: list[Frozen] = []
 
     def alone() -> Tensor:
-        return scene.apart(scene.of_model(model_apart(task, cfg, needs, computing(scene))))
+        return scene.apart(scene.of_model(model_apart(task, cfg, wanted, computing(scene))))
 
     def frozen() -> Tensor:
         placing, among = placing_of_frozen(cfg, run, Sources())
         with pieces_for(cfg.engine):
-            policy = model_apart(task, cfg, needs, placing)
+            policy = model_apart(task, cfg, wanted, placing)
         held.append(frozen_apart(task, policy, among))
         return scene.apart(scene.of_model(held[0].forward))
 
@@ -406,7 +405,7 @@ def computed_again(scene: Scene) -> Tensor:
 
 def of_start(scene: Scene) -> Iterator[Part]:
     task, cfg, run = scene.task, scene.cfg, scene.task.run
-    copied = task.needs.reference and cfg.reference.name is ReferenceName.adapter
+    copied = task.wanted.reference and cfg.reference.name is ReferenceName.adapter
     traits, dtype = ENGINES[cfg.engine.name.value], DTYPES[cfg.train.precision]
     part = by_rows(run.world.rank, run.world.size) if traits.sharded else evenly(run.world.rank, run.world.size)
     masters = torch.promote_types(dtype, torch.float32)
@@ -416,13 +415,13 @@ def of_start(scene: Scene) -> Iterator[Part]:
 
     def built() -> Policy:
         config = load_config(cfg.model, cfg.data.max_length)
-        return build_policy(cfg, config, run.device, task.needs, placing_for(cfg, run.device, run.world))
+        return build_policy(cfg, config, run.device, task.wanted, placing_for(cfg, run.device, run.world))
 
     def wrong(make: Callable[[], Policy]) -> Callable[[], Tensor]:
         return lambda: _if(other_weights(make(), scene.files, part))
 
-    yield MODEL, "the model as it is loaded", wrong(lambda: model_apart(task, cfg, task.needs, None, copied=copied))
-    yield MODEL, "the model in its place", wrong(lambda: model_apart(task, cfg, task.needs, exact, copied=copied))
+    yield MODEL, "the model as it is loaded", wrong(lambda: model_apart(task, cfg, task.wanted, None, copied=copied))
+    yield MODEL, "the model in its place", wrong(lambda: model_apart(task, cfg, task.wanted, exact, copied=copied))
     if not traits.loads_pieces:
         yield TRAIN, "the model as the run builds it", wrong(built)
 
@@ -455,10 +454,10 @@ def of_trained(scene: Scene) -> Iterator[Part]:
         return _if(sorted(name for name, parameter in policy.named() if parameter.requires_grad) != meant)
 
     def alone() -> Tensor:
-        return others(model_apart(task, cfg, task.needs, computing(scene)))
+        return others(model_apart(task, cfg, task.wanted, computing(scene)))
 
     def built() -> Tensor:
-        return others(build_policy(cfg, config, task.run.device, task.needs, computing(scene)))
+        return others(build_policy(cfg, config, task.run.device, task.wanted, computing(scene)))
 
     yield MODEL, "the model's own choice of trained parameters", alone
     yield TRAIN, "the choice of trained parameters as the run builds the model", built

@@ -379,7 +379,7 @@ def without_engine(task: Task, steps: int, weights: TensorFiles) -> Iterator[dic
     if ENGINES[cfg.engine.name.value].sharded:  # a policy of its own
         cfg = dataclasses.replace(cfg, engine=dataclasses.replace(cfg.engine, name=EngineName.torch))
     placing = Placing(run.device, DTYPES[cfg.train.precision])
-    policy = build_policy(cfg, run.engine.policy.model.config, run.device, task.needs, placing)
+    policy = build_policy(cfg, run.engine.policy.model.config, run.device, task.wanted, placing)
     policy.recompute_activations(cfg.memory.recomputed)
     if ENGINES[run.engine.name].stage == 3 and policy.adapter is not None:
         _add_up_by_layer(policy.adapter)

@@ -182,12 +182,11 @@ class RecordedEngine:
             return tokens
         micro = self._recorder.micro
         micro.policy_n, micro.logits_n = array(tokens.logps_n), array(tokens.mean_logits_n)
-        more = {"likelihoods_n": tokens.likelihoods_n, "entropies_n": tokens.entropy_n, "hits_n": tokens.hits_n,
-                "values_n": tokens.values_n}  # fmt: skip
-        for name, each in more.items():
-            if each is not None:
-                setattr(micro, name, array(each))
-        for who, each in {"policy": tokens.logps_n, "entropies": tokens.entropy_n, "values": tokens.values_n}.items():
+        for name, each_n in tokens.of_tokens.items():
+            setattr(micro, f"{name}_n", array(each_n))
+        if tokens.values_n is not None:
+            micro.values_n = array(tokens.values_n)
+        for who, each in {"policy": tokens.logps_n, "entropies": tokens.entropies_n, "values": tokens.values_n}.items():
             if each is not None and each.requires_grad:
                 watch_derivative(each, micro, f"derivative by {who}")
         return tokens

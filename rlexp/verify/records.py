@@ -177,6 +177,7 @@ class Micro:
     likelihoods_n: Array | None = None  # log Σ p² of each target's distribution
     entropies_n: Array | None = None  # the distribution's entropy
     hits_n: Array | None = None  # 1 where the target is the most probable token
+    values_n: Array | None = None  # the critic's
     sums: dict[str, Array] = field(default_factory=dict)  # the loss's arguments by name (policy/chosen, …), (E,)
     counts: Counts | None = None  # what else the loss is given
     mismatched: Array | None = None  # log-ratios of all the train batch's mismatched answers, as the loss is given them

@@ -172,8 +172,7 @@ def _array(values: Tensor | None) -> Array | None:
 
 
 def named_sums(values: Values) -> dict[str, Array]:
-    given = {"policy": values.judged, "reference": values.reference, "likelihoods": values.likelihoods,
-             "entropies": values.entropies, "hits": values.hits}  # fmt: skip
+    given = {"policy": values.judged, "reference": values.reference, **values.of_tokens}
     return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
 
 
@@ -197,11 +196,11 @@ class RecordedLoss:
 
     def __init__(self, loss: Loss, recorder: RowsRecorder) -> None:
         self._loss, self._recorder = loss, recorder
-        self.asks = loss.asks
+        self.wanted = loss.wanted
 
     def __call__(self, values: Values) -> LossesOf:
         losses = self._loss(values)
-        self._recorder.applied(values, losses, whole_batch=self.asks.whole_batch)
+        self._recorder.applied(values, losses, whole_batch=self.wanted.whole_batch)
         return losses
 
 

@@ -29,9 +29,10 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, LaunchConfig
 from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.training.model.head import Entropy, HeadLogps
+from rlexp.training.model.head import HeadLogps
 from rlexp.training.ring.kernels import Plain, available
 from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
+from rlexp.training.types import Wanted
 from tests.helpers.attention import CALLS, call_of
 from tests.helpers.beside_library import gaps
 from tests.helpers.faults.plant import plant
@@ -308,7 +309,7 @@ def test_the_heads_gradient_is_as_exact_in_many_pieces_as_in_one(dtype: torch.dt
 def gradients(weight: Tensor, hidden: Tensor, held: Held, rows: int, *, fused: bool = False) -> list[Tensor]:
     """Return the log-probabilities, and the gradients of the weight and of the hidden states."""
     weight, hidden = weight.clone().requires_grad_(), hidden.clone().requires_grad_()
-    head = HeadLogps(1.0, Entropy.unasked, most=len(weight) * rows)
+    head = HeadLogps(Wanted(), most=len(weight) * rows)
     head.fused = fused
     logps: Tensor = head(weight, None, hidden, held).logps_n  # type: ignore[arg-type, union-attr]
     factors = torch.linspace(-1, 1, len(hidden), device=logps.device)

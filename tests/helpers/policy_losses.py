@@ -207,7 +207,7 @@ def advantages_of(case: Case, cfg: PolicyLossConfig, loss: PolicyLoss, kl_coef: 
     kl_N = torch.stack([each.sum() for each in divergence])
     credit_N = loss.credit(Outcomes(tensor(case.scores), kl_N, torch.tensor(case.groups)), kl_coef)
     spreads = [
-        loss.spread(float(credit), kl_L, tensor(values) if loss.needs_critic else None, kl_coef)
+        loss.spread(float(credit), kl_L, tensor(values) if loss.wanted.values is not None else None, kl_coef)
         for credit, kl_L, values in zip(credit_N, divergence, case.old_values, strict=True)
     ]
     advantages = [each.advantages_L for each in spreads]
@@ -238,14 +238,14 @@ def tokens_of(case: Case, cfg: PolicyLossConfig, loss: PolicyLoss, kl_coef: floa
     def spread(values: Sequence[float]) -> Tensor:
         return laid_out(case, [[value] * length for value, length in zip(values, case.lengths, strict=True)])
 
-    critic = loss.needs_critic
+    critic = loss.wanted.values is not None
     return PolicyTokens(
         logps_n=laid_out(case, case.logps).requires_grad_(),
         old_n=laid_out(case, case.old),
         behaviour_n=laid_out(case, case.behaviour),
-        reference_n=laid_out(case, case.reference) if loss.needs_reference else None,
+        reference_n=laid_out(case, case.reference) if loss.wanted.reference else None,
         advantages_n=laid_out(case, [each.tolist() for each in advantages]),
-        entropy_n=laid_out(case, case.entropy).requires_grad_(loss.needs_entropy),
+        entropy_n=laid_out(case, case.entropy).requires_grad_(loss.wanted.entropy_gradient),
         values_n=laid_out(case, case.values).requires_grad_() if critic else None,
         old_values_n=laid_out(case, case.old_values) if critic else None,
         returns_n=laid_out(case, returns) if critic else None,

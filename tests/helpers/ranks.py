@@ -33,7 +33,7 @@ class SpyLoss:
     """A loss that keeps the log-probabilities of each pair that it is given."""
 
     def __init__(self, loss: Any) -> None:
-        self._loss, self.asks = loss, loss.asks
+        self._loss, self.wanted = loss, loss.wanted
         self.chosen: list[float] = []
         self.rejected: list[float] = []
 

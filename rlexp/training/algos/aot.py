@@ -11,10 +11,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.base import Values
 from rlexp.training.algos.log_ratios import log_ratios
 from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.preference import Formula
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class AOT(Formula):
     """
 
     label_smoothing: float = 0.0
-    needs: ClassVar[Asks] = Asks(reference=True, whole_batch=True)
+    needs: ClassVar[Wanted] = Wanted(reference=True, whole_batch=True)
 
     def losses(self, values: Values) -> Tensor:
         policy_P, reference_P = self.compared(values)

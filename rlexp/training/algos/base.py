@@ -1,6 +1,6 @@
 """Input and output of a loss on given answers. Shape letter: E examples.
 
-A loss says what it `asks` for, and whoever calls it provides that. Its loss for a batch is the mean of `losses_E` over
+A loss says what is `wanted`, and whoever calls it provides that. Its loss for a batch is the mean of `losses_E` over
 the examples of the train batch; no mean is taken here. A term that is an average over tokens is divided by
 `mean_tokens`, which is known before the first micro-batch, and becomes such a mean too.
 """
@@ -13,37 +13,9 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlexp.training.types import Wanted
+
 Sides = Mapping[str, Tensor]  # by the name of an answer (chosen, rejected; or answer): a value of each example, (E,)
-
-
-@dataclass(frozen=True)
-class Asks:
-    """What a loss needs to be given."""
-
-    reference: bool = False  # the log-probabilities of a reference model
-    likelihoods: bool = False  # log Σ p² of each token's distribution, summed over the answer
-    mean_tokens: bool = False  # see `Values`
-    margins: bool = False  # those of the rows
-    entropies: bool = False  # entropy of each token's distribution, summed over the answer; detached
-    hits: bool = False  # how many of the answer's tokens are the most probable ones
-    scores: bool = False  # those of a reward model, in the place of log-probabilities
-    mismatched: bool = False  # log-ratios of answers to other prompts, see `Values`
-    whole_batch: bool = False  # all examples of the train batch at once
-    tail_weight: float = 1.0  # weight of tokens beyond the length of the example's shortest answer
-
-    def __or__(self, other: Asks) -> Asks:
-        return Asks(
-            self.reference or other.reference,
-            self.likelihoods or other.likelihoods,
-            self.mean_tokens or other.mean_tokens,
-            self.margins or other.margins,
-            self.entropies or other.entropies,
-            self.hits or other.hits,
-            self.scores or other.scores,
-            self.mismatched or other.mismatched,
-            self.whole_batch or other.whole_batch,
-            min(self.tail_weight, other.tail_weight),
-        )
 
 
 @dataclass(frozen=True)
@@ -53,13 +25,11 @@ class Values:
     logps: Sides  # log-probabilities of the answer's trained tokens, summed; empty where there are scores
     reference: Sides | None  # the same under the reference model
     tokens: Sides  # the number of these tokens
-    likelihoods: Sides | None = None  # see `Asks`; detached
+    of_tokens: Mapping[str, Sides] = field(default_factory=dict)  # sums over them, detached: by names of `Wanted`
     margin_E: Tensor | None = None  # of the rows
     mean_tokens: float = 1.0  # trained tokens of an example's first answer, averaged over the train batch
     carried: Mapping[str, float] = field(default_factory=dict)  # what the loss left behind at the step before
     held_out: bool = False  # nothing is learned from these examples
-    entropies: Sides | None = None  # see `Asks`
-    hits: Sides | None = None  # see `Asks`
     label_E: Tensor | None = None  # of the rows: 1 for a good answer, 0 for a bad one
     mismatched_B: Tensor | None = None  # log π − log π_ref of answers to other prompts: all that the train batch has
     scores: Sides | None = None  # a reward model's, of whole answers
@@ -86,6 +56,6 @@ class Losses:
 
 class Loss(Protocol):
     @property
-    def asks(self) -> Asks: ...
+    def wanted(self) -> Wanted: ...
 
     def __call__(self, values: Values) -> Losses: ...

@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from rlexp.config.schema.losses import Shift
-from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.base import Values
 from rlexp.training.algos.log_ratios import log_ratio
 from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.reward_shift import moved_shift, shift_of
 from rlexp.training.algos.unpaired import Unpaired
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,8 @@ class BCO(Unpaired):
     shift: Shift = Shift.mean
 
     @property
-    def asks(self) -> Asks:
-        return super().asks | Asks(whole_batch=self.shift is Shift.mean)
+    def wanted(self) -> Wanted:
+        return super().wanted | Wanted(whole_batch=self.shift is Shift.mean)
 
     def losses(self, ahead_E: Tensor) -> Tensor:
         return logistic(ahead_E)

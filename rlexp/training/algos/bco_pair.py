@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema.losses import Shift
-from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.base import Values
 from rlexp.training.algos.log_ratios import log_ratios
 from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.preference import Formula
 from rlexp.training.algos.reward_shift import moved_shift, shift_of
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -27,8 +28,8 @@ class BCOPair(Formula):
     shift: Shift = Shift.mean
 
     @property
-    def asks(self) -> Asks:
-        return super().asks | Asks(whole_batch=self.shift is Shift.mean)
+    def wanted(self) -> Wanted:
+        return super().wanted | Wanted(whole_batch=self.shift is Shift.mean)
 
     def losses(self, values: Values) -> Tensor:
         chosen_P, rejected_P = (self.beta * ratio_P for ratio_P in log_ratios(values))

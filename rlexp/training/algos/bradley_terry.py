@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlexp.training.algos.base import Asks, Losses, Values
+from rlexp.training.algos.base import Losses, Values
 from rlexp.training.algos.log_ratios import accuracies
 from rlexp.training.algos.logistic import logistic
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -21,8 +22,8 @@ class BradleyTerry:
     center: float = 0.0
 
     @property
-    def asks(self) -> Asks:
-        return Asks(scores=True, margins=self.margin_weight > 0)
+    def wanted(self) -> Wanted:
+        return Wanted(scores=True, margins=self.margin_weight > 0)
 
     def __call__(self, values: Values) -> Losses:
         assert values.scores is not None

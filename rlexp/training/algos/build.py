@@ -155,8 +155,9 @@ def build_policy_loss(cfg: PolicyLossConfig, importance_cap: float | None) -> Po
         "importance_cap": importance_cap,
     }
     match cfg:
-        case PPOConfig(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip):
-            return PPO(**common, gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip)
+        case PPOConfig(gamma=gamma, lam=lam, value_coef=value_coef, value_clip=value_clip, critic=critic):
+            of_values: dict[str, Any] = {"value_coef": value_coef, "value_clip": value_clip, "critic": critic}
+            return PPO(**common, gamma=gamma, lam=lam, **of_values)
         case GRPOConfig():
             return GRPO(**common)
         case DrGRPOConfig():

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from rlexp.config.schema.losses import KLEstimator, KLPlace
 from rlexp.training.algos.gae import token_rewards
 from rlexp.training.algos.kl import estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, Spread
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,9 @@ class ClippedRatio:
     entropy: float
     importance_cap: float | None  # bound of exp(old − behaviour), a factor of the policy's term; None: no such factor
 
-    needs_critic: ClassVar[bool] = False
-
     @property
-    def needs_reference(self) -> bool:
-        return self.beta > 0
-
-    @property
-    def needs_entropy(self) -> bool:
-        return self.entropy > 0
+    def wanted(self) -> Wanted:
+        return Wanted(reference=self.beta > 0, entropies=True, entropy_gradient=self.entropy > 0, decoding=True)
 
     def earned(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
         """Return the scores, (N,), less the price of each whole answer's divergence if that is part of the reward."""
@@ -90,11 +84,11 @@ class ClippedRatio:
     def other_terms(self, tokens: PolicyTokens, kl_coef: float) -> dict[str, Tensor]:
         """Return the terms of divergence and entropy as they enter the loss."""
         terms = {}
-        if self.needs_reference and self.kl_in is KLPlace.loss:
+        if self.wanted.reference and self.kl_in is KLPlace.loss:
             assert tokens.reference_n is not None
             kl_n = estimate(self.kl, tokens.logps_n - tokens.reference_n)
             terms["loss/kl"] = kl_coef * (tokens.weight_n * kl_n).sum()
-        if self.needs_entropy:
+        if self.wanted.entropy_gradient:
             terms["loss/entropy"] = -self.entropy * (tokens.weight_n * tokens.entropy_n).sum()
         return terms
 

@@ -9,8 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.base import Values
 from rlexp.training.algos.unpaired import Unpaired
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class KTO(Unpaired):
     train batch, or 0 if that is less. No gradient passes through it.
     """
 
-    needs: ClassVar[Asks] = Asks(reference=True, mismatched=True)
+    needs: ClassVar[Wanted] = Wanted(reference=True, labels=True, mismatched=True)
 
     def losses(self, ahead_E: Tensor) -> Tensor:
         return torch.sigmoid(-ahead_E)

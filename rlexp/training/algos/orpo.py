@@ -9,10 +9,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.base import Values
 from rlexp.training.algos.log_ratios import per_token
 from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.preference import Formula
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ORPO(Formula):
     An answer's odds are p/(1 − p), where p is the geometric mean of its tokens' probabilities. There is no reference.
     """
 
-    needs: ClassVar[Asks] = Asks()
+    needs: ClassVar[Wanted] = Wanted()
 
     def rewarded(self, values: Values) -> Values:
         return per_token(values)

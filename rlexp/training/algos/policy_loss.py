@@ -17,6 +17,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from rlexp.training.types import Wanted
+
 
 @dataclass(frozen=True)
 class Outcomes:
@@ -75,14 +77,7 @@ class PolicyLoss(Protocol):
     """One algorithm. `kl_coef` is the coefficient of the divergence; a controller may move it after each rollout."""
 
     @property
-    def needs_reference(self) -> bool: ...
-
-    @property
-    def needs_critic(self) -> bool: ...
-
-    @property
-    def needs_entropy(self) -> bool:
-        """Whether the entropy has a part in the gradient."""
+    def wanted(self) -> Wanted: ...
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
         """Return what each answer has earned, (N,)."""

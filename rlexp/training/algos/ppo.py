@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from rlexp.config.schema.losses import CriticName
 from rlexp.training.algos.clipped import ClippedRatio
 from rlexp.training.algos.gae import gae
 from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, Spread
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,8 +27,11 @@ class PPO(ClippedRatio):
     lam: float
     value_coef: float
     value_clip: float | None
+    critic: CriticName = CriticName.own
 
-    needs_critic: ClassVar[bool] = True
+    @property
+    def wanted(self) -> Wanted:
+        return super().wanted | Wanted(values=self.critic)
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
         return outcomes.scores_N

@@ -15,8 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlexp.training.algos.base import Asks, Losses, Values
+from rlexp.training.algos.base import Losses, Values
 from rlexp.training.algos.log_ratios import implicit_rewards
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,11 @@ class Formula(ABC):
 
     beta: float = 0.1
     margin_weight: float = 0.0
-    needs: ClassVar[Asks] = Asks(reference=True)
+    needs: ClassVar[Wanted] = Wanted(reference=True)
 
     @property
-    def asks(self) -> Asks:
-        return self.needs | Asks(margins=self.margin_weight > 0)
+    def wanted(self) -> Wanted:
+        return self.needs | Wanted(margins=self.margin_weight > 0)
 
     @abstractmethod
     def losses(self, values: Values) -> Tensor:
@@ -67,9 +68,9 @@ class Preference:
     ld_alpha: float = 1.0
 
     @property
-    def asks(self) -> Asks:
-        own = Asks(likelihoods=self.wpo, mean_tokens=self.sft_weight > 0, tail_weight=self.ld_alpha)
-        return reduce(Asks.__or__, (term.formula.asks for term in self.terms), own)
+    def wanted(self) -> Wanted:
+        own = Wanted(likelihoods=self.wpo, mean_tokens=self.sft_weight > 0, tail_weight=self.ld_alpha)
+        return reduce(Wanted.__or__, (term.formula.wanted for term in self.terms), own)
 
     def __call__(self, values: Values) -> Losses:
         parts = {term.name: term.weight * term.formula.losses(shown(values, term.formula)) for term in self.terms}
@@ -93,8 +94,8 @@ class Preference:
 
 
 def shown(values: Values, formula: Formula) -> Values:
-    """Return the values without a reference that only another term asks for."""
-    return values if formula.asks.reference else replace(values, reference=None)
+    """Return the values without a reference that only another term wants."""
+    return values if formula.wanted.reference else replace(values, reference=None)
 
 
 def on_policy_weight(values: Values) -> Tensor:
@@ -103,8 +104,8 @@ def on_policy_weight(values: Values) -> Tensor:
     For each answer, the mean over its tokens of log p − log Σ p², where p is the policy's distribution: how probable
     the token is, relative to one that the policy would draw. The weight is the product of both exponentials.
     """
-    assert values.likelihoods is not None
+    likelihoods = values.of_tokens["likelihoods"]
     with torch.no_grad():
-        means = [(values.logps[side].detach() - values.likelihoods[side]) / values.tokens[side].clamp(min=1)
+        means = [(values.logps[side].detach() - likelihoods[side]) / values.tokens[side].clamp(min=1)
                  for side in ("chosen", "rejected")]  # fmt: skip
         return torch.exp(means[0] + means[1])

@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from rlexp.training.algos.base import Asks, Values
+from rlexp.training.algos.base import Values
 from rlexp.training.algos.log_ratios import margins, per_token
 from rlexp.training.algos.logistic import logistic
 from rlexp.training.algos.preference import Formula
+from rlexp.training.types import Wanted
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,7 @@ class SimPO(Formula):
     """−log σ(β·(chosen − rejected) − γ), of log-probabilities per token, without a reference."""
 
     gamma: float = 1.0
-    needs: ClassVar[Asks] = Asks()
+    needs: ClassVar[Wanted] = Wanted()
 
     def rewarded(self, values: Values) -> Values:
         return per_token(values)

@@ -14,8 +14,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from rlexp.training.algos.base import Asks, Losses, Values
+from rlexp.training.algos.base import Losses, Values
 from rlexp.training.algos.log_ratios import accuracies
+from rlexp.training.types import Wanted
 
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
 
@@ -25,10 +26,10 @@ class Unpaired(ABC):
     beta: float = 0.1
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
-    needs: ClassVar[Asks] = Asks(reference=True)
+    needs: ClassVar[Wanted] = Wanted(reference=True, labels=True)
 
     @property
-    def asks(self) -> Asks:
+    def wanted(self) -> Wanted:
         return self.needs
 
     @abstractmethod

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from rlexp.training.model.fused import operators, plain  # noqa: F401 — defines operators
 from rlexp.training.model.fused.plain import wide
-from rlexp.training.types import Shard, TokenLogps, TokenScores
+from rlexp.training.types import OF_TOKENS, Shard, TokenLogps, TokenScores, Wanted
 
 LOGITS = 1 << 24  # elements of logits held at once, on a CPU
 BYTES, FUSED_BYTES = 10, 2  # of an element of logits: in both dtypes and with its gradient; or in bfloat16 alone
@@ -34,14 +33,6 @@ def logits_at_once(memory: int | None, *, fused: bool = False) -> int:
     return LOGITS if memory is None else max(LOGITS, memory // share // each)
 
 
-class Entropy(Enum):
-    """Whether the entropy of each token's distribution is computed."""
-
-    unasked = "unasked"
-    logged = "logged"
-    trained = "trained"  # it has a gradient
-
-
 class HeadLogps(nn.Module):
     """Log-probabilities of a shard's targets; without a shard, the logits.
 
@@ -49,28 +40,21 @@ class HeadLogps(nn.Module):
     module by module gathers them once, however many pieces this rank's tokens make.
     """
 
-    def __init__(
-        self, temperature: float, entropy: Entropy, most: int = LOGITS, *, likelihoods: bool = False, hits: bool = False
-    ) -> None:
+    def __init__(self, wanted: Wanted, most: int = LOGITS) -> None:
         super().__init__()
-        self.temperature, self.entropy, self.likelihoods, self.hits = temperature, entropy, likelihoods, hits
-        self.most, self.fused = most, False
+        self.wanted, self.most, self.fused = wanted, most, False
 
     def forward(
         self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard | None
     ) -> TokenLogps | Tensor:
         if shard is None:
-            return logits_of(weight, bias, hidden_tE, self.temperature)
-        fused = self.fused and bias is None
-        rows = max(1, self.most // weight.shape[0])
-        asked = _Asked(self.temperature, self.entropy, rows, self.likelihoods, self.hits, fused)
-        said = _Pieces.apply(weight, bias, hidden_tE, shard.targets_t, shard.trained_u, asked)
-        logps_n, means_n, entropy_n, likelihoods_n, hits_n = (
-            None if each_u is None else shard.by_token(each_u) for each_u in said
-        )
+            return logits_of(weight, bias, hidden_tE, self.wanted.temperature)
+        reading = _Reading(self.wanted, max(1, self.most // weight.shape[0]), self.fused and bias is None)
+        read_u = _Pieces.apply(weight, bias, hidden_tE, shard.targets_t, shard.trained_u, reading)
+        logps_n, means_n, *of_tokens_n = (None if each_u is None else shard.by_token(each_u) for each_u in read_u)
         assert logps_n is not None
         assert means_n is not None
-        return TokenLogps(logps_n, means_n, entropy_n, likelihoods_n=likelihoods_n, hits_n=hits_n)
+        return TokenLogps(logps_n, means_n, *of_tokens_n)
 
 
 class HeadScores(nn.Module):
@@ -92,12 +76,11 @@ def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperatur
 
 
 @dataclass(frozen=True)
-class _Asked:
-    temperature: float
-    entropy: Entropy
+class _Reading:
+    """How logits are read."""
+
+    wanted: Wanted
     rows: int  # in a piece
-    likelihoods: bool
-    hits: bool
     fused: bool  # all that is read of logits by one kernel, and their gradient written in their place by another
 
 
@@ -113,38 +96,39 @@ class _Pieces(torch.autograd.Function):
         hidden_tE: Tensor,
         targets_t: Tensor,
         trained_u: Tensor,
-        asked: _Asked,
+        reading: _Reading,
     ) -> tuple[Tensor | None, ...]:
-        trained = asked.entropy is not Entropy.unasked, asked.likelihoods, asked.hits
+        wanted = reading.wanted
+        of_tokens = [getattr(wanted, name) for name in OF_TOKENS]
         values = [
             hidden_tE.new_empty(len(trained_u), dtype=wide(weight.dtype)) if each else None
-            for each in (True, True, True, *trained)
+            for each in (True, True, True, *of_tokens)
         ]
-        read = torch.ops.rlexp.read_logits if asked.fused else plain.read_logits
-        for part, at in _parts(trained_u, asked.rows):
+        read = torch.ops.rlexp.read_logits if reading.fused else plain.read_logits
+        for part, at in _parts(trained_u, reading.rows):
             logits_pV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
-            chosen_p, norm_p, *others = read(logits_pV, targets_t.index_select(0, at), asked.temperature, *trained)
-            found = (chosen_p - norm_p, norm_p, *others)
-            for into_u, values_p in zip(values, found, strict=True):
+            chosen_p, norm_p, *others = read(logits_pV, targets_t.index_select(0, at), wanted.temperature, *of_tokens)
+            pieces = (chosen_p - norm_p, norm_p, *others)
+            for into_u, values_p in zip(values, pieces, strict=True):
                 if into_u is not None:
                     into_u[part] = values_p
             del logits_pV  # before the next piece makes its own
-        logps_u, norms_u, means_u, entropy_u, likelihoods_u, hits_u = values
-        ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_u, norms_u, entropy_u)
-        ctx.asked = asked
-        logged = entropy_u if asked.entropy is Entropy.logged else None
-        ctx.mark_non_differentiable(*(x for x in (means_u, likelihoods_u, hits_u, logged) if x is not None))
-        return logps_u, means_u, entropy_u, likelihoods_u, hits_u
+        logps_u, norms_u, means_u, entropies_u, *others_u = values
+        ctx.save_for_backward(weight, bias, hidden_tE, targets_t, trained_u, norms_u, entropies_u)
+        ctx.reading = reading
+        constant = [means_u, *others_u, *([] if wanted.entropy_gradient else [entropies_u])]
+        ctx.mark_non_differentiable(*(each_u for each_u in constant if each_u is not None))
+        return logps_u, means_u, entropies_u, *others_u
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads_u: Tensor) -> tuple[Tensor | None, ...]:
         weight, bias, hidden_tE, _, trained_u, *_ = ctx.saved_tensors
         of_weight, of_bias, of_hidden, *_ = ctx.needs_input_grad
-        total = _Sum(weight, pieces=-(-len(trained_u) // ctx.asked.rows))
+        total = _Sum(weight, pieces=-(-len(trained_u) // ctx.reading.rows))
         bias_V = None if bias is None else bias.new_zeros(bias.shape, dtype=wide(bias.dtype))
         hidden_grad_tE = torch.zeros_like(hidden_tE) if of_hidden else None
-        for at, logits_grad_pV in _logits_grads(ctx.saved_tensors, ctx.asked, *grads_u):
+        for at, logits_grad_pV in _logits_grads(ctx.saved_tensors, ctx.reading, *grads_u):
             narrow_pV = logits_grad_pV.to(weight.dtype)
             if hidden_grad_tE is not None:
                 hidden_grad_tE.index_copy_(0, at, narrow_pV @ weight)
@@ -166,19 +150,19 @@ def _parts(trained_u: Tensor, rows: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _logits_grads(
-    saved: tuple[Tensor, ...], asked: _Asked, logps_grad_u: Tensor, _: Any, entropy_grad_u: Any, *__: Any
+    saved: tuple[Tensor, ...], reading: _Reading, logps_grad_u: Tensor, _: Any, entropy_grad_u: Any, *__: Any
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tokens of each piece, and the gradient of their logits before the temperature."""
     weight, bias, hidden_tE, targets_t, trained_u, norms_u, entropy_u = saved
-    joins = asked.entropy is Entropy.trained and entropy_grad_u is not None
+    temperature, joins = reading.wanted.temperature, reading.wanted.entropy_gradient and entropy_grad_u is not None
     # A kernel reads them one after the other, and the gradient of a plain sum is one number for all.
     logps_grad_u = logps_grad_u.contiguous()
     entropy_grad_u = entropy_grad_u.contiguous() if joins else None
-    for part, at in _parts(trained_u, asked.rows):
+    for part, at in _parts(trained_u, reading.rows):
         of_entropy = [entropy_u[part], entropy_grad_u[part]] if joins else [None, None]
-        given: Any = (targets_t.index_select(0, at), norms_u[part], logps_grad_u[part], *of_entropy, asked.temperature)
+        given: Any = (targets_t.index_select(0, at), norms_u[part], logps_grad_u[part], *of_entropy, temperature)
         logits_pV = nn.functional.linear(hidden_tE.index_select(0, at), weight, bias)
-        if asked.fused:
+        if reading.fused:
             torch.ops.rlexp.logits_backward(logits_pV, *given)
         else:
             logits_pV = plain.logits_gradient(logits_pV, *given)

@@ -26,37 +26,27 @@ from rlexp.training.model.adapter import Adapter, in_use, put_adapter
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import Fused, fuse
-from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
+from rlexp.training.model.head import HeadLogps, HeadScores
 from rlexp.training.ring.attention import KeptOutputs
-from rlexp.training.types import Shard, TokenLogps, TokenScores
+from rlexp.training.types import Shard, TokenLogps, TokenScores, Wanted
 
 DTYPES = {Precision.fp32: torch.float32, Precision.bf16: torch.bfloat16, Precision.fp64: torch.float64}
+LOGPS = Wanted()  # log-probabilities alone
 CRITIC = "critic."  # the prefix of its parameters' names
 
 
 class Policy(nn.Module):
     """The module that an engine wraps and steps: the model, and the critic if there is one."""
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        critic: Critic | None = None,
-        *,
-        temperature: float = 1.0,
-        entropy: Entropy = Entropy.unasked,
-        likelihoods: bool = False,
-        hits: bool = False,
-        scores: bool = False,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, critic: Critic | None = None, wanted: Wanted = LOGPS) -> None:
         super().__init__()
         self.model = model
         self.critic = critic
         self.critic_lr_scale = 1.0  # the critic's learning rate over the policy's
-        self.logps = HeadLogps(temperature, entropy, likelihoods=likelihoods, hits=hits)
-        self.scores = HeadScores() if scores else None  # in the place of log-probabilities
+        self.logps = HeadLogps(wanted)
+        self.scores = HeadScores() if wanted.scores else None  # in the place of log-probabilities
         self.adapter: Adapter | None = None
         self.fused: Fused | None = None  # what computes with fused pieces, if any may
-        self._alone = False  # without the critic
 
     def named(self) -> Iterator[tuple[str, Any]]:
         """The model's parameters by its own names, then the critic's."""
@@ -92,14 +82,13 @@ class Policy(nn.Module):
     def starting(self) -> Iterator[None]:
         """Compute log-probabilities alone, as the weights did that training began with."""
         assert self.adapter is not None
-        logps = self.logps
-        asked = logps.entropy, logps.likelihoods, logps.hits
-        logps.entropy, logps.likelihoods, logps.hits, self._alone = Entropy.unasked, False, False, True
+        wanted = self.logps.wanted
+        self.logps.wanted = wanted.frozen
         try:
             with self.adapter.starting():
                 yield
         finally:
-            (logps.entropy, logps.likelihoods, logps.hits), self._alone = asked, False
+            self.logps.wanted = wanted
 
     @property
     def outlet(self) -> nn.Module:
@@ -122,8 +111,9 @@ class Policy(nn.Module):
             scores: TokenScores = self.scores(head.weight, head.bias, hidden_tE, shard)
             return scores
         logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
-        critic = None if self._alone else self.critic
-        return logps if critic is None else logps._replace(values_n=critic(hidden_tE, shard))
+        if self.critic is None or self.logps.wanted.values is None:
+            return logps
+        return logps._replace(values_n=self.critic(hidden_tE, shard))
 
     def _next(self, batch: Decoding) -> Tensor:
         head = self.head

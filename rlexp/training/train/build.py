@@ -31,7 +31,7 @@ from rlexp.config.schema import (
     Offload,
     OptimConfig,
 )
-from rlexp.config.schema.losses import CriticName
+from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.dealer.of_run import dealer_of
@@ -64,7 +64,8 @@ from rlexp.training.train.operations import of_reference, of_training, peak_of
 from rlexp.training.train.parts import Run, Setting
 from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.schedule import Schedule, warm_up_of
-from rlexp.training.train.task import Needs, Task
+from rlexp.training.train.task import Task
+from rlexp.training.types import Wanted
 from rlexp.training.world.groups import Ring, World, build_world
 from rlexp.training.world.shared_memory import Neighbours, meet
 
@@ -125,8 +126,8 @@ def build(
     dtype = DTYPES[cfg.train.precision]
     tokenizer = sources.tokenizer(cfg.model)
     task = (task_of or functools.partial(build_task, trains=trains))(cfg, tokenizer, world, bridge)
-    needs = task.needs if trains else task.evaluation_needs
-    models = models_of(cfg, model_config, needs, sources)
+    wanted = task.wanted if trains else task.wanted_of_evaluation
+    models = models_of(cfg, model_config, wanted, sources)
     windows = tuple(each for _, config in models for each in windows_in(config.to_dict(), cfg.data.max_length))
     kernel = kernel_for(cfg, models, windows, device, sources)
     for model, config in models:
@@ -139,10 +140,10 @@ def build(
         schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
     )  # fmt: skip
     stored = None
-    if needs.reference and cfg.reference.name is ReferenceName.precompute:
+    if wanted.reference and cfg.reference.name is ReferenceName.precompute:
         stored = stored_reference(setting, task, models[-1], sources, trains=trains)
     placing = placing_for(cfg, device, world, frozen=not trains)
-    policy = build_policy(cfg, model_config, device, needs, placing, sources)
+    policy = build_policy(cfg, model_config, device, wanted, placing, sources)
     hold_to_tokenizer(policy, task, tokenizer)
     end_with_template(policy.model, tokenizer, cfg.model)
     policy.recompute_activations(cfg.memory.recomputed)
@@ -152,9 +153,9 @@ def build(
         else build_frozen(cfg.engine, policy, world, dtype)
     )
     run = run_of(setting, engine)
-    reference = build_reference(run, models[-1], needs, sources) if needs.reference and stored is None else stored
+    reference = build_reference(run, models[-1], wanted, sources) if wanted.reference and stored is None else stored
     run = replace(run, operations=run.operations + of_reference(reference))
-    if needs.decoding:
+    if wanted.decoding:
         sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
@@ -194,7 +195,7 @@ def layout_of(cfg: Config, model_config: Any, sources: Sources) -> Choice:
 def hold_to_tokenizer(policy: Policy, task: Task, tokenizer: Any) -> None:
     """Refuse tokens that the model does not have; and let its configuration say where a score is read."""
     refuse_foreign_tokens(task.examples, policy.model.get_input_embeddings().num_embeddings)
-    if task.needs.scores:
+    if task.wanted.scores:
         policy.model.config.pad_token_id = padding_of(policy.model.config, tokenizer)
 
 
@@ -240,7 +241,7 @@ def build_policy(
     cfg: Config,
     config: Any,
     device: torch.device,
-    needs: Needs,
+    wanted: Wanted,
     placing: Placing | None,
     sources: Sources | None = None,
 ) -> Policy:
@@ -250,26 +251,24 @@ def build_policy(
     critic = None
     lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
     at = placing
-    if lora is not None and placing is not None and not trains_whole(lora, needs):
+    if lora is not None and placing is not None and not trains_whole(lora, wanted):
         at = placing.of_frozen(DTYPES[cfg.train.precision])
     with pieces_for(cfg.engine):
-        model = load(cfg.model, config, cfg.data.max_length, at, float64=float64, scores=needs.scores)
-        if needs.critic is not None:
-            own = needs.critic is CriticName.own
+        model = load(cfg.model, config, cfg.data.max_length, at, float64=float64, scores=wanted.scores)
+        if wanted.values is not None:
+            own = wanted.values is CriticName.own
             trunk = load(cfg.model, config, cfg.data.max_length, at, float64=float64).base_model if own else None
             critic = Critic(model.get_output_embeddings().in_features, trunk)
-    policy = Policy(
-        model, critic, temperature=needs.temperature, entropy=needs.entropy, likelihoods=needs.likelihoods,
-        hits=needs.hits, scores=needs.scores,
-    )  # fmt: skip
+    policy = Policy(model, critic, wanted)
     if lora is not None:
-        beside = needs.reference and cfg.reference.name is ReferenceName.adapter
+        beside = wanted.reference and cfg.reference.name is ReferenceName.adapter
         policy.adapt(lora, base=named_base(cfg.model), seed=cfg.seed, copy=beside)
     if placing is None:
         policy.to(device)
     else:
         put_all(policy, placing)
-    policy.critic_lr_scale = needs.critic_lr_scale
+    if isinstance(cfg.loss, PPOConfig) and cfg.loss.value_lr is not None:
+        policy.critic_lr_scale = cfg.loss.value_lr / cfg.optim.lr  # 0 is refused
     if fuses(cfg.model.fused, device, DTYPES[cfg.train.precision]):
         policy.fuse()
     memory = sources.memory(device)
@@ -281,9 +280,9 @@ def build_policy(
     return policy
 
 
-def trains_whole(lora: LoraConfig, needs: Needs) -> bool:
+def trains_whole(lora: LoraConfig, wanted: Wanted) -> bool:
     """Say whether modules are trained beside an adapter: their exact values must then arrive."""
-    return bool(lora.also) or needs.scores or (lora.path is not None and bool(read_adapter(lora.path).also))
+    return bool(lora.also) or wanted.scores or (lora.path is not None and bool(read_adapter(lora.path).also))
 
 
 def placing_for(cfg: Config, device: torch.device, world: World, *, frozen: bool = False) -> Placing | None:
@@ -346,13 +345,13 @@ def build_frozen(
             return Frozen(cfg.name.value, policy) if device is None else Streamed(cfg.name.value, policy, device, among)
 
 
-def models_of(cfg: Config, policy_config: Any, needs: Needs, sources: Sources) -> list[tuple[ModelConfig, Any]]:
+def models_of(cfg: Config, policy_config: Any, wanted: Wanted, sources: Sources) -> list[tuple[ModelConfig, Any]]:
     """Return the policy with its transformers configuration, and the model in reference.path with its own.
 
     A reference model that cannot stand beside the policy is refused.
     """
     policy = (cfg.model, policy_config)
-    if cfg.reference.path is None or not needs.reference:
+    if cfg.reference.path is None or not wanted.reference:
         return [policy]
     model = model_of_reference(cfg)
     config = sources.model_config(model, cfg.data.max_length)
@@ -403,14 +402,14 @@ def kernel_for(
     return kernel
 
 
-def build_reference(run: Run, model: tuple[ModelConfig, Any], needs: Needs, sources: Sources) -> Reference:
-    """Build what the policy is compared with, after the engine, which needs more memory for a moment while it is
+def build_reference(run: Run, model: tuple[ModelConfig, Any], wanted: Wanted, sources: Sources) -> Reference:
+    """Build what the policy is compared with, after the engine, which wanted more memory for a moment while it is
     built."""
     match run.cfg.reference.name:
         case ReferenceName.adapter:
             return OfAdapter(run.engine)
         case ReferenceName.model:
-            return OfModel(frozen_model(run, model, needs, sources))
+            return OfModel(frozen_model(run, model, wanted, sources))
         case other:
             raise AssertionError(other)
 
@@ -422,14 +421,14 @@ def stored_reference(
     never are in memory together."""
 
     def load() -> Frozen:
-        frozen = frozen_model(setting, model, task.needs, sources)
+        frozen = frozen_model(setting, model, task.wanted, sources)
         hold_to_tokenizer(frozen.policy, task, setting.tokenizer)
         return frozen
 
     return sources.precomputed(setting, task, model[0], load, trains=trains)
 
 
-def frozen_model(run: Setting, model: tuple[ModelConfig, Any], needs: Needs, sources: Sources) -> Frozen:
+def frozen_model(run: Setting, model: tuple[ModelConfig, Any], wanted: Wanted, sources: Sources) -> Frozen:
     """Load and freeze a model: the starting weights, with the adapter that training starts from, or another."""
     cfg = replace(run.cfg, model=model[0])
     if cfg.reference.path is not None or (isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is None):
@@ -438,7 +437,7 @@ def frozen_model(run: Setting, model: tuple[ModelConfig, Any], needs: Needs, sou
     if offload and ENGINES[cfg.engine.name.value].loads_pieces:
         cfg = replace(cfg, engine=replace(cfg.engine, offload=Offload.all))
     placing, among = placing_of_frozen(cfg, run, sources)
-    policy = build_policy(cfg, model[1], run.device, replace(needs.frozen, reference=False), placing, sources)
+    policy = build_policy(cfg, model[1], run.device, wanted.frozen, placing, sources)
     device = run.device if offload else None
     return build_frozen(cfg.engine, policy, run.world, run.dtype, device=device, among=among)
 

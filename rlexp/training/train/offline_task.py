@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from rlexp.training.dealer.deal import Dealt, TooLargeError, unit_of
 from rlexp.training.dealer.of_run import shared_in_words, too_large, without_room
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout.bridge import Bridge
@@ -42,14 +41,13 @@ from rlexp.training.train.examples import Examples, longest_examples, sampler_of
 from rlexp.training.train.parts import Run
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.step import note_tokens
-from rlexp.training.train.task import Held, Needs, Step, Task
+from rlexp.training.train.task import Held, Step, Task
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
 from rlexp.training.types import Answered, Floats, Pack, SequenceName, Shard, moved
 from rlexp.training.world.objects import gather_objects
 
 
 class OfflineTask(Task):
-    labelled: ClassVar[bool] = False  # each example is labelled good or bad
     reference: Reference | None
     carried: Mapping[str, float]  # what the loss left behind at the last step
     most_steps: int | None = None  # of the run's steps, those for which a stored reference must know the examples
@@ -57,9 +55,7 @@ class OfflineTask(Task):
     def __init__(self, cfg: Config, examples: Examples) -> None:
         self.kind, self.sides = EXAMPLE[cfg.loss.rows], SIDES[cfg.loss.rows]
         self.loss = self.loss_of(cfg)
-        asks = self.loss.asks
-        self.needs = Needs(reference=asks.reference, likelihoods=asks.likelihoods, hits=asks.hits, scores=asks.scores,
-                           entropy=Entropy.logged if asks.entropies else Entropy.unasked)  # fmt: skip
+        self.wanted = self.loss.wanted
         self.examples = examples
         self.train: Sequence[Answered] = examples.train
         self.held_out: Sequence[Answered] = examples.held_out
@@ -92,7 +88,7 @@ class OfflineTask(Task):
     @classmethod
     def unfit(cls, cfg: Config, examples: Examples) -> str | None:
         margins = examples.margins
-        if not margins.lacking or not cls.loss_of(cfg).asks.margins:
+        if not margins.lacking or not cls.loss_of(cfg).wanted.margins:
             return None
         return (
             f"{margins.lack}, and loss.margin_weight is above 0. Give every row `margin`, or both `score_chosen` and "
@@ -162,17 +158,17 @@ class OfflineTask(Task):
         if self.reference is not None:
             shard = self.reference.known(pack, shard)
         tail_n = None
-        if self.loss.asks.tail_weight < 1:
-            weights = [part for each in examples for part in tail_weights(each, self.loss.asks.tail_weight)]
+        if self.wanted.tail_weight < 1:
+            weights = [part for each in examples for part in tail_weights(each, self.wanted.tail_weight)]
             tail_n = moved(listed(weights, torch.float64)[shard.listed_n], run.device)
         counts = np.array([[trained_tokens(*answer) for answer in each.answers] for each in examples])
         tokens_ES = moved(torch.from_numpy(counts.reshape(len(examples), len(self.sides))).double(), run.device)
         margin_E = None
-        if self.loss.asks.margins:
+        if self.wanted.margins:
             margins = [each.margin or 0.0 for each in examples]
             margin_E = moved(torch.tensor(margins, dtype=torch.float64), run.device)
         label_E = None
-        if self.labelled:
+        if self.wanted.labels:
             label_E = moved(torch.tensor([each.label for each in examples], dtype=torch.float64), run.device)
         return HeldExamples(shard.to(run.device), self.by_side(tokens_ES.flatten()), margin_E, label_E, tail_n)
 
@@ -235,7 +231,7 @@ class OfflineStep(Step):
         self.examples = examples
         self.count = len(batch.indices)  # the loss's denominator, known before the first micro-batch
         self.mean_tokens = 1.0
-        if task.loss.asks.mean_tokens:
+        if task.wanted.mean_tokens:
             self.mean_tokens = mean_tokens(map(self.example, range(self.count)), self.count)
         self.take(task.held_out_dealt if held_out else self.deal(self.example), task.run.world.replica)
         self.whole: WholeBatch | None = None
@@ -245,7 +241,7 @@ class OfflineStep(Step):
 
     def prepare(self) -> None:
         """Run the passes without gradient that come before the first micro-batch. A collective call."""
-        if self.task.loss.asks.whole_batch and len(self.micro_batches) > 1 and not self.held_out:
+        if self.task.wanted.whole_batch and len(self.micro_batches) > 1 and not self.held_out:
             self.choose_counted()
             with self.task.passing("collecting"):
                 self.kept = [values.reference for _, values in self.collect()]
@@ -295,8 +291,7 @@ class OfflineStep(Step):
             reference = task.reference_sums(held)
         with task.run.phases("forward"):
             tokens = task.run.engine.forward(held.shard)
-        said = {"likelihoods": tokens.likelihoods_n, "entropies": tokens.entropy_n, "hits": tokens.hits_n}
-        values = Values(
+        return Values(
             logps=task.sums(tokens.logps_n, held),
             reference=reference,
             tokens=held.tokens,
@@ -305,16 +300,13 @@ class OfflineStep(Step):
             mean_tokens=self.mean_tokens,
             carried=task.carried,
             held_out=self.held_out,
-        )
-        more: dict[str, Any] = {
-            name: task.sums(of_n, held, weighted=False) for name, of_n in said.items() if of_n is not None
-        }
-        return replace(values, **more), tokens
+            of_tokens={name: task.sums(each_n, held, weighted=False) for name, each_n in tokens.of_tokens.items()},
+        ), tokens
 
     def judged(self, values: Values, places: Sequence[int], meter: Meter) -> Tensor:
         """Return the sum of the examples' losses, with the gradient that the train batch's loss has by their values."""
         slopes = None
-        if self.task.loss.asks.whole_batch:
+        if self.task.wanted.whole_batch:
             if self.whole is None:  # one micro-batch a replica
                 self.judge([(places, values)])
             assert self.whole is not None
@@ -355,7 +347,7 @@ class OfflineStep(Step):
         self.carried = self.whole.losses.carried
 
     def evaluate(self, meter: Meter) -> None:
-        if self.task.loss.asks.whole_batch:
+        if self.task.wanted.whole_batch:
             for places, values in self.collect(meter):
                 self.judged(values, places, meter)
             return
@@ -394,7 +386,7 @@ class OfflineStep(Step):
             for number in range(self.dealt.most_units(pack)):  # equally many passes on every replica
                 values, _ = self.values(self.load(indices[number : number + 1]))
                 sums = [*values.judged.values(), *(values.reference or {}).values()]
-                if not loss.asks.whole_batch:
+                if not self.task.wanted.whole_batch:
                     sums.append(loss(values).losses_E)
                 if not all(bool(each.isfinite().all()) for each in sums):
                     mine.append(indices[number])

@@ -78,7 +78,7 @@ def versions_of(task: Task) -> dict[str, str]:
     model's, and a reference's. They are given by the keys of their paths."""
     cfg = task.run.cfg
     models: dict[str, ModelConfig] = {}
-    if task.needs.reference or cfg.model.freeze or isinstance(cfg.adapter, LoraConfig):
+    if task.wanted.reference or cfg.model.freeze or isinstance(cfg.adapter, LoraConfig):
         models["model.path"] = cfg.model
     if cfg.reference.path is not None:
         models["reference.path"] = model_of_reference(cfg)

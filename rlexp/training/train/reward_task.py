@@ -27,7 +27,7 @@ class RewardTask(OfflineTask):
     def unfit(cls, cfg: Config, examples: Examples) -> str | None:
         """Refuse a mixture: its pairs would be trained towards different goals. Without any margin, all are 0."""
         margins = examples.margins
-        if margins.lacking in (0, margins.rows) or not cls.loss_of(cfg).asks.margins:
+        if margins.lacking in (0, margins.rows) or not cls.loss_of(cfg).wanted.margins:
             return None
         return (
             f"{margins.lack}, and the others have one. Give every row `margin`, or none; or leave them out: "

@@ -232,7 +232,7 @@ class Rollouts:
         }
         values |= gap_values(table)
         values |= {name: value for name, value in mean.items() if name.startswith("reward/")}
-        if self.loss.needs_critic:
+        if self.loss.wanted.values is not None:
             values |= {"val/explained_variance": self._explained_variance()}
         return values
 

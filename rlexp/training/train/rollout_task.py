@@ -19,7 +19,7 @@ from torch import Tensor
 
 from rlexp.base.errors import NonFiniteError
 from rlexp.config.schema import Config
-from rlexp.config.schema.losses import PolicyLossConfig, PPOConfig
+from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
 from rlexp.training.algos.weights import sequence_weight, token_weight
@@ -27,7 +27,6 @@ from rlexp.training.algos.whiten import whiten
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.packing import listed
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout import saved
@@ -38,8 +37,8 @@ from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
-from rlexp.training.train.task import Held, Needs, Step, Task
-from rlexp.training.types import Ids, Prompt, Sample, Shard, TokenLogps, moved
+from rlexp.training.train.task import Held, Step, Task
+from rlexp.training.types import Ids, Prompt, Sample, Shard, TokenLogps, Wanted, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -59,7 +58,7 @@ class RolloutTask(Task):
         self.loss: PolicyLoss = loss
         self.bridge = bridge  # to the ranks that only sample
         self.parts = parts
-        self.needs = needs_of(cfg, loss_cfg, loss)
+        self.wanted = replace(loss.wanted, temperature=cfg.rollout.temperature)
         self.examples = examples
         self.sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
 
@@ -84,9 +83,9 @@ class RolloutTask(Task):
         return f"its answer {cfg.rollout.max_new_tokens:,}"
 
     @property
-    def evaluation_needs(self) -> Needs:
+    def wanted_of_evaluation(self) -> Wanted:
         """An evaluation draws answers and asks for their rewards, and compares the policy with nothing."""
-        return replace(self.needs.frozen, reference=False)
+        return self.wanted.frozen
 
     @property
     def steps_per_epoch(self) -> int:
@@ -149,22 +148,6 @@ class RolloutTask(Task):
             f"{super().describe()}, a rollout is {cfg.batch_size} × {cfg.n_samples} samples for "
             f"{cfg.epochs} epoch{'s' * (cfg.epochs > 1)} × {cfg.minibatches} train batches"
         )
-
-
-def needs_of(cfg: Config, loss_cfg: PolicyLossConfig, loss: PolicyLoss) -> Needs:
-    critic, lr_scale = None, 1.0
-    if isinstance(loss_cfg, PPOConfig):
-        critic = loss_cfg.critic
-        if loss_cfg.value_lr is not None:
-            lr_scale = loss_cfg.value_lr / cfg.optim.lr  # 0 is refused
-    return Needs(
-        reference=loss.needs_reference,
-        decoding=True,
-        critic=critic,
-        critic_lr_scale=lr_scale,
-        temperature=cfg.rollout.temperature,
-        entropy=Entropy.trained if loss_cfg.entropy else Entropy.logged,
-    )
 
 
 @dataclass(frozen=True)
@@ -261,7 +244,7 @@ def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: S
     """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them."""
     samples = [batch.samples[index] for index in indices]
     dtype = torch.promote_types(task.run.dtype, torch.float32)
-    critic = task.needs.critic is not None
+    critic = task.wanted.values is not None
 
     def spread(arrays: Sequence[np.ndarray]) -> Tensor:
         return listed(arrays, dtype)[shard.listed_n]
@@ -276,7 +259,7 @@ def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: S
     return {
         "old_n": field("old"),
         "behaviour_n": field("behaviour"),
-        "reference_n": field("reference") if task.loss.needs_reference else None,
+        "reference_n": field("reference") if task.wanted.reference else None,
         "advantages_n": spread([batch.advantages[index].numpy() for index in indices]),
         "old_values_n": field("values") if critic else None,
         "returns_n": field("returns") if critic else None,
@@ -289,11 +272,11 @@ def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: S
 
 
 def tokens_of(held: HeldSamples, said: TokenLogps) -> PolicyTokens:
-    assert said.entropy_n is not None
+    assert said.entropies_n is not None
     known: dict[str, Any] = held.known
     return PolicyTokens(
         logps_n=said.logps_n,
-        entropy_n=said.entropy_n,
+        entropy_n=said.entropies_n,
         values_n=said.values_n,
         **known,
         by_sequence=lambda values_n: ring_sum(sum_by_sequence(values_n, held.shard), held.shard.ring),

@@ -20,8 +20,7 @@ from rlexp.training.rollout.pipelined import serve
 from rlexp.training.train.build import build_policy, device_of
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.train.task import Needs
-from rlexp.training.types import Prompt
+from rlexp.training.types import Prompt, Wanted
 from rlexp.training.world.groups import ALONE, World
 
 
@@ -32,11 +31,11 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
     sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
     whole = dataclasses.replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
-    needs = Needs(temperature=cfg.rollout.temperature)
+    wanted = Wanted(temperature=cfg.rollout.temperature)
     # vLLM has the weights on the device. These are handed over to it, and need not be there too.
     at = torch.device("cpu") if cfg.rollout.engine is RolloutEngine.vllm else device
     placing = Placing(at, DTYPES[cfg.train.precision])
-    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), at, needs, placing)
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), at, wanted, placing)
     handed_over = trained(policy)
     policy.eval().requires_grad_(False)
     drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)

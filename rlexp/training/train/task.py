@@ -1,7 +1,7 @@
 """The interface between training and what is trained. A task is one file; nothing outside asks which one it is.
 
 A task's class says what preflight needs: its longest examples. `build` makes a task of examples before there is a
-model: the task says what it needs of the models. Once the engine stands, `start` hands it the run. From then on
+model: the task says what is `wanted` of the models. Once the engine stands, `start` hands it the run. From then on
 `train_step` asks it for one `Step` after the other.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,37 +17,15 @@ from torch import Tensor
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
-from rlexp.config.schema.losses import CriticName
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt
 from rlexp.training.metrics.meter import Meter
-from rlexp.training.model.head import Entropy
 from rlexp.training.reference.base import Reference
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Run
-from rlexp.training.types import Shard
-
-
-@dataclass(frozen=True)
-class Needs:
-    """The needs of a task: of the trained model, and whether the starting weights must stand beside it."""
-
-    reference: bool = False
-    decoding: bool = False  # the model must draw tokens one by one
-    critic: CriticName | None = None
-    critic_lr_scale: float = 1.0  # the critic's learning rate relative to the policy's
-    temperature: float = 1.0  # log-probabilities are taken at this temperature
-    entropy: Entropy = Entropy.unasked
-    likelihoods: bool = False  # log Σ p² of each token's distribution
-    hits: bool = False  # whether each token is the most probable one
-    scores: bool = False  # a head for scores, in the place of log-probabilities
-
-    @property
-    def frozen(self) -> Needs:
-        """The needs of a copy that is not trained."""
-        return replace(self, critic=None, entropy=Entropy.unasked, likelihoods=False, hits=False)
+from rlexp.training.types import Shard, Wanted
 
 
 @dataclass(frozen=True)
@@ -104,7 +82,7 @@ class Task(ABC):
 
     kind: str  # the name of one example
     examples: Examples
-    needs: Needs
+    wanted: Wanted  # of the models, the rows and the train batch
     run: Run  # from `start` on
 
     @classmethod
@@ -129,9 +107,8 @@ class Task(ABC):
         """Say how the tokens of such an example are divided."""
 
     @property
-    def evaluation_needs(self) -> Needs:
-        """The needs of an evaluation without training."""
-        return self.needs
+    def wanted_of_evaluation(self) -> Wanted:
+        return self.wanted
 
     @property
     @abstractmethod

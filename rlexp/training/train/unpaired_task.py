@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,11 +35,9 @@ NEAR = 1.1  # a factor within which they are near enough
 
 
 class UnpairedTask(OfflineTask):
-    labelled: ClassVar[bool] = True
-
     @classmethod
     def unfit(cls, cfg: Config, examples: Examples) -> str | None:
-        alone = _alone(cfg, examples) if cls.loss_of(cfg).asks.mismatched else None
+        alone = _alone(cfg, examples) if cls.loss_of(cfg).wanted.mismatched else None
         return _alike(cfg, examples.labels) or alone
 
     def step_of(self, batch: Batch, examples: Sequence[Answered], *, held_out: bool = False) -> OfflineStep:
@@ -58,7 +56,7 @@ class UnpairedStep(OfflineStep):
         return partners_of([self.example(place).prompt.tobytes() for place in range(self.count)])
 
     def prepare(self) -> None:
-        if self.task.loss.asks.mismatched:
+        if self.task.wanted.mismatched:
             if not self.held_out:
                 self.choose_counted()
             self.mismatched_B = self.log_ratios_of_others()

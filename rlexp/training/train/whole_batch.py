@@ -70,22 +70,24 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
     return _of_columns(list(table.cpu()), some)
 
 
-OF_SIDES = ("logps", "reference", "tokens", "likelihoods", "entropies", "hits")
+OF_SIDES = ("logps", "reference", "tokens")
 OF_EXAMPLES = ("margin_E", "label_E")
 
 
-def _fields(values: Values) -> dict[str, Sides]:
-    """Return the values that differ between examples."""
-    of_sides = {name: getattr(values, name) for name in OF_SIDES}
-    of_examples = {name: {"": value_E} for name in OF_EXAMPLES if (value_E := getattr(values, name)) is not None}
-    return {name: sides for name, sides in (of_sides | of_examples).items() if sides is not None}
-
-
 def _columns(values: Values) -> list[Tensor]:
-    return [each_E for sides in _fields(values).values() for each_E in sides.values()]
+    """Return the values that differ between examples."""
+    of_sides = [getattr(values, name) or {} for name in OF_SIDES] + [*values.of_tokens.values()]
+    of_examples = [each_E for name in OF_EXAMPLES if (each_E := getattr(values, name)) is not None]
+    return [each_E for sides in of_sides for each_E in sides.values()] + of_examples
 
 
 def _of_columns(columns: list[Tensor], like: Values) -> Values:
-    found = {name: {side: columns.pop(0) for side in sides} for name, sides in _fields(like).items()}
-    known: dict[str, Any] = {name: sides[""] if name in OF_EXAMPLES else sides for name, sides in found.items()}
-    return replace(like, **known)
+    """Return values like some, of columns in the order of `_columns`."""
+
+    def taken(sides: Sides | None) -> Sides | None:
+        return None if sides is None else {side: columns.pop(0) for side in sides}
+
+    taken_up: dict[str, Any] = {name: taken(getattr(like, name)) for name in OF_SIDES}
+    taken_up["of_tokens"] = {name: taken(sides) for name, sides in like.of_tokens.items()}
+    taken_up |= {name: columns.pop(0) for name in OF_EXAMPLES if getattr(like, name) is not None}
+    return replace(like, **taken_up)

@@ -103,7 +103,7 @@ class OfSamples(Stepped):
         self.given, self.apart = given, 0.0
         self.loss, self.tokenizer = loss, tokenizer
         self.policy = load(cfg, self.device)
-        self.start = load(of_reference(cfg), self.device) if loss.needs_reference else None
+        self.start = load(of_reference(cfg), self.device) if loss.wanted.reference else None
         self.critic: Critic | None = None
         if isinstance(cfg.loss, PPOConfig):
             trunk = of_critic(cfg, self.device) if cfg.loss.critic is CriticName.own else None

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.algos.base import Loss, Values
+from rlexp.training.types import OF_TOKENS
 from rlexp.verify.records import MISMATCHED, Array, Counts, Losses
 
 
@@ -22,19 +23,17 @@ def losses_of(
     """Return the losses of a whole batch, their derivatives by the policy's sums, and what else the formula returns;
     then what it leaves to the next step."""
     sides = list(counts.tokens)
-    policy, reference, likelihoods = (_by_side(sums, who, sides) for who in ("policy", "reference", "likelihoods"))
+    policy, reference = (_by_side(sums, who, sides) for who in ("policy", "reference"))
     assert policy is not None
     for each in policy.values():
         each.requires_grad_()
-    scores = loss.asks.scores
+    scores = loss.wanted.scores
     values = Values(
         logps={} if scores else policy,
         scores=policy if scores else None,
         reference=reference,
         tokens={side: torch.tensor(each, dtype=torch.float64) for side, each in counts.tokens.items()},
-        likelihoods=likelihoods,
-        entropies=_by_side(sums, "entropies", sides),
-        hits=_by_side(sums, "hits", sides),
+        of_tokens={who: by_side for who in OF_TOKENS if (by_side := _by_side(sums, who, sides))},
         margin_E=_tensor(counts.margins),
         label_E=_tensor(counts.labels),
         mismatched_B=_tensor(sums.get(MISMATCHED)),

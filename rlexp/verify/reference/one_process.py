@@ -44,8 +44,8 @@ class Reference(Stepped):
     def __init__(self, cfg: Config, loss: Loss, tokenizer: Any, files: TensorFiles) -> None:
         super().__init__(cfg, files)
         self.loss, self.carried = loss, dict[str, float]()
-        self.policy = load(cfg, self.device, scores=self.loss.asks.scores)
-        self.start = load(of_reference(cfg), self.device) if self.loss.asks.reference else None
+        self.policy = load(cfg, self.device, scores=self.loss.wanted.scores)
+        self.start = load(of_reference(cfg), self.device) if self.loss.wanted.reference else None
         self.data = examples_of(cfg, tokenizer)
         self.examples = self.data.train
         self.begin = tokenizer.bos_token_id
@@ -67,7 +67,7 @@ class Reference(Stepped):
         The formula sees the whole batch at once. So a pass without gradient comes first, and the pass with gradient
         sends each sum's derivative backward, one sequence at a time.
         """
-        trained, asks = torch.is_grad_enabled(), self.loss.asks
+        trained, asks = torch.is_grad_enabled(), self.loss.wanted
         values = self._said(batch, ("policy", "reference", "logits", "likelihoods", "entropies", "hits"))
         sums, counts = self._sums(batch, values), rules.counts_of(list(batch.values()))
         others = self._others(batch) if asks.mismatched else {}
@@ -105,10 +105,10 @@ class Reference(Stepped):
 
     def _judged(self, example: TokenExample, side: str) -> Tensor:
         """What the loss is a function of: the answer's score, or the weighted sum of its tokens."""
-        if self.loss.asks.scores:
+        if self.loss.wanted.scores:
             return answer_score(self.policy, example, side, self.device)
         logps_n, *_ = answer_logps(self.policy, example, side, self.device)
-        weights = rules.token_weights(example, side, self.loss.asks.tail_weight)
+        weights = rules.token_weights(example, side, self.loss.wanted.tail_weight)
         return (logps_n * torch.from_numpy(weights).to(self.device)).sum()
 
     def _others(self, batch: Mapping[int, TokenExample]) -> dict[int, TokenExample]:
@@ -119,11 +119,11 @@ class Reference(Stepped):
     @torch.no_grad()
     def _said(self, batch: Mapping[int, TokenExample], asked: Sequence[str]) -> dict[str, dict[Key, Array]]:
         """What both models say of each trained token, as far as the loss asks for it."""
-        unasked = {name for name in ("likelihoods", "entropies", "hits") if not getattr(self.loss.asks, name)}
+        unasked = {name for name in ("likelihoods", "entropies", "hits") if not getattr(self.loss.wanted, name)}
         values: dict[str, dict[Key, Array]] = {who: {} for who in asked}
         for sample, example in batch.items():
             for side in example.sides:
-                if self.loss.asks.scores:
+                if self.loss.wanted.scores:
                     values["policy"][sample, side] = self._judged(example, side).reshape(1).cpu().numpy()
                     continue
                 logps_n, means_n, *more = answer_logps(self.policy, example, side, self.device)
@@ -137,10 +137,10 @@ class Reference(Stepped):
 
     def _sums(self, batch: Mapping[int, TokenExample], values: Mapping[str, Mapping[Key, Array]]) -> dict[str, Array]:
         """Add up the tokens of each answer, as the loss weighs them."""
-        beyond, sums = self.loss.asks.tail_weight, {}
+        beyond, sums = self.loss.wanted.tail_weight, {}
         for who in ("policy", "reference", *OF_TOKENS):
             for side in next(iter(batch.values())).sides if values[who] else ():
-                weights = [np.ones(1) if self.loss.asks.scores else
+                weights = [np.ones(1) if self.loss.wanted.scores else
                            rules.token_weights(example, side, 1.0 if who in OF_TOKENS else beyond)
                            for example in batch.values()]  # fmt: skip
                 tokens = [values[who][sample, side] for sample in batch]
@@ -157,8 +157,8 @@ def expected_steps(cfg: Config, loss: Loss, steps: int, held_out: int, folder: P
     """Take the first `steps` optimizer steps, then evaluate the first `held_out` held-out examples."""
     reference = Reference(cfg, loss, load_tokenizer(cfg), TensorFiles(folder))
     expected = Expected(examples=len(reference.examples), total_steps=reference.total, tokens={}, steps=[],
-                        asks=Asked(loss.asks.tail_weight, loss.asks.mean_tokens, loss.asks.margins,
-                                   loss.asks.scores))  # fmt: skip
+                        asks=Asked(loss.wanted.tail_weight, loss.wanted.mean_tokens, loss.wanted.margins,
+                                   loss.wanted.scores))  # fmt: skip
     total = 0
     for number in range(1, steps + 1):
         step = reference.step(number)

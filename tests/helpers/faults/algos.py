@@ -125,7 +125,7 @@ def learning_weights(original: Any, self: Any, values: Values) -> Any:
 
     def kept(_of: Any) -> Callable[..., Any]:
         def weight(values: Values) -> Any:
-            means = [(values.logps[side] - values.likelihoods[side]) / values.tokens[side]
+            means = [(values.logps[side] - values.of_tokens["likelihoods"][side]) / values.tokens[side]
                      for side in ("chosen", "rejected")]  # fmt: skip
             return torch.exp(means[0] + means[1])
 

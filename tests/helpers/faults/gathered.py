@@ -20,6 +20,10 @@ def of_the_next(sides: Any) -> Any:
     return {side: each_B.roll(1) for side, each_B in sides.items()}
 
 
+def with_likelihoods_of_the_next(values: Any) -> Any:
+    return replace(values, of_tokens={name: of_the_next(sides) for name, sides in values.of_tokens.items()})
+
+
 def half_of_the_derivatives(original: Any, losses: Any, slopes: Any, values: Any) -> Any:
     """Return the right sum, whose gradient is half as large as it must be."""
     return original(losses, {side: slope_E / 2 for side, slope_E in slopes.items()}, values)
@@ -36,7 +40,7 @@ def with_other_margins(original: Any, self: Any, values: Any, *args: Any) -> Any
     task, given = self.task, []
 
     class Other:
-        asks = task.loss.asks
+        wanted = task.wanted
 
         def __call__(self, values: Values) -> Any:
             given.append(values)
@@ -67,8 +71,7 @@ GATHERED_FAULTS = (
         gathered_as(lambda values: replace(values, tokens=of_the_next(values.tokens))), "loss", TRAIN,
         "loss=bco_pair", "loss.wpo=true"),
     one("bco_pair: gathered likelihoods of the next pair", WHOLE + "gathered",
-        gathered_as(lambda values: replace(values, likelihoods=of_the_next(values.likelihoods))), "loss", TRAIN,
-        "loss=bco_pair", "loss.wpo=true"),
+        gathered_as(with_likelihoods_of_the_next), "loss", TRAIN, "loss=bco_pair", "loss.wpo=true"),
     one("bco: gathered labels of the next answer", WHOLE + "gathered",
         gathered_as(lambda values: replace(values, label_E=values.label_E.roll(1))), "loss", TRAIN, "loss=bco"),
     one("aot: gathered with another mean of the tokens", WHOLE + "gathered",

@@ -15,7 +15,7 @@ from rlexp.training.algos.weights import token_weight
 from rlexp.training.metrics.meter import REPLICATED
 from rlexp.training.reference.models import OfModel
 from tests.helpers.faults.base import ALGOS, ENGINE, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
-from tests.helpers.faults.plant import Altered, Change, Given, Seeing
+from tests.helpers.faults.plant import Change, Given, Seeing
 
 # Two replicas of a ring of 2. A rollout is two train batches of eight samples, gone through once.
 ALONE = (*(word for word in FP64 if not word.startswith("data.size=")), "data.size=12", "rollout.batch_size=4",
@@ -187,8 +187,8 @@ def uncapped_in(build: Callable[..., Any]) -> Callable[..., Any]:
     return lambda loss_cfg, _cap: build(loss_cfg, None)
 
 
-def logged_only(entropy: Any) -> Any:
-    return Altered(entropy, trained=lambda _: entropy.logged)
+def logged_only(original: Any, self: Any) -> Any:
+    return replace(original(self), entropy_gradient=False)
 
 
 def no_numbers(original: Any, self: Any, lr: float) -> None:
@@ -239,7 +239,7 @@ SAMPLE_FAULTS = (
     sample("a masked answer counts", f"{SUPPLY}._collect", counting_again, "advantages", TRAIN, *MASKED),
     sample("no limit of the importance", f"{TASK}:RolloutTask.__init__", Seeing({"build_policy_loss": uncapped_in}),
            "loss", TRAIN, *PIPELINED, "rollout.importance_cap=1.00001", "optim.lr=1e-2", step=SECOND),
-    sample("an entropy without a gradient", f"{TASK}:needs_of", Seeing({"Entropy": logged_only}), "loss", TRAIN,
+    sample("an entropy without a gradient", "algos.clipped:ClippedRatio.wanted", logged_only, "loss", TRAIN,
            "loss.entropy=0.01"),
     sample("whitened over a replica", f"{TASK}:Weighed.of", Seeing({"whiten": Given(of_replica)}), "loss", TRAIN),
     sample("weights by a micro-batch's tokens", f"{TASK}:laid_out", of_micro_batch, "loss", TRAIN, step=2),

@@ -148,7 +148,7 @@ def test_a_term_without_reference_is_shown_none() -> None:
 def test_the_on_policy_weight() -> None:
     """The chosen answer's tokens are e^−0.5 times as probable as drawn ones, and the rejected one's e^0.25 times."""
     policy = trained(PAIR.logps)
-    values = replace(PAIR, logps=policy, likelihoods=sides([-8.0], [-13.5]), mean_tokens=5.0)
+    values = replace(PAIR, logps=policy, of_tokens={"likelihoods": sides([-8.0], [-13.5])}, mean_tokens=5.0)
     result = build_loss(DPOConfig(beta=0.5, wpo=True, sft_weight=1.0))(values)
     assert float(result.metrics_E["wpo_weight"]) == pytest.approx(math.exp(-0.25), rel=1e-14)
     assert result.losses_E.tolist() == pytest.approx([math.exp(-0.25) * softplus(-1.0) + 2], rel=1e-14)
@@ -157,10 +157,10 @@ def test_the_on_policy_weight() -> None:
 
 def test_what_a_loss_asks_for() -> None:
     for name, kind in LOSSES.items():
-        asks = build_loss(kind(beta=0.5, sft_weight=0.0)).asks
+        asks = build_loss(kind(beta=0.5, sft_weight=0.0)).wanted
         assert asks.reference == kind.has_reference, name
         assert asks.whole_batch == (name in ("aot", "aot_unpaired", "bco_pair")), name
-    assert not build_loss(LOSSES["bco_pair"](shift=Shift.none)).asks.whole_batch
+    assert not build_loss(LOSSES["bco_pair"](shift=Shift.none)).wanted.whole_batch
 
 
 def test_empty_micro_batch_has_no_losses() -> None:

@@ -75,7 +75,7 @@ def values_of(tokens: Tokens, tail: float = 1.0) -> Values:
         logps=by_side((tokens.policy * weights).sum(1)),
         reference=by_side((tokens.reference * weights).sum(1)),
         tokens=counts,
-        likelihoods=by_side((tokens.likelihoods * tokens.mask).sum(1)),
+        of_tokens={"likelihoods": by_side((tokens.likelihoods * tokens.mask).sum(1))},
         mean_tokens=float(counts["chosen"].mean()),
     )
 
@@ -179,7 +179,7 @@ def test_tails_that_weigh_less_are_trls(kind: str, name: str, keys: dict[str, An
     tokens = tokens_at_random()
     given = {key: keys[key] for key in ("label_smoothing", "tau") if key in keys}
     loss = build_loss(LOSSES[name](beta=0.1, ld_alpha=0.6, **keys))
-    assert loss.asks.tail_weight == 0.6
+    assert loss.wanted.tail_weight == 0.6
     same(tokens, loss(values_of(tokens, 0.6)).losses_E.mean(),
          trl_loss(tokens, [kind], [1.0], 0.1, ld_alpha=0.6, **given)[0])  # fmt: skip
 

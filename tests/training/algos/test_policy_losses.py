@@ -68,10 +68,10 @@ def test_loss_and_gradient_are_the_papers(name: str, variant: dict[str, Any]) ->
 
         close(float(terms.loss.detach()), wanted().real)
         close(answers_of(tokens, tokens.logps_n.grad), plain_gradient(case, "logps", wanted))
-        if loss.needs_critic:
+        if loss.wanted.values is not None:
             assert tokens.values_n is not None
             close(answers_of(tokens, tokens.values_n.grad), plain_gradient(case, "values", wanted))
-        if loss.needs_entropy:
+        if loss.wanted.entropy_gradient:
             close(answers_of(tokens, tokens.entropy_n.grad), plain_gradient(case, "entropy", wanted))
         parts = {key: float(part) for key, part in (terms.weighted | terms.replicated).items()}
         if name == "ppo":
@@ -239,6 +239,6 @@ def test_what_an_algorithm_needs() -> None:
     for name in LOSSES:
         for beta, entropy in ((0.0, 0.0), (0.1, 0.01)):
             loss = built(configured(name, beta=beta, entropy=entropy))
-            assert loss.needs_reference is (beta > 0)
-            assert loss.needs_entropy is (entropy > 0)
-            assert loss.needs_critic is (name == "ppo")
+            assert loss.wanted.reference is (beta > 0)
+            assert loss.wanted.entropy_gradient is (entropy > 0)
+            assert (loss.wanted.values is not None) is (name == "ppo")

@@ -108,7 +108,7 @@ def mean(losses: Losses, name: str) -> float:
 def test_supervised_training_is_per_token_of_the_batch() -> None:
     tokens = vector([4.0, 1.0])
     values = Values(logps={"answer": vector([-8.0, -3.0])}, reference=None, tokens={"answer": tokens}, mean_tokens=2.5,
-                    hits={"answer": vector([3.0, 0.0])}, entropies={"answer": vector([2.0, 1.5])})  # fmt: skip
+                    of_tokens={"hits": {"answer": vector([3, 0])}, "entropies": {"answer": vector([2, 1.5])}})  # fmt: skip
     losses = build_loss(SFTConfig())(values)
     assert float(losses.losses_E.mean()) == pytest.approx(11 / 5)
     assert mean(losses, "mean_token_accuracy") == pytest.approx(3 / 5)
@@ -127,13 +127,13 @@ def test_a_reward_model_by_hand() -> None:
 
 
 def test_what_they_ask_for() -> None:
-    asked = {name: build_loss(kind()).asks for name, kind in KINDS["loss"].items()
+    asked = {name: build_loss(kind()).wanted for name, kind in KINDS["loss"].items()
              if issubclass(kind, (UnpairedConfig, SFTConfig, RewardModelConfig))}  # fmt: skip
     assert [name for name, asks in asked.items() if asks.reference] == ["kto", "bco", "apo_zero_unpaired"]
     assert [name for name, asks in asked.items() if asks.mismatched] == ["kto"]
     assert [name for name, asks in asked.items() if asks.whole_batch] == ["bco"]
     assert [name for name, asks in asked.items() if asks.scores] == ["reward"]
-    assert not build_loss(BCOConfig(shift=Shift.none)).asks.whole_batch
+    assert not build_loss(BCOConfig(shift=Shift.none)).wanted.whole_batch
     for name, kind in KINDS["loss"].items():
         if issubclass(kind, UnpairedConfig):
             assert kind.mismatches == asked[name].mismatched

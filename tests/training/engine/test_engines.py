@@ -21,7 +21,7 @@ from rlexp.training.checkpoint.tensors import load
 from rlexp.training.engine.zero import place_of_piece
 from rlexp.training.train.build import build, unprobed
 from rlexp.training.train.step import train_step
-from rlexp.training.train.task import Needs
+from rlexp.training.types import Wanted
 from rlexp.training.world.groups import ALONE, World, build_world
 from tests.helpers.ranks import begin_saving, largest_gap, on_ranks, train_steps
 
@@ -189,7 +189,7 @@ def pieces_rank(spec: RankSpec, cfg) -> tuple[int, int, int]:
 
     world = build_world(1)
     config = build.load_config(cfg.model, cfg.data.max_length)
-    policies = [build.build_policy(cfg, config, torch.device("cpu"), Needs(), None) for _ in range(2)]
+    policies = [build.build_policy(cfg, config, torch.device("cpu"), Wanted(), None) for _ in range(2)]
     build.build_frozen(cfg.engine, policies[1], world, torch.float32)
     held = [sum(p.numel() + p.ds_tensor.numel() for p in policy.parameters()) for policy in policies]
     return sum(p.ds_numel for p in policies[0].parameters()), *held
@@ -303,7 +303,7 @@ class Poison:
     """A loss that is not finite for one pair of the data set."""
 
     def __init__(self, loss, value: float, in_gradient: bool) -> None:
-        self.loss, self.value, self.in_gradient, self.asks = loss, value, in_gradient, loss.asks
+        self.loss, self.value, self.in_gradient, self.wanted = loss, value, in_gradient, loss.wanted
 
     def __call__(self, values):
         result, chosen_P = self.loss(values), values.logps["chosen"]

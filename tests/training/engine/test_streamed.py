@@ -98,13 +98,13 @@ def bytes_held(_spec: RankSpec, cfg: Config) -> tuple[int, int, int, list[int]]:
     the bytes of each part."""
     task = build(cfg, probing=unprobed)
     shard = task.begin(1).load(task.begin(1).micro_batches[0]).shard
-    models = models_of(cfg, Sources().model_config(cfg.model, cfg.data.max_length), task.needs, Sources())
+    models = models_of(cfg, Sources().model_config(cfg.model, cfg.data.max_length), task.wanted, Sources())
     task.reference = None
     gc.collect()
     with LiveTensors() as live:
         live.find()
         before = live.held("cpu").live
-        reference: Any = build_reference(task.run, models[-1], task.needs, Sources())
+        reference: Any = build_reference(task.run, models[-1], task.wanted, Sources())
         reference.logps(shard)
         gc.collect()
         there = live.held("cpu").live

@@ -89,7 +89,7 @@ LOGPS: Sides = {"chosen": vector([-10, -8, -3, -12]), "rejected": vector([-12, -
 REFERENCE: Sides = {"chosen": vector([-11, -6, -4, -9]), "rejected": vector([-10, -9, -8, -7])}
 TOKENS: Sides = {"chosen": vector([4, 2, 1, 8]), "rejected": vector([3, 3, 5, 2])}
 LIKELIHOODS: Sides = {"chosen": vector([-9, -7, -3, -10]), "rejected": vector([-11, -9, -8, -4])}
-PAIRS = Values(LOGPS, REFERENCE, TOKENS, likelihoods=LIKELIHOODS, mean_tokens=15 / 4)
+PAIRS = Values(LOGPS, REFERENCE, TOKENS, of_tokens={"likelihoods": LIKELIHOODS}, mean_tokens=15 / 4)
 MARGINS = [1.5, -1.0, 1.0, -3.0]  # beta is 0.5
 ODDS = [math.log(math.expm1(12 / 3) / math.expm1(10 / 4)), math.log(math.expm1(9 / 3) / math.expm1(8 / 2)),
         math.log(math.expm1(9 / 5) / math.expm1(3 / 1)), math.log(math.expm1(4 / 2) / math.expm1(12 / 8))]  # fmt: skip
@@ -111,8 +111,8 @@ BY_HAND: dict[str, tuple[dict[str, Any], Values, dict[str, float]]] = {
         "bco/shift": 0.75}),
     "reward": ({}, Values({}, None, {}, scores=LOGPS), {
         "rewards/chosen": -33 / 4, "rewards/rejected": -34 / 4, "rewards/margins": 1 / 4, "rewards/accuracies": 3 / 4}),
-    "sft": ({}, Values({"answer": LOGPS["chosen"]}, None, {"answer": TOKENS["chosen"]}, mean_tokens=15 / 4,
-                       hits={"answer": vector([3, 0, 1, 2])}, entropies={"answer": vector([5, 4, 2, 7])}), {
+    "sft": ({}, Values({"answer": LOGPS["chosen"]}, None, {"answer": TOKENS["chosen"]}, mean_tokens=15 / 4, of_tokens={
+        "hits": {"answer": vector([3, 0, 1, 2])}, "entropies": {"answer": vector([5, 4, 2, 7])}}), {
         "loss": 33 / 15, "mean_token_accuracy": 6 / 15, "entropy": 18 / 15}),
 }  # fmt: skip
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rlexp.training.model.head import Entropy, HeadLogps, HeadScores
+from rlexp.training.model.head import HeadLogps, HeadScores
 from rlexp.training.model.policy import ValueHead
-from rlexp.training.types import TokenLogps
+from rlexp.training.types import TokenLogps, Wanted
 from tests.helpers.faults.plant import Seeing, plant
 from tests.helpers.models import Held
 from tests.helpers.ranks import seeded
@@ -18,13 +19,13 @@ from tests.helpers.sums import Sums
 
 TEMPERATURE = 0.7
 TRAINED = torch.tensor([1, 2, 4, 5])
+UNASKED, LOGGED, TRAINABLE = Wanted(), Wanted(entropies=True), Wanted(entropies=True, entropy_gradient=True)
+ENTROPIES = pytest.mark.parametrize("entropy", [UNASKED, LOGGED, TRAINABLE], ids=["unasked", "logged", "trained"])
 PIECES = pytest.mark.parametrize("rows", [100, 2], ids=["at once", "some rows at a time"])
 
 
-def head(
-    entropy: Entropy, rows: int, vocabulary: int = 11, temperature: float = TEMPERATURE, *, likelihoods: bool = False
-) -> HeadLogps:
-    return HeadLogps(temperature, entropy, most=vocabulary * rows, likelihoods=likelihoods)
+def head(wanted: Wanted, rows: int, vocabulary: int = 11, temperature: float = TEMPERATURE) -> HeadLogps:
+    return HeadLogps(replace(wanted, temperature=temperature), most=vocabulary * rows)
 
 
 def shard() -> Held:
@@ -32,8 +33,8 @@ def shard() -> Held:
 
 
 @PIECES
-@pytest.mark.parametrize("entropy", [Entropy.unasked, Entropy.logged, Entropy.trained])
-def test_values_and_gradients_are_those_of_a_log_softmax(rows: int, entropy: Entropy) -> None:
+@ENTROPIES
+def test_values_and_gradients_are_those_of_a_log_softmax(rows: int, entropy: Wanted) -> None:
     """Log-probabilities, mean logits and the entropy −Σ p·log p of the distribution that tokens are drawn from."""
     weight, bias, hidden = (seeded(*shape, seed=n).requires_grad_() for n, shape in enumerate([(11, 4), (11,), (6, 4)]))
     held = shard()
@@ -41,9 +42,9 @@ def test_values_and_gradients_are_those_of_a_log_softmax(rows: int, entropy: Ent
     log_p = logits.log_softmax(-1)
     chosen = log_p.gather(-1, held.targets_t.unsqueeze(-1)).squeeze(-1)
     wanted = [chosen, logits.mean(-1).detach(), -(log_p.exp() * log_p).sum(-1)]
-    if entropy is Entropy.logged:
+    if entropy is LOGGED:
         wanted[2] = wanted[2].detach()
-    wanted = [each[TRAINED] for each in wanted[: 2 if entropy is Entropy.unasked else 3]]
+    wanted = [each[TRAINED] for each in wanted[: 2 if entropy is UNASKED else 3]]
     said = head(entropy, rows)(weight, bias, hidden, held)
     assert isinstance(said, TokenLogps)
     got = [each for each in said if each is not None]
@@ -58,8 +59,8 @@ def test_values_and_gradients_are_those_of_a_log_softmax(rows: int, entropy: Ent
 
 
 @PIECES
-@pytest.mark.parametrize("entropy", [Entropy.unasked, Entropy.logged, Entropy.trained])
-def test_the_expected_likelihood_is_that_of_a_softmax_and_changes_no_gradient(rows: int, entropy: Entropy) -> None:
+@ENTROPIES
+def test_the_expected_likelihood_is_that_of_a_softmax_and_changes_no_gradient(rows: int, entropy: Wanted) -> None:
     """log Σ p² of the distribution that tokens are drawn from, without a gradient of its own."""
     weight, bias, hidden = (seeded(*shape, seed=n).requires_grad_() for n, shape in enumerate([(11, 4), (11,), (6, 4)]))
     held = shard()
@@ -69,11 +70,11 @@ def test_the_expected_likelihood_is_that_of_a_softmax_and_changes_no_gradient(ro
     for asked in (False, True):
         sizes: list[int] = []
         with torch.autograd.graph.saved_tensors_hooks(lambda x, to=sizes: (to.append(x.numel()), x)[1], lambda x: x):
-            said = head(entropy, rows, likelihoods=asked)(weight, bias, hidden, held)
+            said = head(replace(entropy, likelihoods=asked), rows)(weight, bias, hidden, held)
         saved.append(tuple(sizes))
         loss = (seeded(4, seed=7) * said.logps_n).sum()
-        if entropy is Entropy.trained:
-            loss = loss + (seeded(4, seed=8) * said.entropy_n).sum()
+        if entropy is TRAINABLE:
+            loss = loss + (seeded(4, seed=8) * said.entropies_n).sum()
         gradients.append(torch.autograd.grad(loss, [weight, bias, hidden]))
     assert said.values_n is None
     assert not said.likelihoods_n.requires_grad
@@ -87,7 +88,7 @@ def test_a_sure_distribution_has_the_likelihood_of_its_only_token() -> None:
     """Its logits are large, and log Σ p² would be lost if it were a difference of their sums."""
     held = Held.of(torch.zeros(1, dtype=torch.int64))
     hidden, weight = torch.tensor([[1.0]]), torch.tensor([[40000.0], [39999.0]])
-    said = head(Entropy.unasked, 1, 2, 1.0, likelihoods=True)(weight, None, hidden, held)
+    said = head(Wanted(likelihoods=True), 1, 2, 1.0)(weight, None, hidden, held)
     p = torch.tensor([1.0, 0.0], dtype=torch.float64).softmax(-1)
     torch.testing.assert_close(said.likelihoods_n.double(), p.square().sum().log().view(1), rtol=0, atol=0.01)
 
@@ -96,9 +97,9 @@ def test_a_rank_without_a_trained_token_has_gradients_of_zero() -> None:
     """An engine that reduces gradients as they arrive would wait for one that does not exist."""
     weight, hidden = seeded(11, 4).requires_grad_(), seeded(3, 4, seed=1).requires_grad_()
     held = Held(torch.zeros(3, dtype=torch.int64), torch.zeros(0, dtype=torch.int64))
-    said = head(Entropy.trained, 2)(weight, None, hidden, held)
-    assert said.entropy_n is not None
-    for each in torch.autograd.grad(said.logps_n.sum() + said.entropy_n.sum(), [weight, hidden]):
+    said = head(TRAINABLE, 2)(weight, None, hidden, held)
+    assert said.entropies_n is not None
+    for each in torch.autograd.grad(said.logps_n.sum() + said.entropies_n.sum(), [weight, hidden]):
         assert each.count_nonzero() == 0
 
 
@@ -118,11 +119,11 @@ class Given(TorchDispatchMode):
 def test_a_kernel_is_given_one_number_for_each_token() -> None:
     """The gradient of a plain sum has a stride of 0, and a kernel that adds the token's place would read beyond it."""
     weight, hidden = seeded(11, 4).requires_grad_(), seeded(6, 4, seed=1).requires_grad_()
-    fused = head(Entropy.trained, 2)
+    fused = head(TRAINABLE, 2)
     fused.fused = True
     said = fused(weight, None, hidden, shard())
     with Given() as given:
-        (said.logps_n.sum() + said.entropy_n.sum()).backward()
+        (said.logps_n.sum() + said.entropies_n.sum()).backward()
     assert len(given.vectors) == 2 * 5
     assert all(each.is_contiguous() for each in given.vectors)
 
@@ -131,7 +132,7 @@ def test_a_kernel_is_given_one_number_for_each_token() -> None:
 def test_what_needs_no_gradient_gets_none(frozen: str) -> None:
     given = {"weight": seeded(11, 4), "hidden": seeded(6, 4, seed=1)}
     other = given["hidden" if frozen == "weight" else "weight"].requires_grad_()
-    said = head(Entropy.unasked, 2)(given["weight"], None, given["hidden"], shard())
+    said = head(UNASKED, 2)(given["weight"], None, given["hidden"], shard())
     said.logps_n.sum().backward()
     assert given[frozen].grad is None
     assert other.grad is not None
@@ -150,7 +151,7 @@ def errors(*pieces: int) -> list[float]:
     (exact,) = torch.autograd.grad((chosen * signs).sum(), [wide_weight])
 
     def error(rows: int) -> float:
-        said = head(Entropy.unasked, rows, vocabulary, 1.0)(weight, None, hidden, held)
+        said = head(UNASKED, rows, vocabulary, 1.0)(weight, None, hidden, held)
         (got,) = torch.autograd.grad((said.logps_n * signs).sum(), [weight])
         return float((got.double() - exact).norm() / exact.norm())
 
@@ -179,8 +180,8 @@ def test_sums_over_tokens_and_pieces_are_in_float32() -> None:
     weight, bias, hidden = (seeded(*shape, seed=n, dtype=torch.bfloat16).requires_grad_()
                             for n, shape in enumerate([(11, 4), (11,), (6, 4)]))  # fmt: skip
     with Sums() as sums:
-        said = head(Entropy.trained, 2, likelihoods=True)(weight, bias, hidden, shard())
-        (said.logps_n.sum() + said.entropy_n.sum()).backward()
+        said = head(replace(TRAINABLE, likelihoods=True), 2)(weight, bias, hidden, shard())
+        (said.logps_n.sum() + said.entropies_n.sum()).backward()
     assert sums.narrow() == {}
     assert {"addmm_", "add_", "logsumexp", "mean", "sum"} <= {name for name, _ in sums.made}
     assert {each.dtype for each in said if each is not None} == {torch.float32}

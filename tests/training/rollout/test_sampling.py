@@ -37,7 +37,7 @@ from rlexp.training.rollout.deal import Request, deal, micro_batches
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.rollout.noise import stream, uniform
 from rlexp.training.rollout.sampling import Drawer
-from rlexp.training.types import Prompt
+from rlexp.training.types import Prompt, Wanted
 from rlexp.training.world.groups import ALONE
 from tests.helpers.ranks import seeded
 
@@ -301,7 +301,7 @@ def test_prompts_are_read_a_bounded_number_of_tokens_at_a_time(policy: Policy, m
 
 def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
     """Also at a temperature and with tokens left out: log-probabilities are those of the whole distribution."""
-    hot = Policy(policy.model, temperature=0.7)
+    hot = Policy(policy.model, wanted=Wanted(temperature=0.7))
     requests = rows_of([12, 5, 8], 2)
     drawer = drawer_of(hot, temperature=0.7, top_k=4)
     samples = [sample for part in drawer.draw([requests], 0) for sample in part]

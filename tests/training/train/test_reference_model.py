@@ -22,7 +22,7 @@ from rlexp.training.model.loading import load_config
 from rlexp.training.model.probe import probe
 from rlexp.training.train.build import Sources, build, models_of
 from rlexp.training.train.step import train_step
-from rlexp.training.train.task import Needs
+from rlexp.training.types import Wanted
 from tests.helpers.models import SHAPE, saved
 from tests.helpers.ranks import on_ranks
 
@@ -117,7 +117,7 @@ def test_one_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) ->
     saved(tmp_path, LlamaConfig(**{**SHAPE, "vocab_size": 300}))
     cfg = configured(folder, str(tmp_path))
     with pytest.raises(ModelError) as error:
-        models_of(cfg, load_config(cfg.model, 400), Needs(reference=True), Sources())
+        models_of(cfg, load_config(cfg.model, 400), Wanted(reference=True), Sources())
     said = f"reference.path={tmp_path}: has a vocabulary of 300 tokens, and the policy of 259."
     assert str(error.value).startswith(said)
 

@@ -27,7 +27,7 @@ from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import rehearsals
 from rlexp.preflight.rehearsal.log import passes
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
-from rlexp.training.algos.base import Asks, Losses, Values
+from rlexp.training.algos.base import Losses, Values
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.sinks.base import Sink, Sinks
@@ -36,7 +36,7 @@ from rlexp.training.train.choose_task import TASKS
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.offline_task import OfflineTask
-from rlexp.training.types import Completion
+from rlexp.training.types import Completion, Wanted
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.report import scope
 from rlexp.verify.verification import Verification, verify
@@ -55,7 +55,7 @@ class SupervisedConfig(LossConfig):
 class Supervised:
     """−log π of the answers, per token of the train batch."""
 
-    asks: ClassVar[Asks] = Asks(mean_tokens=True)
+    wanted: ClassVar[Wanted] = Wanted(mean_tokens=True)
 
     def __call__(self, values: Values) -> Losses:
         nll_E = -values.logps["answer"] / values.mean_tokens
