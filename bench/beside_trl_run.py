@@ -11,7 +11,6 @@ import gc
 import itertools
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -166,14 +165,14 @@ class Watch:
 
 
 def _ours(spec: RankSpec, variant: Variant, work: Work, watch: Watch) -> Result:
+    from bench.given import GivenExamples
     from rlexp.launch.joining import join, launch_on, leave_world
-    from rlexp.training.train.build import Sources, build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
 
     cfg = composed(variant, work)
     join(spec, launch_on(work.device, 600.0))
-    task = build(cfg, probing=unprobed, task_of=functools.partial(_given, work),
-                 sources=Sources(tokenizer=lambda _: None))  # fmt: skip
+    task = build(cfg, around=GivenExamples(functools.partial(_given, work)))
     first: dict[str, float] = {}
     peak = 0.0
     for step in range(1, work.warm_up + work.steps + 1):
@@ -201,18 +200,14 @@ def composed(variant: Variant, work: Work) -> Any:
     ])  # fmt: skip
 
 
-def _given(work: Work, cfg: Any, *_: Any) -> Any:
-    """Make the task of these pairs."""
-    from rlexp.training.train.choose_task import task_class
-    from rlexp.training.train.examples import Examples
+def _given(work: Work, _cfg: Any) -> list[Any]:
     from rlexp.training.types import Pair
 
     def ids(tokens: Sequence[int]) -> Any:
         return np.array(tokens, dtype=np.int32)
 
-    pairs = [Pair(place, ids(row["prompt_ids"]), ids(row["chosen_ids"]), ids(row["rejected_ids"]), f"row {place}")
-             for place, row in enumerate(work.rows())]  # fmt: skip
-    return task_class(cfg.loss).of(cfg, Examples(pairs, [], Counter(), Counter()))
+    return [Pair(place, ids(row["prompt_ids"]), ids(row["chosen_ids"]), ids(row["rejected_ids"]), f"row {place}")
+            for place, row in enumerate(work.rows())]  # fmt: skip
 
 
 # ---- TRL ----

@@ -71,15 +71,16 @@ class Listening:
 def draw_rank(spec: RankSpec, configs: list[Config], first: int = STEPS) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """For each configuration, the logged curve and the curve of rank 0's last micro-batches."""
     from rlexp.launch.joining import join
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.offline_task import OfflineTask
+    from rlexp.training.train.build import build
+    from rlexp.training.train.rows_task import RowsTask
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
     join(spec, configs[0].launch)
     logged, elsewhere = [], []
     for cfg in configs:
-        task = build(cfg, probing=unprobed)
-        assert isinstance(task, OfflineTask)
+        task = build(cfg, around=UNPROBED)
+        assert isinstance(task, RowsTask)
         loss = task.loss = Listening(task.loss)
         curve = []
         for step in range(1, first + 1):

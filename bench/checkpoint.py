@@ -47,9 +47,10 @@ from rlexp.training.checkpoint.tensors import Reader, share
 from rlexp.training.engine.base import MOMENTS, set_lr
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.policy import Policy
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.parts import Run
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.train.task import Task
 from rlexp.training.types import Shard, TokenLogps
 from rlexp.training.world.groups import World
@@ -197,7 +198,7 @@ def best(values: Iterable[float]) -> float:
 def save_rank(spec: RankSpec, cfg: Config, work: str) -> Saved | None:
     """Save in each way in turn, so that all use the same disk under the same load."""
     join_world(spec, cfg)
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     run = task.run
     train_step(task, 1)  # moments that are no pages of zeros
     bench = SaveBench(run, Path(work))
@@ -451,7 +452,7 @@ def step_rank(spec: RankSpec, configs: dict[str, Config], repeats: int) -> Steps
 
 
 def with_ddp(cfg: Config) -> Task:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     engine = DDPEngine(task.run.engine.policy, cfg.optim, task.run.world, torch.float32, cfg.train.grad_acc or 1)
     task.run = dataclasses.replace(task.run, engine=engine)
     return task

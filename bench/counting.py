@@ -30,8 +30,9 @@ from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 
 CPU = torch.device("cpu")
 COMMON = ("launch.device=cpu", "logger=none", "parallel=ring1", "train.batch_size=4", "train.micro_batch_size=1",
@@ -64,7 +65,7 @@ def steps() -> str:
 def measured(spec: RankSpec, cfg: Config) -> tuple[float, ...]:
     """Return the median user time of a step: not counted, in chosen micro-batches, throughout; and of `find`."""
     join_world(spec, cfg)
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     numbers = itertools.count(1)
 
     def step(phases: Phases) -> float:

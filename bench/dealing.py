@@ -17,7 +17,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,9 +115,10 @@ def measured(folder: str, ranks: int, lengths: Lengths, words: Sequence[str]) ->
 def steps_rank(spec: RankSpec, words: Sequence[str], lengths: Lengths) -> Steps:
     import torch
 
+    from bench.given import GivenExamples
     from rlexp.config.load import compose_config
     from rlexp.launch.joining import join, launch_on, leave_world
-    from rlexp.training.train.build import Sources, build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
 
     torch.set_num_threads(1)
@@ -127,7 +127,7 @@ def steps_rank(spec: RankSpec, words: Sequence[str], lengths: Lengths) -> Steps:
         "data.shuffle=false", "data.max_length=2048", *words,
     ])  # fmt: skip
     join(spec, launch_on("cpu", 600.0))
-    task = build(cfg, probing=unprobed, task_of=task_of(lengths), sources=Sources(tokenizer=lambda _: None))
+    task = build(cfg, around=GivenExamples(examples_of(lengths)))
     tokens, seconds, processor, skew = 0, 0.0, 0.0, 1.0
     for number in range(1, STEPS + 2):
         began, spent = time.perf_counter(), time.process_time()
@@ -141,13 +141,11 @@ def steps_rank(spec: RankSpec, words: Sequence[str], lengths: Lengths) -> Steps:
     return Steps(tokens, seconds, processor, skew)
 
 
-def task_of(lengths: Lengths) -> Callable[..., Any]:
-    """Return what makes a task of examples of these lengths, with random tokens."""
+def examples_of(lengths: Lengths) -> Callable[..., Any]:
+    """Return what makes examples of these lengths, with random tokens."""
 
-    def made(cfg: Any, *_: Any) -> Any:
+    def made(cfg: Any) -> list[Any]:
         from rlexp.training.dataset.tokens import Example, typed
-        from rlexp.training.train.choose_task import task_class
-        from rlexp.training.train.examples import Examples
         from rlexp.training.types import Row
 
         draw = np.random.default_rng(0)
@@ -156,7 +154,7 @@ def task_of(lengths: Lengths) -> Callable[..., Any]:
             prompt, *answers = (draw.integers(0, LLAMA.vocabulary, length).astype(np.int32) for length in each)
             row = Row("", ("",) * len(answers), f"example {place}", label=True)
             examples.append(typed(cfg.loss.rows, place, Example(row, prompt, tuple(answers), (None,) * len(answers))))
-        return task_class(cfg.loss).of(cfg, Examples(examples, [], Counter(), Counter()))
+        return examples
 
     return made
 

@@ -135,13 +135,14 @@ def _gradients(cases: Sequence[Case]) -> dict[Case, Gradients]:
 
 def gradients_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Gradients] | None:
     from rlexp.launch.joining import join, launch_on
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
     join(spec, launch_on("cpu", 300.0))
     gradients: list[Gradients] = []
     for config in configs:
-        task = build(config, probing=unprobed)
+        task = build(config, around=UNPROBED)
         spy = SpyEngine(task.run.engine)
         task.run = dataclasses.replace(task.run, engine=spy)
         for step in (1, 2):

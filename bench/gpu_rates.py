@@ -197,11 +197,11 @@ class Timing:
         import torch
 
         from rlexp.training.model.head import HeadLogps, logits_at_once
-        from rlexp.training.train.build import memory_of
+        from rlexp.training.train.surroundings import HERE
         from rlexp.training.types import Wanted
 
         s = self.scale
-        head = HeadLogps(Wanted(), logits_at_once(memory_of(self.device)))
+        head = HeadLogps(Wanted(), logits_at_once(HERE.memory(self.device)))
         weight = (self.drawn(s.vocabulary, s.width) * 0.02).requires_grad_()
         hidden = self.drawn(s.tokens, s.width).requires_grad_()
         shard = _Shard(s.tokens, s.vocabulary, self.device)

@@ -323,16 +323,17 @@ def measured(cfg: Config) -> Any:
 
 def _allocated(cfg: Config, _rank: int, steps: int) -> Result:
     """Build and train; return the allocator's peak of each phase, and the seconds of each step."""
+    from bench.given import GivenExamples
     from rlexp.training.metrics.memory import Phases
-    from rlexp.training.train.build import Sources, build, device_of, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import HERE
 
-    device = device_of(cfg)
+    device = HERE.device(cfg)
     told: dict[str, Any] = {}
     phases = Phases(device, lambda **facts: told.update(facts))
-    sources = Sources(tokenizer=lambda _: None)
     with phases("build"):
-        task = build(cfg, phases, probing=unprobed, task_of=_random, sources=sources)
+        task = build(cfg, phases, around=GivenExamples(_random))
     rows = [train_step(task, step) for step in range(1, steps + 1)]
     task.close()
     return {"peaks": dict(told["peaks"]), "seconds": [row["train/step_seconds"] for row in rows],
@@ -353,26 +354,22 @@ def _counted(cfg: Config, rank: int, steps: int) -> Result:
     return {**result, "peaks": {phase: peak.bytes for phase, peak in peaks.items() if phase}}
 
 
-def _random(cfg: Config, *_: Any) -> Any:
-    """Make the task of its longest examples, with random tokens.
+def _random(cfg: Config) -> list[Any]:
+    """Make the longest examples, with random tokens.
 
     Products of equal numbers take a GPU less power, and so less time.
     """
     import numpy as np
 
-    from rlexp.training.train.choose_task import task_class
+    from bench.given import LONGEST
 
-    kind = task_class(cfg.loss)
-    task: Any = kind.of(cfg, kind.longest(cfg))
     drawn = np.random.default_rng(0)
 
     def like(ids: Any) -> Any:
         return drawn.integers(0, 500, len(ids), dtype=ids.dtype)
 
-    for place, pair in enumerate(task.train):
-        tokens = {name: like(getattr(pair, name)) for name in ("prompt", "chosen", "rejected")}
-        task.train[place] = dataclasses.replace(pair, **tokens)
-    return task
+    return [dataclasses.replace(pair, **{name: like(getattr(pair, name)) for name in ("prompt", "chosen", "rejected")})
+            for pair in LONGEST.examples(cfg).train]  # fmt: skip
 
 
 # ---- tables ----

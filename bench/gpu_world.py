@@ -291,10 +291,11 @@ def bits(cfg: Config) -> Found:
 def stepped(cfg: Config) -> tuple[list[float], dict[str, Any], dict[str, Any]]:
     """Train; return the losses, the first step's whole gradient, and the weights. A collective call."""
     from bench.engines import SpyEngine
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     spy = SpyEngine(task.run.engine)
     task.run = dataclasses.replace(task.run, engine=spy)
     losses = [train_step(task, step)["train/loss"] for step in range(1, STEPS + 1)]

@@ -16,11 +16,11 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from bench.checkpoint import join_world, on_ranks
+from bench.given import LONGEST
 from bench.gpu_foretell import Asked, foretell
 from bench.measured import print_tables
 from rlexp.config.load import compose_config
@@ -28,8 +28,7 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
-from rlexp.training.train.build import build, unprobed
-from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
 
 RANKS, RINGS = 8, (1, 2, 4, 8)
@@ -105,14 +104,10 @@ def measured(spec: RankSpec, cfg: Config) -> dict[str, float]:
     """Return the second step's metrics, which are the same on every rank."""
     join_world(spec, cfg)
 
-    def longest(cfg: Config, *_: Any) -> Any:
-        kind = task_class(cfg.loss)
-        return kind.of(cfg, kind.longest(cfg))
-
     cpu = torch.device("cpu")
     phases = Phases(cpu, count=TensorCount(cpu, always=True))
     with phases.throughout():
-        task = build(cfg, phases, probing=unprobed, task_of=longest)
+        task = build(cfg, phases, around=LONGEST)
         return [train_step(task, step) for step in (1, 2)][1]
 
 

@@ -43,9 +43,10 @@ from rlexp.training.metrics.memory import peak_bytes, reset_peak
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.deal import Request, deal, micro_batches
 from rlexp.training.rollout.sampling import PREFILL, Drawer
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Prompt, Sample
 from rlexp.training.world.groups import Ring, World
 
@@ -75,7 +76,7 @@ def sized(ranks: int, prompts: int, n_samples: int, length: int, *overrides: str
 
 
 def task_of(cfg: Config) -> RolloutTask:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     assert isinstance(task, RolloutTask)
     return task
 

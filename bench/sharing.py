@@ -17,7 +17,6 @@ import argparse
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -118,9 +117,10 @@ def group_rank(spec: RankSpec, name: str, folder: str) -> tuple[float, float]:
     """Return the seconds of scoring a group, and of training on it."""
     import torch
 
+    from bench.given import GivenExamples
     from rlexp.config.load import compose_config
     from rlexp.launch.joining import join, launch_on, leave_world
-    from rlexp.training.train.build import Sources, build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
 
     torch.set_num_threads(1)
@@ -131,7 +131,7 @@ def group_rank(spec: RankSpec, name: str, folder: str) -> tuple[float, float]:
         f"data.share_prefix={str(name == 'shared').lower()}",
     ])  # fmt: skip
     join(spec, launch_on("cpu", 600.0))
-    task = build(cfg, probing=unprobed, task_of=_group, sources=Sources(tokenizer=lambda _: None))
+    task = build(cfg, around=GivenExamples(_group))
     trained, scored = [], []
     for number in range(1, 4):
         began = time.perf_counter()
@@ -140,22 +140,19 @@ def group_rank(spec: RankSpec, name: str, folder: str) -> tuple[float, float]:
         step = task.begin(number)
         began = time.perf_counter()
         with torch.no_grad():
-            task.run.engine.forward(step.load(step.micro_batches[0]).shard)
+            task.run.engine.forward(step.load(0).shard)
         scored.append(time.perf_counter() - began)
     leave_world()
     return min(scored), min(trained)
 
 
-def _group(cfg: Any, *_: Any) -> Any:
-    from rlexp.training.train.choose_task import task_class
-    from rlexp.training.train.examples import Examples
+def _group(_cfg: Any) -> list[Any]:
     from rlexp.training.types import Completion
 
     draw = np.random.default_rng(0)
     prompt = draw.integers(0, LLAMA.vocabulary, PROMPT).astype(np.int32)
-    samples = [Completion(place, prompt, draw.integers(0, LLAMA.vocabulary, ANSWER).astype(np.int32), f"sample {place}")
-               for place in range(SAMPLES * 4)]  # fmt: skip
-    return task_class(cfg.loss).of(cfg, Examples(samples, [], Counter(), Counter()))
+    return [Completion(place, prompt, draw.integers(0, LLAMA.vocabulary, ANSWER).astype(np.int32), f"sample {place}")
+            for place in range(SAMPLES * 4)]  # fmt: skip
 
 
 LINES = {

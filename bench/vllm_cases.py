@@ -192,10 +192,11 @@ def versions() -> str:
 def joined_task(spec: Any, cfg: Config) -> Any:
     """Join, and build a run's task: a policy with its engine, and the drawer of `rollout.engine` beside it."""
     from rlexp.launch.joining import join
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
+    from rlexp.training.train.surroundings import UNPROBED
 
     join(spec, cfg.launch)
-    return build(cfg, probing=unprobed)
+    return build(cfg, around=UNPROBED)
 
 
 def drawer_of(task: Any) -> Any:

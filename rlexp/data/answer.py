@@ -21,8 +21,8 @@ from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dealer.of_run import without_room
 from rlexp.training.model.loading import load_tokenizer
-from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import kind_read, sampler_of
+from rlexp.training.train.fitting import unfit
 
 
 def preview(cfg: Config, samples: int) -> Preview:
@@ -75,7 +75,7 @@ def _problems(cfg: Config, rows: Rows) -> list[str]:
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
         whole = chain(rows.examples.train, rows.examples.held_out) if rows.kind is not Kind.prompts else ()
-        said = [task_class(cfg.loss).unfit(cfg, rows.examples), without_room(cfg, whole)]
+        said = [unfit(cfg, rows.examples), without_room(cfg, whole)]
         return [each for each in said if each is not None]
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))

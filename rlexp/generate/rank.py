@@ -25,9 +25,10 @@ from rlexp.training.model.probe import probe_decoding
 from rlexp.training.model.rope import MOVING
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.sinks.console import say
-from rlexp.training.train.build import Sources, build_frozen, build_policy, device_of, models_of, placing_for
+from rlexp.training.train.build import build_frozen, build_policy, models_of, placing_for
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import Examples, read_examples, refuse_foreign_tokens
+from rlexp.training.train.surroundings import HERE
 from rlexp.training.types import Prompt, Sample, Wanted
 from rlexp.training.world.groups import World, build_world
 from rlexp.training.world.objects import gather_objects
@@ -37,7 +38,7 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     """Return the answers to all prompts. `nothing` is a folder without runs."""
     join(spec, job.cfg.launch)
     torch.use_deterministic_algorithms(job.cfg.launch.deterministic)
-    here = Here(build_world(job.cfg.parallel.ring_size), device_of(job.cfg))
+    here = Here(build_world(job.cfg.parallel.ring_size), HERE.device(job.cfg))
     roomy = with_room(job.cfg, job.room)
     tokenizer = load_tokenizer(roomy.model)
     examples = examples_of(job, roomy, tokenizer, here.world)
@@ -45,7 +46,7 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     prompts = prompts_of(job, cfg, examples, tokenizer)
     beside: list[list[Answer]] = [[] for _ in prompts]
     if job.beside is Beside.reference:
-        models_of(cfg, load_config(cfg.model, cfg.data.max_length), Wanted(reference=True), Sources())  # or refuse it
+        models_of(cfg, load_config(cfg.model, cfg.data.max_length), Wanted(reference=True), HERE)  # or refuse it
         alone = replace(cfg, model=model_of_reference(cfg), adapter=NoAdapterConfig())
         beside = here.generated(alone, here.built(alone, examples), prompts)
     engine = here.built(cfg, examples)

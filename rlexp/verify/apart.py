@@ -40,8 +40,9 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
 from rlexp.training.reference.stored import Values as StoredValues
-from rlexp.training.train.build import Sources, build_policy, pieces_for, placing_for, placing_of_frozen
+from rlexp.training.train.build import build_policy, pieces_for, placing_for, placing_of_frozen
 from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.surroundings import HERE
 from rlexp.training.train.task import Task
 from rlexp.training.types import Floats, Pack, SequenceName, Shard, Wanted
 from rlexp.training.world.shared_memory import Neighbours
@@ -354,7 +355,7 @@ def _of_frozen(scene: Scene) -> Iterator[Part]:
         return scene.apart(scene.of_model(model_apart(task, cfg, wanted, computing(scene))))
 
     def frozen() -> Tensor:
-        placing, among = placing_of_frozen(cfg, run, Sources())
+        placing, among = placing_of_frozen(cfg, run, HERE)
         with pieces_for(cfg.engine):
             policy = model_apart(task, cfg, wanted, placing)
         held.append(frozen_apart(task, policy, among))

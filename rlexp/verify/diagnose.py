@@ -413,8 +413,9 @@ def _of_step(task: Task, number: int, parameters: Mapping[str, Tensor]) -> dict[
     run = task.run
     whole = {name: torch.zeros_like(p, dtype=torch.float64) for name, p in parameters.items()}
     step = task.begin(number)
-    for places in step.micro_batches:
-        loss = step.loss(step.load(places), Meter(run.world, run.device))
+    step.prepared = step.prepare()
+    for place in range(len(step.micro_batches)):
+        loss = step.loss(step.load(place), Meter(run.world, run.device))
         parts = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
         for total, part in zip(whole.values(), parts, strict=True):
             if part is not None:

@@ -7,24 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlexp.config.schema import Config
-from rlexp.training.rollout.bridge import Bridge
+from rlexp.config.schema.rollouts import RewardConfig
+from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.preflight.rehearsal.log import Log
+from rlexp.training.reference.base import Reference
+from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.train.build import Sources, build, build_task, unprobed
-from rlexp.training.train.build_rollouts import Parts
-from rlexp.training.train.examples import read_examples
-from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.build import build
+from rlexp.training.train.parts import Setting
 from rlexp.training.train.rollout_supply import Made, Rollouts
-from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.rows_task import RowsTask
+from rlexp.training.train.surroundings import Unprobed
 from rlexp.training.train.task import Task
 from rlexp.training.types import Prompt, Sample
-from rlexp.training.world.groups import World
 from rlexp.verify.records import Drawn
 from rlexp.verify.reference.drawn import Rollout
 
@@ -69,20 +70,30 @@ def sample_of(drawn: Drawn) -> Sample:
     )  # fmt: skip
 
 
-def task_on(cfg: Config, drawing: Drawing | None, sources: Sources | None = None, *, steps: int) -> Task:
-    """Build the task that a configuration trains, for its first `steps`; one that draws is given its samples."""
-    if drawing is None:
+@dataclass(frozen=True)
+class Again(Unprobed):
+    """A run for its first steps; one that draws is given its samples. A log is told where its kernel is called."""
 
-        def of_rows(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None) -> Task:
-            task = build_task(cfg, tokenizer, world, bridge)
-            if isinstance(task, OfflineTask):
-                task.most_steps = steps  # what is computed before training is of these steps' rows
-            return task
+    drawing: Drawing | None
+    steps: int
+    log: Log | None = None
 
-        return build(cfg, probing=unprobed, task_of=of_rows, sources=sources)
-    parts = Parts(rewards=lambda _: Rewards((), (), {}), rollouts=partial(GivenRollouts.by, drawing))
+    def kernel(self, *args: Any) -> BlockKernel:
+        kernel = super().kernel(*args)
+        return kernel if self.log is None else CountedKernel(kernel, self.log)
 
-    def task_of(cfg: Config, tokenizer: Any, world: World, _: Bridge | None) -> Task:
-        return RolloutTask.of(cfg, read_examples(cfg, tokenizer, world), parts=parts)
+    def stored_reference(self, setting: Setting, task: Task, *args: Any, **kwargs: Any) -> Reference:
+        assert isinstance(task, RowsTask)
+        task.most_steps = self.steps  # what is computed before training is of these steps' rows
+        return super().stored_reference(setting, task, *args, **kwargs)
 
-    return build(cfg, probing=unprobed, task_of=task_of, sources=sources)
+    def rewards(self, cfg: RewardConfig) -> Rewards:
+        return super().rewards(cfg) if self.drawing is None else Rewards((), (), {})
+
+    def rollouts(self, **parts: Any) -> Rollouts:
+        return super().rollouts(**parts) if self.drawing is None else GivenRollouts.by(self.drawing, **parts)
+
+
+def task_on(cfg: Config, drawing: Drawing | None, log: Log | None = None, *, steps: int) -> Task:
+    """Build the task that a configuration trains."""
+    return build(cfg, around=Again(drawing, steps, log))

@@ -19,14 +19,11 @@ from rlexp.config.checks.micro_batches import at_once, tokens_of_ring
 from rlexp.config.schema import Config, EngineName
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.holdings import mark_modules
-from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Counting
 from rlexp.preflight.rehearsal.sharding import Kept, Sharding, compare, kept, of_attention
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.loading import load_config
-from rlexp.training.ring.kernels import get_kernel
-from rlexp.training.train.build import Sources
 from rlexp.training.types import Shard, TokenLogps
 from rlexp.verify.given_samples import Drawing, task_on
 
@@ -41,7 +38,7 @@ class KeptOnRank:
     tokens: int  # of the rank in the micro-batch, padding included
 
 
-class Watch:
+class CountedPass:
     """Counts one forward and backward pass of an engine."""
 
     def __init__(self, cfg: Config) -> None:
@@ -50,11 +47,6 @@ class Watch:
         self.tokens = 0
         self.mode: Counting | None = None
         self.over = False
-
-    @property
-    def sources(self) -> Sources:
-        """The run's own sources, but for a kernel that tells the log in which module it is called."""
-        return Sources(kernel=lambda *args: CountedKernel(get_kernel(*args), self.log))
 
     def begin(self, engine: Any, shard: Shard) -> None:
         """Begin to count. What exists already is known for what it is, and not counted as made."""
@@ -84,11 +76,11 @@ class Watch:
         return KeptOnRank(kept(self.log), self.tokens) if "backward" in phases else None
 
 
-class WatchedEngine:
+class CountedEngine:
     """An engine whose first forward pass, and the backward pass after it, are watched."""
 
-    def __init__(self, engine: Any, watch: Watch) -> None:
-        self._engine, self._watch = engine, watch
+    def __init__(self, engine: Any, counted: CountedPass) -> None:
+        self._engine, self._watch = engine, counted
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
@@ -118,14 +110,15 @@ def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> t
     """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
     join(spec, cfg.launch)
     one = alone(cfg)
-    watch = Watch(one)
-    task = task_on(one, drawing, watch.sources, steps=1)
+    watch = CountedPass(one)
+    task = task_on(one, drawing, watch.log, steps=1)
     run = task.run
-    engine = WatchedEngine(run.engine, watch)
+    engine = CountedEngine(run.engine, watch)
     dealer = dataclasses.replace(run.dealer, replicas=cfg.parallel.dp_size)  # the first of so many replicas
     task.run = dataclasses.replace(run, engine=engine, dealer=dealer)
     step = task.begin(1)
-    loss = step.loss(step.load(step.micro_batches[0]), Meter(run.world, run.device))
+    step.prepared = step.prepare()
+    loss = step.loss(step.load(0), Meter(run.world, run.device))
     engine.backward(loss, last=False)
     leave_world()
     return watch.found(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))

@@ -1,10 +1,10 @@
-"""What every recording has: the run's engine and its shards behind proxies, and the files of gradients and weights."""
+"""What every recording has: a watch on what the models return and the engine is handed, and the files of gradients and
+weights."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,21 +13,23 @@ from torch import Tensor
 
 from rlexp.base.errors import ModelError, NonFiniteError
 from rlexp.run_files.metrics_jsonl import MetricRow
+from rlexp.training.engine.base import Engine
 from rlexp.training.model.adapter import without_starting
-from rlexp.training.model.probe import probe
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.loop import train_loop
-from rlexp.training.train.parts import Run
-from rlexp.training.train.task import Step, Task
-from rlexp.training.types import Pack, Shard, TokenScores
-from rlexp.verify.kept import Watch, WatchedEngine
+from rlexp.training.train.task import Step, Task, Watch
+from rlexp.training.types import Pack, TokenScores
+from rlexp.verify.kept import CountedEngine, CountedPass
 from rlexp.verify.records import Array, Micro, PackSeen, StepSeen, TensorFiles, Trace, mark
 
 
-def run_recorded(task: Task, recorder: Recorder) -> None:
+def run_recorded(task: Any, recorder: Recorder) -> None:
     """Train until the last step, or until the run refuses one."""
+    recorder.begin_run(task)
+    if recorder.counted is not None:
+        task.run = dataclasses.replace(task.run, engine=CountedEngine(task.run.engine, recorder.counted))
     try:
-        train_loop(task, Sinks([recorder]))
+        train_loop(task, Sinks([recorder]), watch=recorder)
     except ModelError:
         if recorder.trace.refused is None:
             raise
@@ -35,8 +37,8 @@ def run_recorded(task: Task, recorder: Recorder) -> None:
     except NonFiniteError as error:  # on all ranks; the values before it are recorded
         recorder.trace.stopped = str(error)
         recorder.log({"step": recorder.number})
-    if recorder.watch is not None:
-        recorder.trace.kept = recorder.watch.found()
+    if recorder.counted is not None:
+        recorder.trace.kept = recorder.counted.found()
 
 
 def array(tensor: Tensor) -> Array:
@@ -46,26 +48,23 @@ def array(tensor: Tensor) -> Array:
     return values
 
 
-class Recorder(Sink):
+class Recorder(Sink, Watch):
     """Fills a trace; `now` is the current micro-batch."""
 
-    def __init__(self, trace: Trace, files: TensorFiles, watch: Watch | None = None) -> None:
-        self.trace, self.files, self.watch = trace, files, watch
+    engine: Engine
+    looked_on: Step  # the one that has loaded a micro-batch last
+
+    def __init__(self, trace: Trace, files: TensorFiles, counted: CountedPass | None = None) -> None:
+        self.trace, self.files, self.counted = trace, files, counted
         self.now: Micro | None = None  # the micro-batch whose loss is computed, or was computed last
         self.held: Micro | None = None  # the one that was packed last: it may be the next
         self.of_shard: dict[int, Micro] = {}
         self.step = StepSeen()
 
-    def probing(self, *args: Any, **kwargs: Any) -> float:
-        """Probe, but go on after a refusal: the run then shows where the difference comes from."""
-        try:
-            return probe(*args, **kwargs)
-        except ModelError as error:
-            self.trace.refused = str(error)
-            return 0.0
-
-    def begin_run(self, run: Run, examples: int) -> None:
-        self.trace.examples, self.trace.parameters = examples, run.parameters
+    def begin_run(self, task: Task) -> None:
+        run = task.run
+        self.engine = run.engine
+        self.trace.examples, self.trace.parameters = len(task.examples.train), run.parameters
         self.trace.total_steps, self.trace.engine = run.total_steps, run.engine.name
         self.trace.layout = run.attention
         self.trace.dtypes = tuple(sorted({str(p.dtype) for p in run.engine.policy.parameters()}))
@@ -76,9 +75,17 @@ class Recorder(Sink):
         assert self.now is not None
         return self.now
 
-    def sharded(self, shard: Shard) -> None:
-        assert self.held is not None
-        self.of_shard[id(shard)] = held = self.held
+    def begin(self, step: Any, batch: Any) -> Micro:
+        """Begin to record a micro-batch."""
+        raise NotImplementedError
+
+    def loaded(self, step: Step, batch: Any, pack: Pack) -> None:
+        self.looked_on, shard = step, batch.shard
+        self.of_shard[id(shard)] = held = self.begin(step, batch)
+        if self.trace.ring_rank == 0:
+            held.pack = seen(pack)
+        if not self.step.dealt and not getattr(step, "held_out", False):  # the units that the replicas are given
+            self.step.dealt = tuple(place for packs in step.dealt.packs for each in packs for place in each)
         held.tokens_t, held.targets_t = array(shard.tokens_t), array(shard.targets_t)
         held.positions_t, held.index_t = array(shard.positions_t), array(shard.index_t)
         held.sequence_n, held.position_n = (
@@ -90,30 +97,33 @@ class Recorder(Sink):
         placed = shard.attention.layout.deal(shard.attention.segments, shard.ring.size)
         held.placed_tokens = placed.real[shard.ring.rank]
 
-    def dealt(self, step: Step) -> None:
-        """Record which units of the train batch the replicas are given."""
-        self.step.dealt = tuple(place for packs in step.dealt.packs for pack in packs for place in pack)
+    def compared(self, batch: Any, logps_n: Tensor) -> None:
+        self.of_shard[id(batch.shard)].reference_n = array(logps_n)
 
-    def of(self, shard: Shard) -> Micro:
-        """Return the micro-batch of a shard that the policy has not computed yet."""
-        return self.of_shard[id(shard)]
+    def returned(self, batch: Any, outputs: Any) -> None:
+        self.now = micro = self.of_shard.pop(id(batch.shard))
+        if isinstance(outputs, TokenScores):  # the loss is given one for each answer
+            return
+        micro.policy_n, micro.logits_n = array(outputs.logps_n), array(outputs.mean_logits_n)
+        for name, each_n in outputs.of_tokens.items():
+            setattr(micro, f"{name}_n", array(each_n))
+        if outputs.values_n is not None:
+            micro.values_n = array(outputs.values_n)
+        for who, each_n in {"policy": outputs.logps_n, "entropies": outputs.entropies_n,
+                            "values": outputs.values_n}.items():  # fmt: skip
+            if each_n is not None and each_n.requires_grad:
+                watch_derivative(each_n, micro, f"derivative by {who}")
 
-    def computing(self, shard: Shard) -> bool:
-        """Say whether a shard is of a micro-batch that is recorded; then it is the current one."""
-        known = id(shard) in self.of_shard
-        if known:
-            self.now = self.of_shard.pop(id(shard))
-        return known
+    def handed(self, batch: Any, loss: Tensor, last: bool) -> None:  # noqa: ARG002
+        self.micro.handed, self.micro.last = float(loss.detach()), last
+        watch_scale(loss, self.micro)
+
+    def differentiated(self, step: Step) -> None:  # noqa: ARG002
+        self.step.gradient_marks = self.write("gradient", self.number, self.engine.gradients().items())
 
     @property
     def number(self) -> int:
         return len(self.trace.steps) + 1
-
-    def handing(self, loss: Tensor) -> None:
-        """Look at the loss of a micro-batch before the engine has it."""
-
-    def write_gradient(self, engine: Any) -> None:
-        self.step.gradient_marks = self.write("gradient", self.number, engine.gradients().items())
 
     def write(self, kind: str, step: int, tensors: Any) -> dict[str, int]:
         marks = {}
@@ -130,8 +140,23 @@ class Recorder(Sink):
     def log(self, row: MetricRow) -> None:
         """A row ends its step, also if it has held-out values."""
         self.step.row = dict(row)
+        if "train/learning_rate" in row:
+            self.step.lr = float(row["train/learning_rate"])
+            weights = without_starting(self.engine.weights())
+            self.step.weight_marks = self.write("weights", self.number, weights)
+            self.step.stale = tuple(self._stale())
         self.trace.steps.append(self.step)
         self.step = StepSeen()
+
+    def _stale(self) -> Iterator[str]:
+        """Parameters that compute with other values than the stepped ones. Sharded parameters cannot be checked."""
+        computing = dict(self.engine.policy.model.named_parameters())
+        for name, stepped in self.engine.weights():
+            parameter = computing.get(name)
+            if type(parameter) is not torch.nn.Parameter or parameter.shape != stepped.shape:
+                continue
+            if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
+                yield name
 
 
 def watch_derivative(values: Tensor, micro: Micro, name: str) -> None:
@@ -156,74 +181,6 @@ def watch_scale(loss: Tensor, micro: Micro) -> None:
 
     if loss.requires_grad:
         loss.register_hook(keep)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun(Run):
-    recorder: Recorder
-
-    def shard(self, pack: Pack) -> Shard:
-        if self.recorder.trace.ring_rank == 0 and self.recorder.held is not None:
-            self.recorder.held.pack = seen(pack)
-        return super().shard(pack)
-
-
-class RecordedEngine:
-    def __init__(self, engine: Any, recorder: Recorder) -> None:
-        self._engine, self._recorder = engine, recorder
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._engine, name)
-
-    def forward(self, shard: Shard) -> Any:
-        known = self._recorder.computing(shard)
-        tokens = self._engine.forward(shard)
-        if not known or isinstance(tokens, TokenScores):  # scores: the loss is given one for each answer
-            return tokens
-        micro = self._recorder.micro
-        micro.policy_n, micro.logits_n = array(tokens.logps_n), array(tokens.mean_logits_n)
-        for name, each_n in tokens.of_tokens.items():
-            setattr(micro, f"{name}_n", array(each_n))
-        if tokens.values_n is not None:
-            micro.values_n = array(tokens.values_n)
-        for who, each in {"policy": tokens.logps_n, "entropies": tokens.entropies_n, "values": tokens.values_n}.items():
-            if each is not None and each.requires_grad:
-                watch_derivative(each, micro, f"derivative by {who}")
-        return tokens
-
-    def backward(self, loss: Tensor, *, last: bool) -> None:
-        self._recorder.micro.handed, self._recorder.micro.last = float(loss.detach()), last
-        self._recorder.handing(loss)
-        watch_scale(loss, self._recorder.micro)
-        self._engine.backward(loss, last=last)
-        if last:  # here and not in `step`, which a gradient that is not finite never reaches
-            self._recorder.write_gradient(self._engine)
-
-    def step(self, lr: float) -> None:
-        step = self._recorder.step
-        step.lr = lr
-        self._engine.step(lr)
-        weights = without_starting(self._engine.weights())
-        step.weight_marks = self._recorder.write("weights", self._recorder.number, weights)
-        step.stale = tuple(self._stale())
-
-    def _stale(self) -> Iterator[str]:
-        """Parameters that compute with other values than the stepped ones. Sharded parameters cannot be checked."""
-        computing = dict(self._engine.policy.model.named_parameters())
-        for name, stepped in self._engine.weights():
-            parameter = computing.get(name)
-            if type(parameter) is not torch.nn.Parameter or parameter.shape != stepped.shape:
-                continue
-            if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
-                yield name
-
-
-def recorded_run(run: Run, recorder: Recorder) -> RecordedRun:
-    """The run, with an engine and shards that are recorded."""
-    values = {field.name: getattr(run, field.name) for field in dataclasses.fields(run)}
-    engine = run.engine if recorder.watch is None else WatchedEngine(run.engine, recorder.watch)
-    values |= {"engine": RecordedEngine(engine, recorder)}
-    return RecordedRun(**values, recorder=recorder)
 
 
 def seen(pack: Pack) -> PackSeen:

@@ -1,30 +1,39 @@
-"""Run the product's own `build` and `train_loop` and record what every rank computes.
+"""Run the product's own `build` and `train_loop`, with a watch that records what every rank computes.
 
-`build` has two seams, for a task of one's own and for the probe; the product knows nothing else of the recording. The
-recorded task is the product's, with parts of it behind proxies: `trace_rows.py` for answers that the rows give,
-`trace_samples.py` for samples that the policy draws.
+The run finds the product's surroundings around it, but for the probe, which refuses nothing; a few held-out examples
+alone; and rollouts that are recorded when they are complete.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from rlexp.base.errors import ModelError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec, join, leave_world
+from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
+from rlexp.training.reference.base import Reference
+from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.rollout import bridge as bridges
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import build
-from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.examples import Examples
+from rlexp.training.train.parts import Setting
+from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.sampling_rank import sample_for
-from rlexp.verify.kept import Watch
-from rlexp.verify.recorder import run_recorded
+from rlexp.training.train.surroundings import Surroundings
+from rlexp.training.train.task import Task
+from rlexp.training.world.groups import World
+from rlexp.verify.kept import CountedPass
+from rlexp.verify.recorder import Recorder, run_recorded
 from rlexp.verify.records import TensorFiles, Trace
-from rlexp.verify.trace_rows import RowsRecorder, recorded_task
-from rlexp.verify.trace_samples import SampleRecorder, recorded_rollouts
+from rlexp.verify.trace_rows import RecordedLoss, RowsRecorder
+from rlexp.verify.trace_samples import RecordedRollouts, SampleRecorder, policy_loss_of
 
 
 @dataclass(frozen=True)
@@ -53,18 +62,17 @@ def trace_rank(spec: RankSpec, jobs: Sequence[TraceJob]) -> list[Trace]:
 
 
 def trace(rank: int, job: TraceJob, bridge: Bridge | None = None) -> Trace:
-    watch = Watch(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
-    made = Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder), watch
+    counted = CountedPass(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
+    made = Trace(rank, job.cfg.parallel.ring_size), TensorFiles(job.folder), counted
     if job.cfg.loss.draws:
         return trace_samples(job, bridge, SampleRecorder(*made))
     return trace_rows(job, RowsRecorder(*made))
 
 
 def trace_rows(job: TraceJob, recorder: RowsRecorder) -> Trace:
-    sources = recorder.watch.sources if recorder.watch else None
-    task_of = partial(recorded_task, recorder, job.held_out)
-    task = build(job.cfg, probing=recorder.probing, task_of=task_of, sources=sources)
-    assert isinstance(task, OfflineTask)
+    task = build(job.cfg, around=Recorded(recorder, job))
+    assert isinstance(task, RowsTask)
+    task.loss = RecordedLoss(task.loss, recorder)
     run_recorded(task, recorder)
     for step in recorder.trace.steps:  # by the sampler alone: the task is what is judged
         step.planned = task.sampler.batch(int(step.row["step"])).indices
@@ -72,10 +80,9 @@ def trace_rows(job: TraceJob, recorder: RowsRecorder) -> Trace:
 
 
 def trace_samples(job: TraceJob, bridge: Bridge | None, recorder: SampleRecorder) -> Trace:
-    sources = recorder.watch.sources if recorder.watch else None
-    task_of = partial(recorded_rollouts, recorder, job.held_out)
-    task = build(job.cfg, bridge=bridge, probing=recorder.probing, task_of=task_of, sources=sources)
+    task = build(job.cfg, bridge=bridge, around=Recorded(recorder, job))
     assert isinstance(task, RolloutTask)
+    recorder.configured = policy_loss_of(job.cfg)
     try:
         run_recorded(task, recorder)
         task.finish()
@@ -84,3 +91,33 @@ def trace_samples(job: TraceJob, bridge: Bridge | None, recorder: SampleRecorder
     for rollout in recorder.trace.rollouts:
         rollout.planned = task.sampler.batch(rollout.number + 1).indices
     return recorder.trace
+
+
+class Recorded(Surroundings):
+    def __init__(self, recorder: Recorder, job: TraceJob) -> None:
+        self.recorder, self.job = recorder, job
+
+    def examples(self, cfg: Config, tokenizer: Any, world: World, *, trains: bool) -> Examples:
+        examples = super().examples(cfg, tokenizer, world, trains=trains)
+        return replace(examples, held_out=examples.held_out[: self.job.held_out])
+
+    def probe(self, *args: Any, **kwargs: Any) -> float:
+        """Probe, but go on after a refusal: the run then shows where the difference comes from."""
+        try:
+            return super().probe(*args, **kwargs)
+        except ModelError as error:
+            self.recorder.trace.refused = str(error)
+            return 0.0
+
+    def kernel(self, *args: Any) -> BlockKernel:
+        kernel = super().kernel(*args)
+        return kernel if self.recorder.counted is None else CountedKernel(kernel, self.recorder.counted.log)
+
+    def stored_reference(self, setting: Setting, task: Task, *args: Any, **kwargs: Any) -> Reference:
+        assert isinstance(task, RowsTask)
+        task.most_steps = self.job.cfg.train.stop_after  # nothing is asked of a reference beyond them
+        return super().stored_reference(setting, task, *args, **kwargs)
+
+    def rollouts(self, **parts: Any) -> Rollouts:
+        assert isinstance(self.recorder, SampleRecorder)
+        return RecordedRollouts.by(self.recorder, **parts)

@@ -1,148 +1,81 @@
-"""Record training on answers that the rows give: the product's own task, with its loss and reference behind proxies.
-
-`OfflineTask` names its passes, and gives `note` the derivatives of a whole batch's loss, for this alone.
-"""
+"""Record training on answers that the rows give."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlexp.config.schema import Config
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.algos.base import Loss, Sides, Values
 from rlexp.training.algos.base import Losses as LossesOf
-from rlexp.training.metrics.meter import Meter
-from rlexp.training.reference.base import Reference
-from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.examples import read_examples
-from rlexp.training.train.offline_task import HeldExamples, OfflineStep, OfflineTask
-from rlexp.training.train.parts import Run
-from rlexp.training.types import Answered, Pack, SequenceName, Shard
-from rlexp.training.world.groups import World
-from rlexp.verify.recorder import Recorder, array, recorded_run
+from rlexp.training.algos.build import build_loss
+from rlexp.training.train.rows_task import RowsMicroBatch, RowsStep, Use
+from rlexp.training.types import Answered
+from rlexp.verify.recorder import Recorder, array
 from rlexp.verify.records import Applied, Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
-
-TRAINING = "training"
 
 
 class RowsRecorder(Recorder):
     """Knows what each pass over a micro-batch is for."""
 
+    looked_on: RowsStep
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.pass_ = TRAINING
         self.collected: list[Micro] = []  # of the pass that collects values for a loss of the whole batch
         self.values: Values | None = None  # that the current micro-batch's loss was computed from
 
-    @contextlib.contextmanager
-    def passing(self, name: str) -> Iterator[None]:
-        """Say what a pass is for, other than training."""
-        if name == "collecting":
-            self.collected = []
-        self.pass_, before = (name if self.pass_ == TRAINING else f"{name}, {self.pass_}"), self.pass_
-        try:
-            yield
-        finally:
-            self.pass_ = before
-
-    def begin(self, examples: Sequence[Answered], sides: Sequence[str]) -> None:
-        training = self.pass_ == TRAINING
-        self.held = Micro(tuple(each.index for each in examples))
+    def begin(self, step: RowsStep, batch: RowsMicroBatch) -> Micro:
+        held = Micro(tuple(each.index for each in batch.examples))
+        training = batch.use is Use.training and not step.held_out
         if training and self.collected:  # the reference has computed already
-            self.held.reference_n = self.collected.pop(0).reference_n
-        places, seen_tokens = {
-            TRAINING: ([] if self.step.trained else self.step.micros, self.trace.tokens),
-            "collecting": (self.collected, self.trace.tokens),
-            "mismatched": (self.step.others, self.step.other_tokens),
-            "held out": (self.trace.held_out, self.trace.held_tokens),
-            "collecting, held out": (self.trace.held_out, self.trace.held_tokens),
-            "mismatched, held out": (self.trace.held_others, self.trace.held_other_tokens),
-        }[self.pass_]
-        places.append(self.held)
-        seen_tokens.update({each.index: tokens_of(each, sides) for each in examples})
+            held.reference_n = self.collected.pop(0).reference_n
+        if step.held_out:
+            own = self.trace.held_out, self.trace.held_tokens
+            others = self.trace.held_others, self.trace.held_other_tokens
+        else:
+            trained: list[Micro] = [] if self.step.trained else self.step.micros
+            own = (trained if batch.use is Use.training else self.collected), self.trace.tokens
+            others = self.step.others, self.step.other_tokens
+        micros, seen_tokens = others if batch.use is Use.mismatched else own
+        if batch.use is not Use.searching:
+            micros.append(held)
+            seen_tokens.update({each.index: tokens_of(each, step.task.sides) for each in batch.examples})
+        return held
 
-    def judged(self, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
+    def judged(self, batch: Any, given: Values, made: LossesOf, slopes: Sides | None = None) -> None:  # noqa: ARG002
         """Record what the loss was given of a micro-batch, and what it has made of it."""
-        if self.pass_ != TRAINING:
-            return
-        micro, self.values = self.micro, values
-        micro.sums, micro.counts, micro.mismatched = named_sums(values), counts_of(values), _array(values.mismatched_B)
-        micro.losses = copied(losses, slopes_of(losses.losses_E.sum(), values) if slopes is None else slopes, values)
+        micro, self.values = self.micro, given
+        micro.sums, micro.counts, micro.mismatched = named_sums(given), counts_of(given), _array(given.mismatched_B)
+        micro.losses = copied(made, slopes_of(made.losses_E.sum(), given) if slopes is None else slopes, given)
 
     def applied(self, values: Values, losses: LossesOf, *, whole_batch: bool) -> None:
         """Record a call of the formula: what it was given, and what it has made of it."""
-        if self.pass_ not in (TRAINING, "collecting") or not torch.is_grad_enabled():
+        if self.looked_on.held_out or not torch.is_grad_enabled():
             return  # nothing is trained on it
         found = copied(losses, slopes_of(losses.losses_E.sum(), values), values)
         (self.step if whole_batch else self.micro).applied = Applied(
             named_sums(values), counts_of(values), _array(values.mismatched_B), found
         )
 
-    def handing(self, loss: Tensor) -> None:
+    def handed(self, batch: Any, loss: Tensor, last: bool) -> None:
         if self.values is not None:
             slopes, self.values = slopes_of(loss, self.values), None
             self.micro.handed_slopes = {side: array(slope) for side, slope in slopes.items()}
+        super().handed(batch, loss, last)
 
-
-class Recorded(OfflineTask):
-    """The product's task, with wrapped parts. Only the first `held_out` held-out examples are evaluated."""
-
-    recorder: RowsRecorder
-
-    def watched_by(self, recorder: RowsRecorder, held_out: int) -> Recorded:
-        self.recorder = recorder
-        self.held_out = self.held_out[:held_out]
-        self.loss = RecordedLoss(self.loss, recorder)
-        return self
-
-    def start(self, run: Run, reference: Reference | None) -> None:
-        self.recorder.begin_run(run, len(self.train))
-
-        recorded = None if reference is None else RecordedReference(reference, self.recorder)
-        super().start(recorded_run(run, self.recorder), recorded)
-
-    def begin(self, step: int) -> OfflineStep:
-        begun = super().begin(step)
-        self.recorder.dealt(begun)
-        return begun
-
-    def passing(self, what: str) -> contextlib.AbstractContextManager[None]:
-        return self.recorder.passing(what)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        with self.recorder.passing("held out"):
-            return super().evaluate(step)
-
-    def shard(self, examples: Sequence[Answered], names: Sequence[SequenceName] = ()) -> HeldExamples:
-        self.recorder.begin(examples, self.sides)
-        held = super().shard(examples, names)
-        self.recorder.sharded(held.shard)
-        return held
-
-    def note(self, meter: Meter, values: Values, losses: LossesOf, slopes: Sides | None) -> None:
-        self.recorder.judged(values, losses, slopes)
-        super().note(meter, values, losses, slopes)
+    def log(self, row: MetricRow) -> None:
+        super().log(row)
+        self.collected = []
 
 
 def loss_of(cfg: Config) -> Loss:
     """Build the loss as the product does, for the reference."""
-    task = task_class(cfg.loss)
-    assert issubclass(task, OfflineTask)
-    return task.loss_of(cfg)
-
-
-def recorded_task(recorder: RowsRecorder, held_out: int, cfg: Config, tokenizer: Any, world: World, _: Any) -> Recorded:
-    """Make the task that the loss has, recorded."""
-    task = task_class(cfg.loss)
-    assert issubclass(task, OfflineTask)
-    made = type(f"Recorded{task.__name__}", (Recorded, task), {})
-    watched: Recorded = made(cfg, read_examples(cfg, tokenizer, world)).watched_by(recorder, held_out)
-    watched.most_steps = cfg.train.stop_after  # nothing is asked of a reference beyond them
-    return watched
+    return build_loss(cfg.loss)
 
 
 def slopes_of(total: Tensor, values: Values) -> Sides:
@@ -174,21 +107,6 @@ def _array(values: Tensor | None) -> Array | None:
 def named_sums(values: Values) -> dict[str, Array]:
     given = {"policy": values.judged, "reference": values.reference, **values.of_tokens}
     return {f"{who}/{side}": array(each) for who, sides in given.items() for side, each in (sides or {}).items()}
-
-
-class RecordedReference(Reference):
-    """The product's reference, whose answers are recorded."""
-
-    def __init__(self, reference: Reference, recorder: RowsRecorder) -> None:
-        self.reference, self.recorder = reference, recorder
-
-    def known(self, pack: Pack, shard: Shard) -> Shard:
-        return self.reference.known(pack, shard)
-
-    def logps(self, shard: Shard) -> Tensor:
-        logps_n = self.reference.logps(shard)
-        self.recorder.of(shard).reference_n = array(logps_n)
-        return logps_n
 
 
 class RecordedLoss:

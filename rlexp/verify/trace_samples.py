@@ -1,11 +1,9 @@
-"""Record training on samples that the policy draws: the product's own task, its rollouts and its loss."""
+"""Record training on samples that the policy draws."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,17 +13,10 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTerms, PolicyTokens
-from rlexp.training.reference.base import Reference
-from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.sinks.base import RolloutFacts
-from rlexp.training.train.build_rollouts import Parts
-from rlexp.training.train.examples import read_examples
-from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_supply import Made, Rollouts
-from rlexp.training.train.rollout_task import HeldSamples, RolloutStep, RolloutTask
+from rlexp.training.train.rollout_task import RolloutStep, SamplesMicroBatch
 from rlexp.training.types import Sample
-from rlexp.training.world.groups import World
-from rlexp.verify.recorder import Recorder, array, recorded_run
+from rlexp.verify.recorder import Recorder, array
 from rlexp.verify.records import Array, Drawn, Micro, RolloutSeen, Terms, TokenAnswer
 
 SAID = {"policy": "logps_n", "entropies": "entropy_n", "values": "values_n"}
@@ -35,16 +26,13 @@ KNOWN = ("old_n", "behaviour_n", "reference_n", "advantages_n", "old_values_n", 
 class SampleRecorder(Recorder):
     """Knows which rollout is drawn, and what its samples are worth."""
 
+    looked_on: RolloutStep
+    configured: PolicyLoss  # the loss that the configuration names, apart from the task's
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.outcomes: dict[str, Array] = {}
         self.credit: Array | None = None
-
-    @contextlib.contextmanager
-    def drawing(self) -> Iterator[None]:
-        """Record nothing of the passes that draw and score."""
-        self.held = None
-        yield
 
     def drawn(self, rollouts: Rollouts, step: int) -> None:
         """Record a rollout that is complete."""
@@ -53,32 +41,36 @@ class SampleRecorder(Recorder):
             samples=[drawn_of(sample) for sample in rollouts.mine], outcomes=self.outcomes, credit=self.credit,
         ))  # fmt: skip
 
-    def begin(self, samples: Sequence[Sample]) -> None:
-        self.held = Micro(tuple(sample.place for sample in samples))
+    def begin(self, step: RolloutStep, batch: SamplesMicroBatch) -> Micro:  # noqa: ARG002
+        held = Micro(tuple(sample.place for sample in batch.samples))
         if not self.step.trained:
-            self.step.micros.append(self.held)
-        self.step.tokens.update(
-            {s.place: TokenAnswer(array_of(s.prompt.tokens), array_of(s.answer), s.prompt.origin) for s in samples}
-        )
+            self.step.micros.append(held)
+        self.step.tokens.update({s.place: TokenAnswer(array_of(s.prompt.tokens), array_of(s.answer), s.prompt.origin)
+                                 for s in batch.samples})  # fmt: skip
+        return held
 
-    def judged(
-        self, tokens: PolicyTokens, terms: PolicyTerms, kl_coef: float, slopes: Mapping[str, Tensor], configured: float
-    ) -> None:
+    def judged(self, batch: Any, given: PolicyTokens, made: PolicyTerms, slopes: Any = None) -> None:  # noqa: ARG002
         """Record what the loss was given of a micro-batch's tokens on this rank, and what it has made of them."""
+        task = self.looked_on.task
+        kl_coef = task.rollouts.kl_coef
+        with torch.no_grad():
+            configured = float(self.configured(given, kl_coef).loss)
         micro = self.micro
         for name in KNOWN:
-            values = getattr(tokens, name)
+            values = getattr(given, name)
             if values is not None:
                 micro.known[name] = array(values)
-        micro.known |= {"answer_weights": array(tokens.weight_S), "lengths": array(tokens.length_S),
-                        "sums": array(tokens.by_sequence(tokens.logps_n.detach()))}  # fmt: skip
-        micro.known |= {f"slope of {name}": array(slope) for name, slope in slopes.items()}
+        micro.known |= {"answer_weights": array(given.weight_S), "lengths": array(given.length_S),
+                        "sums": array(given.by_sequence(given.logps_n.detach()))}  # fmt: skip
+        micro.known |= {
+            f"slope of {name}": array(slope) for name, slope in slopes_of(task.loss, given, kl_coef).items()
+        }
         micro.terms = Terms(
-            loss=float(terms.loss.detach()),
-            weighted={name: float(each) for name, each in terms.weighted.items()},
-            replicated={name: float(each) for name, each in terms.replicated.items()},
-            means={name: array(each) for name, each in terms.means_n.items()},
-            peaks={name: array(each) for name, each in terms.peaks_n.items()},
+            loss=float(made.loss.detach()),
+            weighted={name: float(each) for name, each in made.weighted.items()},
+            replicated={name: float(each) for name, each in made.replicated.items()},
+            means={name: array(each) for name, each in made.means_n.items()},
+            peaks={name: array(each) for name, each in made.peaks_n.items()},
             slopes={},
             kl_coef=kl_coef,
             configured=configured,
@@ -126,14 +118,14 @@ class RecordedRollouts(Rollouts):
     evaluates = False
 
     @classmethod
-    def by(cls, recorder: SampleRecorder, **parts: Any) -> RecordedRollouts:
-        made = cls(**parts)
+    def by(cls, recorder: SampleRecorder, loss: PolicyLoss, **parts: Any) -> RecordedRollouts:
+        recorded: Any = RecordedCredit(loss, recorder)
+        made = cls(**parts, loss=recorded)
         made.recorder = recorder
         return made
 
     def ensure(self, step: int) -> Made | None:
-        with self.recorder.drawing():
-            made = super().ensure(step)
+        made = super().ensure(step)
         if made is not None:
             self.recorder.drawn(self, step)
         self.recorder.step.rollout = self.number
@@ -144,8 +136,7 @@ class RecordedRollouts(Rollouts):
 
     def evaluate(self) -> dict[str, float]:
         self.evaluates = True
-        with self.recorder.drawing():
-            return super().evaluate()
+        return super().evaluate()
 
     def _collect(self, mine: Sequence[Sample], model_scores: dict[str, list[float]]) -> None:
         super()._collect(mine, model_scores)
@@ -154,11 +145,11 @@ class RecordedRollouts(Rollouts):
             self.recorder.trace.held_rollout = [drawn_of(sample) for sample in mine]
 
 
-class RecordedPolicyLoss:
-    """Records what the formula of a policy loss is given, and what it makes of it."""
+class RecordedCredit:
+    """A policy loss, of which is recorded what each sample earns."""
 
-    def __init__(self, loss: PolicyLoss, configured: PolicyLoss, recorder: SampleRecorder) -> None:
-        self._loss, self._configured, self._recorder = loss, configured, recorder
+    def __init__(self, loss: PolicyLoss, recorder: SampleRecorder) -> None:
+        self._loss, self._recorder = loss, recorder
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
@@ -170,60 +161,8 @@ class RecordedPolicyLoss:
         self._recorder.credit = array(credit_N)
         return credit_N
 
-    def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
-        terms = self._loss(tokens, kl_coef)
-        with torch.no_grad():
-            configured = float(self._configured(tokens, kl_coef).loss)
-        self._recorder.judged(tokens, terms, kl_coef, slopes_of(self._loss, tokens, kl_coef), configured)
-        return terms
-
-
-class RecordedRolloutTask(RolloutTask):
-    """The product's task, with wrapped parts. Only the first `held_out` held-out prompts are answered."""
-
-    recorder: SampleRecorder
-
-    def watched_by(self, recorder: SampleRecorder, configured: PolicyLoss) -> RecordedRolloutTask:
-        self.recorder = recorder
-        self.loss: Any = RecordedPolicyLoss(self.loss, configured, recorder)
-        return self
-
-    def start(self, run: Run, reference: Reference | None) -> None:
-        self.recorder.begin_run(run, len(self.examples.train))
-        super().start(recorded_run(run, self.recorder), reference)
-
-    def begin(self, step: int) -> RecordedRolloutStep:
-        begun = RecordedRolloutStep(self, step)
-        self.recorder.dealt(begun)
-        return begun
-
-    def news(self, step: int) -> RolloutFacts | None:  # noqa: ARG002
-        return None
-
-
-class RecordedRolloutStep(RolloutStep):
-    task: RecordedRolloutTask
-
-    def load(self, indices: Sequence[int]) -> HeldSamples:
-        recorder = self.task.recorder
-        recorder.begin([self.weighed.samples[index] for index in indices])
-        held = super().load(indices)
-        recorder.sharded(held.shard)
-        return held
-
 
 def policy_loss_of(cfg: Config) -> PolicyLoss:
     """Build the loss as the product does, for the reference."""
     assert isinstance(cfg.loss, PolicyLossConfig)
     return build_policy_loss(cfg.loss, cfg.rollout.importance_cap)
-
-
-def recorded_rollouts(
-    recorder: SampleRecorder, held_out: int, cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None
-) -> RecordedRolloutTask:
-    """Make the task that draws, recorded."""
-    examples = read_examples(cfg, tokenizer, world)
-    examples = replace(examples, held_out=examples.held_out[:held_out])
-    parts = Parts(rollouts=partial(RecordedRollouts.by, recorder))
-    task = RecordedRolloutTask(cfg, examples, bridge, parts)
-    return task.watched_by(recorder, policy_loss_of(cfg))

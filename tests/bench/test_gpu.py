@@ -332,12 +332,13 @@ def test_a_reference_on_the_host_has_the_bits_of_one_on_the_device(engine: str) 
 
 def _three_steps(_spec: RankSpec, cfgs: Sequence[Config]) -> list[list[float]]:
     """Return the losses of each run, and what its reference says after them."""
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
     found = []
     for cfg in cfgs:
-        task: Any = build(cfg, probing=unprobed)
+        task: Any = build(cfg, around=UNPROBED)
         losses = [train_step(task, step)["train/loss"] for step in (1, 2, 3)]
         step = task.begin(4)
         said = task.reference.logps(step.load(step.micro_batches[0]).shard)
@@ -364,10 +365,11 @@ def _all_without_waiting(spec: RankSpec, cfgs: Sequence[Config]) -> list[list[st
 
 def _without_waiting(_spec: RankSpec, cfg: Config) -> list[str]:
     """Take two steps; in the second torch raises where the host waits. Return which modes were set."""
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     modes: list[str] = []
 
     def mode(name: str) -> None:

@@ -14,7 +14,7 @@ from rlexp.data.answer import preview
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples
-from rlexp.training.train.unpaired_task import unbalanced
+from rlexp.training.train.fitting import unbalanced
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.refusals import refusal_of
 

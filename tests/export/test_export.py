@@ -41,7 +41,8 @@ from rlexp.training.checkpoint.tensors import Reader
 from rlexp.training.model import export
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import export_at_end as exported
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
+from rlexp.training.train.surroundings import UNPROBED
 from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.adapters import adapter_of
@@ -395,7 +396,7 @@ def exporting(
         save(*args, **kwargs)
 
     export.save_file = faulty
-    run = build(cfg, probing=unprobed).run
+    run = build(cfg, around=UNPROBED).run
     weights = {name: weight.clone() for name, weight in run.engine.weights()}
     dist.barrier()
     try:

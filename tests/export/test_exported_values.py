@@ -17,10 +17,11 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.sinks.base import Sink, Sinks
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.examples import read_examples
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.loop import train_loop
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.adapters import loaded, logps_by
 from tests.helpers.models import untied
@@ -63,7 +64,7 @@ def exported_rank(spec: RankSpec, cfgs: Sequence[Config], places: Sequence[str])
 
     last = []
     for cfg, place in zip(cfgs, places, strict=True):
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         train_loop(task, Sinks([Keeping()]))
         export_run(task.run, Path(place), 2)
         last.append(rows[-1])

@@ -133,9 +133,10 @@ def smollm2() -> HFModelConfig:
 
 def starting_weights(_spec: RankSpec, configs: Sequence[Config]) -> list[dict[str, torch.Tensor]]:
     """The weights from which each configuration trains, as this rank gathers them."""
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
+    from rlexp.training.train.surroundings import UNPROBED
 
-    tasks = [build(cfg, probing=unprobed) for cfg in configs]
+    tasks = [build(cfg, around=UNPROBED) for cfg in configs]
     return [{name: weight.double().clone() for name, weight in task.run.engine.weights()} for task in tasks]
 
 

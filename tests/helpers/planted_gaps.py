@@ -176,10 +176,11 @@ PLANTS: dict[str, Plant] = {
 
 def planted_rank(_spec: RankSpec, cfg: Config, folder: Path, names: Sequence[str]) -> dict[str, list[Drawn]]:
     """Train, keep the weights after each step in files, and draw the next rollout once with each plant."""
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
-    task: Any = build(cfg, probing=unprobed)
+    task: Any = build(cfg, around=UNPROBED)
     task.files = TensorFiles(folder)
     try:
         for step in range(STEPS + 1):

@@ -54,10 +54,11 @@ class Steps:
 
 
 def train_steps(spec: RankSpec, cfg: Config, steps: int) -> Steps:
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     engine, loss = SpyEngine(task.run.engine), SpyLoss(task.loss)
     task.run, task.loss = dataclasses.replace(task.run, engine=engine), loss
     start = weights_of(engine)

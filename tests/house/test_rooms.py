@@ -69,7 +69,7 @@ def add(copy: Path, file: str, line: str) -> None:
     ("file", "line", "circle"),
     [
         ("training/dataset/seam.py", "from rlexp.training.dataset.seam import Seam", None),  # itself: no circle
-        ("training/dealer/packing.py", "from rlexp.training.train.offline_task import OfflineTask",
+        ("training/dealer/packing.py", "from rlexp.training.train.rows_task import RowsTask",
          "dealer/packing.py"),
         ("training/types.py", "def later():\n    import rlexp.training.dealer.shard", "dealer/shard.py"),
         ("training/dataset/sampler.py", "if TYPE_CHECKING:\n    from rlexp.training.train import examples",

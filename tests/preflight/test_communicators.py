@@ -12,8 +12,9 @@ from rlexp.config.schema import Config, HardwareConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.communicators import CONTEXT, CUBLAS, MIB, Group, beside
 from rlexp.preflight.rehearsal.rehearse import preload, rehearse
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import alone, elsewhere, plan
 
@@ -68,7 +69,7 @@ def really_there(spec: RankSpec, cfg: Config) -> int:
     """Return how many groups of several ranks this rank is a member of, the world's included, after a step."""
     import torch.distributed as dist
 
-    train_step(build(cfg, probing=unprobed), 1)
+    train_step(build(cfg, around=UNPROBED), 1)
     groups: Any = dist.distributed_c10d._world.pg_map
     return sum(spec.rank in dist.get_process_group_ranks(each) and each.size() > 1 for each in groups)
 

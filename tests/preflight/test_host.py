@@ -35,8 +35,9 @@ from rlexp.preflight.host import (
 from rlexp.preflight.predict import Prediction
 from rlexp.preflight.rehearsal import rehearse
 from rlexp.training.checkpoint.saver import Saver
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import alone, elsewhere, judged, plan
 
@@ -148,7 +149,7 @@ def _held(cfg: Config, rank: int, layers: int | None) -> Held:
 
 def really_held(spec: RankSpec, cfg: Config, folder: str) -> tuple[int, int, int]:
     """Return the bytes of this rank's state, of the memory for its copy, and of the reference that is shared."""
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     train_step(task, 1)
     saver = Saver(task.run.engine, task.run.world, Path(folder), {})
     saver.prepare()

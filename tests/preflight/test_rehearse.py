@@ -21,7 +21,7 @@ from rlexp.preflight.predict import Prediction, predict
 from rlexp.preflight.rehearsal.device import rehearsed_device
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts, Log, Pass, passes
 from rlexp.preflight.rehearsal.mode import Rehearsing
-from rlexp.preflight.rehearsal.rehearse import _random_models, preload, rehearse
+from rlexp.preflight.rehearsal.rehearse import Rehearsed, preload, rehearse
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.training.model.loading import load_config
 from rlexp.training.model.placing import Placing
@@ -213,7 +213,7 @@ def pageable(original: Any, tensor: Tensor, device: torch.device) -> Tensor:
 
 
 DEFECTS = {
-    "a number of the loss is asked for": ("rlexp.training.train.offline_task:OfflineStep.judged", item_in_the_loss),
+    "a number of the loss is asked for": ("rlexp.training.train.rows_task:RowsStep.judged", item_in_the_loss),
     "a number of the hidden states is asked for": ("rlexp.training.model.policy:hidden_states", item_in_the_layers),
     "tokens are copied from pageable memory": ("rlexp.training.types:moved", pageable),
 }
@@ -235,7 +235,7 @@ def test_the_host_waits_for_nothing_in_a_micro_batch(engine: str, layout: str, l
     # In its first step, ZeRO-3 asks whether all ranks call the modules in the same order.
     first = "deepspeed/runtime/zero/utils.py"
     inside = [place for phase in ("data", *STEP) for place in waits[phase] if not place.startswith(first)]
-    of_the_loss = ("rlexp/training/train/offline_task", "rlexp/training/train/whole_batch")  # which has no phase
+    of_the_loss = ("rlexp/training/train/rows_task", "rlexp/training/train/whole_batch")  # which has no phase
     inside += [place.partition(":")[0] for place in waits[""] if place.startswith(of_the_loss)]
     # A loss over the whole batch is computed on the host, once a step; here, a step is one micro-batch.
     assert inside == (["rlexp/training/train/whole_batch.py"] if loss == "aot" else [])
@@ -368,7 +368,6 @@ def test_bfloat16_loses_bits_of_all_but_weights_that_were_saved_in_it(
         f"{rehearse.__module__}.random_model", lambda *_, **__: SimpleNamespace(can_generate=lambda: False)
     )
     monkeypatch.setattr(f"{rehearse.__module__}.put_all", lambda _model, placing: put.append(placing))
-    asked: Any = SimpleNamespace(model=SimpleNamespace(dtype=saved))
-    device = torch.device("cpu")
-    _random_models(asked, device, [], real=False)(None, None, 8, Placing(device, torch.bfloat16))
+    around: Any = SimpleNamespace(plan=SimpleNamespace(model=SimpleNamespace(dtype=saved)), short=True, loaded=[])
+    Rehearsed.model(around, None, None, 8, Placing(torch.device("cpu"), torch.bfloat16))
     assert put[0].loses(torch.empty(0), torch.empty(0)) == loses

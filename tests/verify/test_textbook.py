@@ -13,8 +13,9 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.sinks.base import Sink, Sinks
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.loop import train_loop
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.verify.records import SIDES, Losses, TokenPair, joined
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.model import load_tokenizer
@@ -144,7 +145,7 @@ def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, conf
 
 
 def third_row_rank(place, cfg: Config) -> tuple:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     rows: list[dict] = []
     seen: list[dict] = []
 

@@ -14,8 +14,9 @@ from bench.rollout_tables import config_of
 from rlexp.config.schema import Config
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.rollout.experience import fetch
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers import textbook, textbook_rl
 from tests.helpers.ranks import largest_gap, on_ranks
 from tests.helpers.textbook_rl import CRITIC, Answer, Credit, Knobs
@@ -42,7 +43,7 @@ class Taken:
 def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
     from bench.engines import SpyEngine
 
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     engine = SpyEngine(task.run.engine)
     task.run = dataclasses.replace(task.run, engine=engine)
     rollouts = task.rollouts

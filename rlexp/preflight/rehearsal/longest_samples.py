@@ -32,15 +32,17 @@ from rlexp.training.model.loading import random_reward_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.rollout.deal import Request
+from rlexp.training.rollout.draws import Draws
 from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, Sequences
-from rlexp.training.train.build import unprobed
-from rlexp.training.train.build_rollouts import Parts, ring_reward_model
 from rlexp.training.train.parts import Run
+from rlexp.training.train.ring_reward_model import ring_reward_model
 from rlexp.training.train.rollout_supply import Rollouts
+from rlexp.training.train.surroundings import UNPROBED, Unprobed
 from rlexp.training.types import Ids, Pack, Sample
+from rlexp.training.world.groups import World
 
 
 @dataclass(frozen=True)
@@ -58,28 +60,43 @@ class Wordless:
         return self.vocabulary
 
 
-def parts_of(cfg: Config, mode: Counting, made: list[nn.Module], vocabulary: int) -> Parts:
-    """Return the parts of rollouts. Real ranks draw and score every sample, a rehearsal only those that differ.
+class LongestSamples(Unprobed):
+    """Rollouts of the longest samples. Real ranks draw and score every one, a rehearsal only those that differ.
 
-    `made` is given the reward models, and `vocabulary` is the size of the policy's.
+    `vocabulary` is the size of the policy's.
     """
-    by_vllm, most = uses_vllm(cfg), scored_at_once(cfg)
-    given = functools.partial(GivenDrawer, vocabulary=vocabulary)
-    parts = Parts(
-        rewards=constant_rewards,
-        reward_model=functools.partial(longest_reward_model, log=mode.log, made=made),
-        drawer=functools.partial(given, most=None) if by_vllm else functools.partial(LoggedDrawer, mode=mode),
-    )
-    if not isinstance(mode, Rehearsing):
-        return parts
-    short = functools.partial(ShortDrawer, mode=mode, most=most)
-    return dataclasses.replace(
-        parts,
-        drawer=functools.partial(given, most=most) if by_vllm else short,
-        scorer=functools.partial(ShortScorer, log=mode.log, samples=per_rank(cfg) * cfg.parallel.ring_size),
-        rollouts=functools.partial(AlikeRollouts, lengths=fullest_micro_batch(cfg)),
-        host=lambda world: Host(world.size, dist.group.WORLD if world.size > 1 else None),
-    )
+
+    def __init__(self, cfg: Config, mode: Counting, vocabulary: int) -> None:
+        self.cfg, self.mode, self.vocabulary = cfg, mode, vocabulary
+        self.judging: list[nn.Module] = []  # the reward models
+        self.short = isinstance(mode, Rehearsing)
+
+    def rewards(self, cfg: RewardConfig) -> Rewards:
+        return constant_rewards(cfg)
+
+    def reward_model(self, run: Run, term: ModelTerm) -> RingRewardModel:
+        return longest_reward_model(run, term, log=self.mode.log, made=self.judging)
+
+    def drawer(self, **parts: Any) -> Draws:
+        most = scored_at_once(self.cfg) if self.short else None
+        if uses_vllm(self.cfg):
+            return GivenDrawer(**parts, vocabulary=self.vocabulary, most=most)
+        return (
+            LoggedDrawer(**parts, mode=self.mode) if most is None else ShortDrawer(**parts, mode=self.mode, most=most)
+        )
+
+    def scorer(self, **parts: Any) -> Scorer:
+        if not self.short:
+            return super().scorer(**parts)
+        return ShortScorer(**parts, log=self.mode.log, samples=per_rank(self.cfg) * self.cfg.parallel.ring_size)
+
+    def rollouts(self, **parts: Any) -> Rollouts:
+        return (
+            AlikeRollouts(**parts, lengths=fullest_micro_batch(self.cfg)) if self.short else super().rollouts(**parts)
+        )
+
+    def host(self, world: World) -> Host:
+        return Host(world.size, dist.group.WORLD if world.size > 1 else None) if self.short else super().host(world)
 
 
 def per_rank(cfg: Config) -> int:
@@ -284,5 +301,5 @@ def longest_reward_model(run: Run, term: ModelTerm, *, log: Log, made: list[nn.M
         return scores_S
 
     make = functools.partial(RewardModel, load=load, load_tokenizer=lambda *_: Wordless({"another": 0}))
-    model = ring_reward_model(run, term, make=make, probing=unprobed)
+    model = ring_reward_model(run, term, make=make, probing=UNPROBED.probe)
     return dataclasses.replace(model, encode=encode, score=score)

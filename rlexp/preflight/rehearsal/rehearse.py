@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rlexp.base.engine_facts import ENGINES
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, Device, ModelConfig
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.preflight.host import Held, power_of_two
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import COLLECT, Log, peak_of
-from rlexp.preflight.rehearsal.longest_samples import Wordless, parts_of
+from rlexp.preflight.rehearsal.longest_samples import LongestSamples, Wordless
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import Clock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
@@ -36,10 +35,10 @@ from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.reference.base import Reference
-from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.train.build import Sources, build, unprobed
+from rlexp.training.ring.kernels import BlockKernel
+from rlexp.training.train.build import build
 from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.examples import sharing_examples
+from rlexp.training.train.examples import Examples, sharing_examples
 from rlexp.training.train.export_at_end import weights_to_write
 from rlexp.training.train.parts import Setting
 from rlexp.training.train.step import train_step
@@ -109,26 +108,9 @@ def count(plan: RehearsalPlan) -> Log:
 def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> None:
     log = mode.log
     phases = LoggedPhases(device, log)
-    loaded: list[Any] = []
-    judging: list[nn.Module] = []
-    generation = plan.cfg.hardware.generation or None if plan.gpu else None
-    sources = Sources(
-        model_config=lambda *_: first_layers(plan.model, plan.layers),
-        model=_random_models(plan, device, loaded, real=not isinstance(mode, Rehearsing)),
-        tokenizer=lambda _: Wordless(),
-        device=lambda _: device,
-        generation=lambda _: generation,
-        memory=lambda _: int(plan.cfg.hardware.memory_gib * (1 << 30)) if plan.gpu else None,
-        kernel=functools.partial(rehearsed_kernel, log),
-        neighbours=lambda _: None,
-        here=False,
-        decoding_probe=unprobed,
-        precomputed=Unknown,
-    )
+    around = Rehearsed(plan, device, mode)
     with phases("build"):
-        task = build(
-            as_native(plan.cfg), phases, probing=unprobed, task_of=longest_task(plan, mode, judging), sources=sources
-        )
+        task = build(as_native(plan.cfg), phases, around=around)
         engine = task.run.engine
         gc.collect()  # engines and modules refer to each other
         held = of_host(mode, task)  # makes the moments, as the first optimizer step does
@@ -138,11 +120,11 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
     ring.traffic.watcher = log
     mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
     within = set(engine.policy.modules())
-    frozen = [model for model in loaded if model.base_model not in within]
-    for model in loaded:
+    frozen = [model for model in around.loaded if model.base_model not in within]
+    for model in around.loaded:
         mark_trunk(log, model.base_model)
     mark_modules(log, mode, engine.policy)
-    label(log, mode, engine, [*frozen, *judging])
+    label(log, mode, engine, [*frozen, *around.judging])
     with uncounted_objects():
         for step in range(1, 0 if log.build_alone else plan.steps + 1):
             train_step(task, step)
@@ -176,27 +158,60 @@ def of_host(mode: Counting, task: Task) -> Held:
     return Held(shared, loose, sum(pinned), rounded, state=state, elements=run.parameters)
 
 
-def _random_models(plan: RehearsalPlan, device: torch.device, loaded: list[Any], *, real: bool) -> Callable[..., Any]:
-    """Return what stands in for loading a model, and adds each to `loaded`."""
-    saved_wide = getattr(plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of the weights
+class Rehearsed(LongestSamples):
+    """The longest examples, models with random weights, and the hardware that is asked about."""
 
-    def model_of(_cfg: Any, config: Any, max_length: int, placing: Placing | None, **kwargs: Any) -> Any:
-        with device if placing is None else torch.device("cpu"):  # each of ZeRO-3's pieces is made where it stays
+    has_packages = False
+
+    def __init__(self, plan: RehearsalPlan, device: torch.device, mode: Counting) -> None:
+        super().__init__(plan.cfg, mode, int(plan.model.get_text_config().vocab_size))
+        self.plan, self.on = plan, device
+        self.loaded: list[Any] = []
+
+    def examples(self, cfg: Config, tokenizer: Any, world: World, *, trains: bool) -> Examples:  # noqa: ARG002
+        answers = self.plan.answers
+        return task_class(cfg.loss).longest(cfg) if answers is None else sharing_examples(cfg, answers)
+
+    def tokenizer(self, cfg: ModelConfig) -> Any:  # noqa: ARG002
+        return Wordless()
+
+    def model_config(self, cfg: ModelConfig, max_length: int) -> Any:  # noqa: ARG002
+        return first_layers(self.plan.model, self.plan.layers)
+
+    def model(self, _cfg: Any, config: Any, max_length: int, placing: Placing | None, **kwargs: Any) -> Any:
+        with self.on if placing is None else torch.device("cpu"):  # each of ZeRO-3's pieces is made where it stays
             model = random_model(config, max_length, **kwargs)
         if placing is not None:
-            put_all(model, placing if real else dataclasses.replace(placing, loses=lambda *_: saved_wide))
+            wide = getattr(self.plan.model, "dtype", None) is not torch.bfloat16  # then bfloat16 loses bits of weights
+            put_all(model, dataclasses.replace(placing, loses=lambda *_: wide) if self.short else placing)
         if model.can_generate() and model.generation_config is not None:
             model.generation_config.eos_token_id = None  # no answer ends before it is as long as it may be
-        loaded.append(model)
+        self.loaded.append(model)
         return model
 
-    return model_of
+    def stored_reference(self, setting: Setting, *_: Any, **__: Any) -> Reference:
+        return Unknown(setting)
+
+    def device(self, cfg: Config) -> torch.device:  # noqa: ARG002
+        return self.on
+
+    def generation(self, device: Device) -> int | None:  # noqa: ARG002
+        return self.plan.cfg.hardware.generation or None if self.plan.gpu else None
+
+    def memory(self, device: torch.device) -> int | None:  # noqa: ARG002
+        return int(self.plan.cfg.hardware.memory_gib * (1 << 30)) if self.plan.gpu else None
+
+    def kernel(self, *args: Any) -> BlockKernel:
+        return rehearsed_kernel(self.mode.log, *args)
+
+    def neighbours(self, world: World) -> None:  # noqa: ARG002
+        return None
 
 
 class Unknown(Reference):
     """Stands in for what is computed before training: each token has a value, and no model is in memory."""
 
-    def __init__(self, setting: Setting, *_: Any, **__: Any) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.dtype = torch.promote_types(setting.dtype, torch.float32)
 
     def known(self, pack: Pack, shard: Shard) -> Shard:  # noqa: ARG002
@@ -228,15 +243,3 @@ class LoggedPhases(Phases):
 
     def report(self, meter: Meter) -> None:
         """Report nothing: the log has it all."""
-
-
-def longest_task(plan: RehearsalPlan, mode: Counting, judging: list[nn.Module]) -> Callable[..., Task]:
-    """Return what makes the task of its longest examples. `judging` is given the reward models."""
-
-    def task_of(cfg: Config, _tokenizer: Any, _world: World, bridge: Bridge | None) -> Task:
-        kind = task_class(cfg.loss)
-        longest = kind.longest(cfg) if plan.answers is None else sharing_examples(cfg, plan.answers)
-        vocabulary = int(plan.model.get_text_config().vocab_size)
-        return kind.of(cfg, longest, bridge, parts_of(plan.cfg, mode, judging, vocabulary))
-
-    return task_of

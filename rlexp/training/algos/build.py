@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from rlexp.config.schema.loss_terms import loss_terms
@@ -69,8 +70,12 @@ from rlexp.training.algos.simpo import SimPO
 from rlexp.training.algos.sppo_hard import SPPOHard
 from rlexp.training.algos.unpaired import Unpaired
 
+LOSSES: dict[type[LossConfig], Callable[[Any], Loss]] = {}  # of one's own
+
 
 def build_loss(cfg: LossConfig) -> Loss:
+    if type(cfg) in LOSSES:
+        return LOSSES[type(cfg)](cfg)
     match cfg:
         case PreferenceConfig(margin_weight=margin_weight):
             terms = [Term(term.name, term.weight, build_formula(term.cfg, margin_weight)) for term in loss_terms(cfg)]

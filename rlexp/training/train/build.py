@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import (
     BackendName,
     Config,
-    Device,
     EngineConfig,
     EngineName,
     LoraConfig,
@@ -44,60 +42,29 @@ from rlexp.training.model.adapter import plain_name
 from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.fused import fuses
 from rlexp.training.model.head import logits_at_once
-from rlexp.training.model.loading import end_with_template, in_pieces, load_config, load_model, load_tokenizer
+from rlexp.training.model.loading import end_with_template, in_pieces
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import CRITIC, DTYPES, Critic, Policy
-from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.model.score_head import padding_of
 from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
 from rlexp.training.ring.base import Window
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.ring.kernels import BlockKernel, generation_here, get_kernel
+from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.examples import read_examples, refuse_foreign_tokens
+from rlexp.training.train.examples import refuse_foreign_tokens
 from rlexp.training.train.operations import of_reference, of_training, peak_of
 from rlexp.training.train.parts import Run, Setting
-from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.schedule import Schedule, warm_up_of
+from rlexp.training.train.surroundings import HERE, Surroundings
 from rlexp.training.train.task import Task
 from rlexp.training.types import Wanted
 from rlexp.training.world.groups import Ring, World, build_world
-from rlexp.training.world.shared_memory import Neighbours, meet
-
-Probe = Callable[..., float]
-TaskOf = Callable[[Config, Any, World, Bridge | None], Task]
-
-
-@dataclass(frozen=True)
-class Sources:
-    """Where a run's parts come from: disk or hub, and this machine. A rehearsal has others."""
-
-    model_config: Callable[..., Any] = field(default_factory=lambda: load_config)
-    model: Callable[..., Any] = field(default_factory=lambda: load_model)
-    tokenizer: Callable[[ModelConfig], Any] = field(default_factory=lambda: load_tokenizer)
-    device: Callable[[Config], torch.device] = field(default_factory=lambda: device_of)
-    generation: Callable[[Device], int | None] = field(default_factory=lambda: gpu_generation)
-    kernel: Callable[..., BlockKernel] = field(default_factory=lambda: get_kernel)
-    memory: Callable[[torch.device], int | None] = field(default_factory=lambda: memory_of)
-    neighbours: Callable[[World], Neighbours | None] = field(default_factory=lambda: neighbours_of)
-    here: bool = True  # this machine has the packages of the run
-    decoding_probe: Callable[..., float] = field(default_factory=lambda: probe_decoding)
-    precomputed: Callable[..., Reference] = field(default_factory=lambda: precomputed)
-
-
-def neighbours_of(world: World) -> Neighbours:
-    """Return the ranks that can share memory with this one. A collective call."""
-    return meet(world.rank, world.size)
-
-
-def unprobed(*_: Any, **__: Any) -> float:
-    """Stand in for the probe where the model is known to work over a ring."""
-    return 0.0
+from rlexp.training.world.shared_memory import Neighbours
 
 
 def build(
@@ -106,33 +73,30 @@ def build(
     bridge: Bridge | None = None,
     *,
     trains: bool = True,
-    probing: Probe = probe,
-    task_of: TaskOf | None = None,
-    sources: Sources | None = None,
+    around: Surroundings = HERE,
 ) -> Task:
     """Build the same task on every rank; whatever is refused, all ranks refuse. A collective call.
 
     Without `trains` the task can only evaluate: it has no rows to train on, and its weights have no optimizer.
-    `probing`, `task_of` and `sources` are seams: for a recorder that looks on, a task of one's own, and a rehearsal.
     """
-    sources = sources or Sources()
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
-    model_config = sources.model_config(cfg.model, cfg.data.max_length)
-    choice = layout_of(cfg, model_config, sources)
+    model_config = around.model_config(cfg.model, cfg.data.max_length)
+    choice = layout_of(cfg, model_config, around)
     world = build_world(cfg.parallel.ring_size, choice.ulysses_size)
-    device = sources.device(cfg)
+    device = around.device(cfg)
     connect(world.ring, device)
     own_layout = get_layout(*choice.how)
     dtype = DTYPES[cfg.train.precision]
-    tokenizer = sources.tokenizer(cfg.model)
-    task = (task_of or functools.partial(build_task, trains=trains))(cfg, tokenizer, world, bridge)
+    tokenizer = around.tokenizer(cfg.model)
+    examples = around.examples(cfg, tokenizer, world, trains=trains)
+    task = task_class(cfg.loss).of(cfg, examples, bridge, around)
     wanted = task.wanted if trains else task.wanted_of_evaluation
-    models = models_of(cfg, model_config, wanted, sources)
+    models = models_of(cfg, model_config, wanted, around)
     windows = tuple(each for _, config in models for each in windows_in(config.to_dict(), cfg.data.max_length))
-    kernel = kernel_for(cfg, models, windows, device, sources)
+    kernel = kernel_for(cfg, models, windows, device, around)
     for model, config in models:
-        probing(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
-                device=device, share=shares(cfg))  # fmt: skip
+        around.probe(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
+                           device=device, share=shares(cfg))  # fmt: skip
     setting = Setting(
         cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, own_layout), kernel=kernel,
         dealer=dealer_of(cfg, heads_in(model_config.to_dict()), world.dp_size),
@@ -141,9 +105,9 @@ def build(
     )  # fmt: skip
     stored = None
     if wanted.reference and cfg.reference.name is ReferenceName.precompute:
-        stored = stored_reference(setting, task, models[-1], sources, trains=trains)
+        stored = stored_reference(setting, task, models[-1], around, trains=trains)
     placing = placing_for(cfg, device, world, frozen=not trains)
-    policy = build_policy(cfg, model_config, device, wanted, placing, sources)
+    policy = build_policy(cfg, model_config, device, wanted, placing, around)
     hold_to_tokenizer(policy, task, tokenizer)
     end_with_template(policy.model, tokenizer, cfg.model)
     policy.recompute_activations(cfg.memory.recomputed)
@@ -153,10 +117,10 @@ def build(
         else build_frozen(cfg.engine, policy, world, dtype)
     )
     run = run_of(setting, engine)
-    reference = build_reference(run, models[-1], wanted, sources) if wanted.reference and stored is None else stored
+    reference = build_reference(run, models[-1], wanted, around) if wanted.reference and stored is None else stored
     run = replace(run, operations=run.operations + of_reference(reference))
     if wanted.decoding:
-        sources.decoding_probe(cfg.model, model_config, cfg.data.max_length, device)
+        around.probe_decoding(cfg.model, model_config, cfg.data.max_length, device)
     task.start(run, reference)
     return task
 
@@ -184,11 +148,11 @@ def connect(ring: Ring, device: torch.device) -> None:
             ring_sum(torch.zeros((), device=device), group)
 
 
-def layout_of(cfg: Config, model_config: Any, sources: Sources) -> Choice:
+def layout_of(cfg: Config, model_config: Any, around: Surroundings) -> Choice:
     """Return the layout for the model's heads; refuse a backend or kernel that cannot compute them."""
     heads = heads_in(model_config.to_dict())
     check_backend(cfg, heads)
-    check_kernel(cfg, heads, here=sources.here, generation=sources.generation(cfg.launch.device))
+    check_kernel(cfg, heads, here=around.has_packages, generation=around.generation(cfg.launch.device))
     return choose(cfg, heads)
 
 
@@ -199,25 +163,10 @@ def hold_to_tokenizer(policy: Policy, task: Task, tokenizer: Any) -> None:
         policy.model.config.pad_token_id = padding_of(policy.model.config, tokenizer)
 
 
-def build_task(cfg: Config, tokenizer: Any, world: World, bridge: Bridge | None, *, trains: bool = True) -> Task:
-    """Read the examples, and make of them what is trained. A collective call."""
-    return task_class(cfg.loss).of(cfg, read_examples(cfg, tokenizer, world, trains=trains), bridge)
-
-
 def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
     optim, steps = cfg.optim, total_steps(steps_per_epoch, cfg.train.max_steps, cfg.train.epochs)
     warm_up = optim.warmup_steps if optim.warmup_ratio is None else warm_up_of(steps, optim.warmup_ratio)
     return Schedule(optim.lr, warm_up, steps, optim.decay, optim.warmup_start, optim.min_lr_ratio)
-
-
-def gpu_generation(device: Device) -> int | None:
-    """Return the major compute capability of this rank's GPU."""
-    return generation_here() if device is Device.cuda else None
-
-
-def memory_of(device: torch.device) -> int | None:
-    """Return the bytes of a GPU; None for a CPU."""
-    return int(torch.cuda.get_device_properties(device).total_memory) if device.type == "cuda" else None
 
 
 def build_layout(cfg: Config, own: Layout) -> Layout:
@@ -232,22 +181,16 @@ def build_layout(cfg: Config, own: Layout) -> Layout:
             return library_layout(own.name)
 
 
-def device_of(cfg: Config) -> torch.device:
-    cuda = cfg.launch.device is Device.cuda
-    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-
-
 def build_policy(
     cfg: Config,
     config: Any,
     device: torch.device,
     wanted: Wanted,
     placing: Placing | None,
-    sources: Sources | None = None,
+    around: Surroundings = HERE,
 ) -> Policy:
     """Load the starting weights: into their place, or in pieces from the first moment under ZeRO-3."""
-    sources = sources or Sources()
-    load, float64 = sources.model, cfg.train.precision is Precision.fp64
+    load, float64 = around.model, cfg.train.precision is Precision.fp64
     critic = None
     lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
     at = placing
@@ -271,7 +214,7 @@ def build_policy(
         policy.critic_lr_scale = cfg.loss.value_lr / cfg.optim.lr  # 0 is refused
     if fuses(cfg.model.fused, device, DTYPES[cfg.train.precision]):
         policy.fuse()
-    memory = sources.memory(device)
+    memory = around.memory(device)
     share = None if memory is None else memory // cfg.launch.ranks_per_gpu
     policy.logps.most = logits_at_once(share, fused=policy.fused is not None)
     policy.freeze(cfg.model.freeze)
@@ -345,7 +288,7 @@ def build_frozen(
             return Frozen(cfg.name.value, policy) if device is None else Streamed(cfg.name.value, policy, device, among)
 
 
-def models_of(cfg: Config, policy_config: Any, wanted: Wanted, sources: Sources) -> list[tuple[ModelConfig, Any]]:
+def models_of(cfg: Config, policy_config: Any, wanted: Wanted, around: Surroundings) -> list[tuple[ModelConfig, Any]]:
     """Return the policy with its transformers configuration, and the model in reference.path with its own.
 
     A reference model that cannot stand beside the policy is refused.
@@ -354,7 +297,7 @@ def models_of(cfg: Config, policy_config: Any, wanted: Wanted, sources: Sources)
     if cfg.reference.path is None or not wanted.reference:
         return [policy]
     model = model_of_reference(cfg)
-    config = sources.model_config(model, cfg.data.max_length)
+    config = around.model_config(model, cfg.data.max_length)
     ours, theirs = (each.get_text_config().vocab_size for each in (policy_config, config))
     if ours != theirs:
         raise ModelError(
@@ -369,16 +312,16 @@ def models_of(cfg: Config, policy_config: Any, wanted: Wanted, sources: Sources)
 
 def kernel_for(
     cfg: Config, models: Sequence[tuple[ModelConfig, Any]], windows: Sequence[Window], device: torch.device,
-    sources: Sources,
+    around: Surroundings,
 ) -> BlockKernel:  # fmt: skip
     """Return the policy's kernel, which must compute the reference model too, and any of their windows."""
     policy, *others = (heads_in(config.to_dict()) for _, config in models)
     ask, size = Ask(1.0, next(filter(None, windows), None)), policy.size if policy else None
 
     def chosen(size: int | None) -> BlockKernel:
-        return sources.kernel(
+        return around.kernel(
             cfg.parallel.kernel.value, device.type, DTYPES[cfg.train.precision], size, ask, tokens_of_rank(cfg),
-            sources.generation(cfg.launch.device),
+            around.generation(cfg.launch.device),
         )  # fmt: skip
 
     def takes_all(kernel: BlockKernel) -> bool:
@@ -402,33 +345,33 @@ def kernel_for(
     return kernel
 
 
-def build_reference(run: Run, model: tuple[ModelConfig, Any], wanted: Wanted, sources: Sources) -> Reference:
+def build_reference(run: Run, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings) -> Reference:
     """Build what the policy is compared with, after the engine, which wanted more memory for a moment while it is
     built."""
     match run.cfg.reference.name:
         case ReferenceName.adapter:
             return OfAdapter(run.engine)
         case ReferenceName.model:
-            return OfModel(frozen_model(run, model, wanted, sources))
+            return OfModel(frozen_model(run, model, wanted, around))
         case other:
             raise AssertionError(other)
 
 
 def stored_reference(
-    setting: Setting, task: Task, model: tuple[ModelConfig, Any], sources: Sources, *, trains: bool
+    setting: Setting, task: Task, model: tuple[ModelConfig, Any], around: Surroundings, *, trains: bool
 ) -> Reference:
     """Return what was computed of a model before training, or compute it: before there is a policy, so that the two
     never are in memory together."""
 
     def load() -> Frozen:
-        frozen = frozen_model(setting, model, task.wanted, sources)
+        frozen = frozen_model(setting, model, task.wanted, around)
         hold_to_tokenizer(frozen.policy, task, setting.tokenizer)
         return frozen
 
-    return sources.precomputed(setting, task, model[0], load, trains=trains)
+    return around.stored_reference(setting, task, model[0], load, trains=trains)
 
 
-def frozen_model(run: Setting, model: tuple[ModelConfig, Any], wanted: Wanted, sources: Sources) -> Frozen:
+def frozen_model(run: Setting, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings) -> Frozen:
     """Load and freeze a model: the starting weights, with the adapter that training starts from, or another."""
     cfg = replace(run.cfg, model=model[0])
     if cfg.reference.path is not None or (isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is None):
@@ -436,13 +379,13 @@ def frozen_model(run: Setting, model: tuple[ModelConfig, Any], wanted: Wanted, s
     offload = cfg.reference.offload
     if offload and ENGINES[cfg.engine.name.value].loads_pieces:
         cfg = replace(cfg, engine=replace(cfg.engine, offload=Offload.all))
-    placing, among = placing_of_frozen(cfg, run, sources)
-    policy = build_policy(cfg, model[1], run.device, wanted.frozen, placing, sources)
+    placing, among = placing_of_frozen(cfg, run, around)
+    policy = build_policy(cfg, model[1], run.device, wanted.frozen, placing, around)
     device = run.device if offload else None
     return build_frozen(cfg.engine, policy, run.world, run.dtype, device=device, among=among)
 
 
-def placing_of_frozen(cfg: Config, run: Setting, sources: Sources) -> tuple[Placing | None, Neighbours | None]:
+def placing_of_frozen(cfg: Config, run: Setting, around: Surroundings) -> tuple[Placing | None, Neighbours | None]:
     """Say where the weights of a reference go. Those of the host, where the engine keeps them whole, are loaded by one
     rank of each machine; the ranks that share them are returned too. A collective call."""
     if not cfg.reference.offload:
@@ -450,5 +393,5 @@ def placing_of_frozen(cfg: Config, run: Setting, sources: Sources) -> tuple[Plac
     placing = placing_for(cfg, torch.device("cpu"), run.world, frozen=True)
     if placing is None or not placing.whole:
         return placing, None
-    among = sources.neighbours(run.world)
+    among = around.neighbours(run.world)
     return (placing if among is None or among.leads else replace(placing, elsewhere=True)), among

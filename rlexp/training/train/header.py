@@ -23,9 +23,10 @@ from rlexp.launch import run_folder
 from rlexp.launch.stops import Outcome
 from rlexp.run_files import evaluations
 from rlexp.run_files.checkpoint_folder import latest_first
-from rlexp.training.train.build import memory_of
 from rlexp.training.train.export_at_end import alone
+from rlexp.training.train.fitting import remarks
 from rlexp.training.train.parts import Run
+from rlexp.training.train.surroundings import HERE
 from rlexp.training.train.task import Task
 
 
@@ -34,7 +35,7 @@ def header(task: Task, run_dir: Path) -> str:
     cfg, world = run.cfg, run.world
     reasons = sorted(task.examples.dropped.items())
     dropped = "".join(f"\n  {plural(count, task.kind)}: {reason}" for reason, count in reasons)
-    remarks = "".join(f"\n  {each}" for each in task.remarks())
+    known = "".join(f"\n  {each}" for each in remarks(cfg, task.examples))
     return (
         f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}\n"
@@ -45,7 +46,7 @@ def header(task: Task, run_dir: Path) -> str:
         f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
         f"{sharing(task)}{positions(run)}"
         f"  {task.describe()}, {plural(run.total_steps, 'step')} (an epoch has {task.steps_per_epoch})"
-        f"{dropped}{remarks}\n"
+        f"{dropped}{known}\n"
         f"{shares_in_words(task)}"
         f"  {run_dir}\n"
     )
@@ -95,7 +96,7 @@ def generating(run: Run) -> str:
     if not uses_vllm(run.cfg):
         return ""
     host = host_memory()
-    memory = memory_of(run.device) or (host.total if host is not None else 0)
+    memory = HERE.memory(run.device) or (host.total if host is not None else 0)
     model = run.engine.policy.model.config.to_dict()
     holds = held_by_vllm(run.cfg, model, run.parameters, memory)
     where = "each GPU" if run.device.type == "cuda" else "this machine"

@@ -11,7 +11,7 @@ from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Sinks
 from rlexp.training.train.parts import Run
 from rlexp.training.train.step import train_step
-from rlexp.training.train.task import Task
+from rlexp.training.train.task import NOTHING, Task, Watch
 
 AfterStep = Callable[[MetricRow], signal.Signals | None]
 
@@ -25,8 +25,9 @@ class Position:
 
 
 def train_loop(
-    task: Task, sinks: Sinks, position: Position | None = None, after_step: AfterStep | None = None
-) -> tuple[MetricRow | None, signal.Signals | None]:
+    task: Task, sinks: Sinks, position: Position | None = None, after_step: AfterStep | None = None,
+    watch: Watch = NOTHING,
+) -> tuple[MetricRow | None, signal.Signals | None]:  # fmt: skip
     """Train from the step after `position` to the last one, or until `after_step` says to stop.
 
     `position` is moved along. Return the last row, and the signal that stopped the loop.
@@ -34,13 +35,13 @@ def train_loop(
     run, position = task.run, position or Position()
     row: MetricRow | None = None
     if run.cfg.eval.before_training and position.step == 0:
-        sinks.log({"step": 0, "train/global_step": 0, **task.evaluate(0)})
+        sinks.log({"step": 0, "train/global_step": 0, **task.evaluate(0, watch)})
     for step in range(position.step + 1, last_step(run, position) + 1):
-        values = train_step(task, step)
+        values = train_step(task, step, watch)
         position.step, position.total_tokens = step, position.total_tokens + int(values["train/tokens"])
         row = {"step": step, **values, "train/total_tokens": position.total_tokens}
         if eval_due(task, step):
-            row |= task.evaluate(step)
+            row |= task.evaluate(step, watch)
         if (facts := task.news(step)) is not None:
             sinks.rollout(facts)
         sinks.log(row)

@@ -55,8 +55,8 @@ from rlexp.training.reference.stored import (
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.sinks.console import say
 from rlexp.training.train.examples import BOOT
-from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.train.parts import Setting
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.task import Task
 from rlexp.training.types import Floats
 from rlexp.training.world.objects import gather_objects, rank0_does, some_do
@@ -72,7 +72,7 @@ def precomputed(
 ) -> Stored:
     """Return the reference of a run, computed if it is not kept. `load` loads and freezes the model, which is gone
     again at the end. A collective call."""
-    assert isinstance(task, OfflineTask)
+    assert isinstance(task, RowsTask)
     cfg = setting.cfg
     keeper = _Keeper(setting, task, load)
     kept = []
@@ -100,15 +100,15 @@ def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
         ) from None
 
 
-def rows_of(task: OfflineTask, cfg: Config, total_steps: int, *, trains: bool) -> list[Rows]:
+def rows_of(task: RowsTask, cfg: Config, total_steps: int, *, trains: bool) -> list[Rows]:
     """Return the rows that a run asks for: those that its steps take, and those held out if it evaluates any."""
     evaluates = not trains or cfg.train.eval_every is not None or cfg.eval.before_training
-    train = [Rows(False, task.train, places_of(task, total_steps))] if trains else []
-    held_out = [Rows(True, task.held_out)] if evaluates else []
+    train = [Rows(False, task.examples.train, places_of(task, total_steps))] if trains else []
+    held_out = [Rows(True, task.examples.held_out)] if evaluates else []
     return [rows for rows in (*train, *held_out) if len(rows)]
 
 
-def places_of(task: OfflineTask, total_steps: int) -> np.ndarray | None:
+def places_of(task: RowsTask, total_steps: int) -> np.ndarray | None:
     """Return the places of the examples that the steps take; None: all.
 
     An epoch of all samples counts as all, though a tail may be left out: the key is then the same for every seed.
@@ -139,7 +139,7 @@ class _Keeper:
     """Finds what is kept, and makes the rest. Its methods are collective calls."""
 
     setting: Setting
-    task: OfflineTask
+    task: RowsTask
     load: Callable[[], Frozen]
     reference: OfModel | None = None  # from its first use on
 

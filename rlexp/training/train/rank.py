@@ -25,7 +25,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import Ending, Sinks
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
-from rlexp.training.train.build import build, device_of
+from rlexp.training.train.build import build
 from rlexp.training.train.build_sinks import build_sinks, ending_of
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.header import footer, header
@@ -33,6 +33,7 @@ from rlexp.training.train.loop import Position, train_loop
 from rlexp.training.train.parts import Run
 from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume, versions_of
 from rlexp.training.train.sampling_rank import sample_for
+from rlexp.training.train.surroundings import HERE
 from rlexp.training.train.task import Task
 from rlexp.training.world.objects import from_rank0, gather_objects
 
@@ -48,7 +49,7 @@ def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Clo
     if bridge is not None and bridge.samples:
         return sample_for(cfg, bridge)
     rank = dist.get_rank()  # asked here, since it cannot be asked once the ranks have parted
-    phases = Phases(device_of(cfg), Whereabouts(run_dir, rank).tell, tensor_count(cfg))
+    phases = Phases(HERE.device(cfg), Whereabouts(run_dir, rank).tell, tensor_count(cfg))
     try:
         with phases.throughout():
             return train_watched(cfg, run_dir, phases, bridge, closing)
@@ -61,7 +62,7 @@ def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Clo
 
 def tensor_count(cfg: Config) -> TensorCount | None:
     """Choose where live tensors are counted; None: nowhere."""
-    device = device_of(cfg)
+    device = HERE.device(cfg)
     match cfg.memory.count_tensors:
         case CountTensors.always:
             return TensorCount(device, always=True)

@@ -32,12 +32,13 @@ from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
-from rlexp.training.train.build_rollouts import Parts, build_rollouts
+from rlexp.training.train.build_rollouts import build_rollouts
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.parts import Run
-from rlexp.training.train.rollout_supply import Rollouts
+from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
-from rlexp.training.train.task import Held, Step, Task
+from rlexp.training.train.surroundings import HERE, Surroundings
+from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
 from rlexp.training.types import Ids, Prompt, Sample, Shard, TokenLogps, Wanted, moved
 
 FASTEST = "time/sampling_fastest"
@@ -48,7 +49,7 @@ class RolloutTask(Task):
     rollouts: Rollouts  # from `start` on
 
     def __init__(
-        self, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Parts | None = None
+        self, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Surroundings = HERE
     ) -> None:
         loss_cfg = cfg.loss
         assert isinstance(loss_cfg, PolicyLossConfig)
@@ -57,16 +58,16 @@ class RolloutTask(Task):
         self.loss_cfg = loss_cfg
         self.loss: PolicyLoss = loss
         self.bridge = bridge  # to the ranks that only sample
-        self.parts = parts
+        self.around = around
         self.wanted = replace(loss.wanted, temperature=cfg.rollout.temperature)
         self.examples = examples
         self.sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
 
     @classmethod
     def of(
-        cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Parts | None = None
+        cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Surroundings = HERE
     ) -> RolloutTask:
-        return cls(cfg, examples, bridge, parts)
+        return cls(cfg, examples, bridge, around)
 
     @classmethod
     def longest(cls, cfg: Config) -> Examples:
@@ -101,16 +102,17 @@ class RolloutTask(Task):
             self.sampler,
             reference=reference,
             bridge=self.bridge,
-            parts=self.parts,
+            around=self.around,
         )
 
     def batch(self, step: int) -> Batch:
         return self.rollouts.batch(step)
 
-    def begin(self, step: int) -> RolloutStep:
-        return RolloutStep(self, step)
+    def begin(self, step: int, watch: Watch = NOTHING) -> RolloutStep:
+        """Begin a step. The first step of a rollout draws it."""
+        return RolloutStep(self, step, self.rollouts.ensure(step), watch)
 
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, watch: Watch = NOTHING) -> dict[str, float]:  # noqa: ARG002
         """Answer the held-out prompts."""
         values = {f"eval/{name}": value for name, value in self.rollouts.evaluate().items()}
         bad = [name for name, value in values.items() if not math.isfinite(value)]
@@ -151,19 +153,17 @@ class RolloutTask(Task):
 
 
 @dataclass(frozen=True)
-class HeldSamples(Held):
+class SamplesMicroBatch(MicroBatch):
     """The samples of a micro-batch, and what is known of their tokens beside the policy's answers."""
 
+    samples: tuple[Sample, ...]
     known: dict[str, Tensor | None]
 
 
 class RolloutStep(Step):
-    """The first step of a rollout draws it."""
-
-    def __init__(self, task: RolloutTask, number: int) -> None:
+    def __init__(self, task: RolloutTask, number: int, made: Made | None, watch: Watch = NOTHING) -> None:
         rollouts = task.rollouts
-        self.task = task
-        self.made = rollouts.ensure(number)
+        self.task, self.made, self.watch = task, made, watch
         self.drawn_at = time.monotonic()
         self.batch = task.batch(number)
         with task.run.phases("data"):
@@ -171,25 +171,29 @@ class RolloutStep(Step):
         samples = self.weighed.samples
         self.take(task.run.dealer.deal([[whole(sample)] for sample in samples]), task.run.world.replica)
 
-    def load(self, indices: Sequence[int]) -> HeldSamples:
-        run = self.task.run
+    def load(self, number: int) -> SamplesMicroBatch:
+        run, indices = self.task.run, self.micro_batches[number]
         with run.phases("data"):
             samples = [self.weighed.samples[index] for index in indices]
             pack = run.pack([(sample.prompt.tokens, sample.answer) for sample in samples])
             shard = run.shard(pack)
             known = laid_out(self.task, self.weighed, indices, shard)
-            there = {name: None if column is None else moved(column, run.device) for name, column in known.items()}
-            return HeldSamples(shard.to(run.device), there)
+            columns = {name: None if column is None else moved(column, run.device) for name, column in known.items()}
+            batch = SamplesMicroBatch(shard.to(run.device), tuple(samples), columns)
+        self.watch.loaded(self, batch, pack)
+        return batch
 
-    def loss(self, held: HeldSamples, meter: Meter) -> Tensor:
+    def loss(self, batch: SamplesMicroBatch, meter: Meter) -> Tensor:
         run, rollouts = self.task.run, self.task.rollouts
         with run.phases("forward"):
-            said = run.engine.forward(held.shard)
-        tokens = tokens_of(held, said)
+            outputs = run.engine.forward(batch.shard)
+        self.watch.returned(batch, outputs)
+        tokens = tokens_of(batch, outputs)
         terms = self.task.loss(tokens, rollouts.kl_coef)
+        self.watch.judged(batch, tokens, terms)
         note(terms, tokens, meter)
         # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
-        everything = said.logps_n.sum() + (0.0 if said.values_n is None else said.values_n.sum())
+        everything = outputs.logps_n.sum() + (0.0 if outputs.values_n is None else outputs.values_n.sum())
         return (terms.loss + 0.0 * everything) * run.world.size
 
     def samples(self) -> list[str]:
@@ -271,15 +275,15 @@ def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: S
     }
 
 
-def tokens_of(held: HeldSamples, said: TokenLogps) -> PolicyTokens:
-    assert said.entropies_n is not None
-    known: dict[str, Any] = held.known
+def tokens_of(batch: SamplesMicroBatch, outputs: TokenLogps) -> PolicyTokens:
+    assert outputs.entropies_n is not None
+    known: dict[str, Any] = batch.known
     return PolicyTokens(
-        logps_n=said.logps_n,
-        entropy_n=said.entropies_n,
-        values_n=said.values_n,
+        logps_n=outputs.logps_n,
+        entropy_n=outputs.entropies_n,
+        values_n=outputs.values_n,
         **known,
-        by_sequence=lambda values_n: ring_sum(sum_by_sequence(values_n, held.shard), held.shard.ring),
+        by_sequence=lambda values_n: ring_sum(sum_by_sequence(values_n, batch.shard), batch.shard.ring),
     )
 
 

@@ -17,16 +17,17 @@ from rlexp.training.model.policy import DTYPES, Policy
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.draws import Weights
 from rlexp.training.rollout.pipelined import serve
-from rlexp.training.train.build import build_policy, device_of
+from rlexp.training.train.build import build_policy
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.train.surroundings import HERE
 from rlexp.training.types import Prompt, Wanted
 from rlexp.training.world.groups import ALONE, World
 
 
 def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     torch.use_deterministic_algorithms(cfg.launch.deterministic)
-    device = device_of(cfg)
+    device = HERE.device(cfg)
     tokenizer = load_tokenizer(cfg.model)
     examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
     sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)

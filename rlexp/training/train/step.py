@@ -15,41 +15,44 @@ from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.metrics.stopwatch import Stopwatch
 from rlexp.training.train.operations import note_operations, speed
 from rlexp.training.train.parts import Run
-from rlexp.training.train.task import Held, Step, Task
+from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
 from rlexp.training.types import Shard
 
 NAMED = 8  # samples named in an error
 
 
-def train_step(task: Task, number: int) -> dict[str, float]:
-    """Take one optimizer step; return the values of the train batch, the same on every rank."""
+def train_step(task: Task, number: int, watch: Watch = NOTHING) -> dict[str, float]:
+    """Take one optimizer step, at which `watch` looks on; return the train batch's values, the same on every rank."""
     run = task.run
     began, sent = time.monotonic(), run.world.ring.traffic.sent
     seed_everything(run.cfg.seed, number)
     run.phases.begin(number)
     meter = Meter(run.world, run.device)
-    step = task.begin(number)
+    step = task.begin(number, watch)
     run.phases.choose(step.tokens)
+    step.prepared = step.prepare()
     finite = torch.ones((), dtype=torch.bool, device=run.device)
     tokens = 0
-    coming = holding(run, step)
-    held: Held | None = next(coming)
+    coming = loading(run, step)
+    batch: MicroBatch | None = next(coming)
     ready = Stopwatch(run.device)  # for the last backward pass, in which engines reduce
     for place in range(len(step.micro_batches)):
         with run.phases.micro_batch(place):
-            assert held is not None
-            loss = step.loss(held, meter)
-            note_tokens(meter, held.shard)
-            note_sharing(meter, held.shard)
-            note_balance(meter, held.shard)
-            note_operations(meter, held.shard, run.operations)
-            tokens += len(held.shard.tokens_t)
+            assert batch is not None
+            loss = step.loss(batch, meter)
+            note_tokens(meter, batch.shard)
+            note_sharing(meter, batch.shard)
+            note_balance(meter, batch.shard)
+            note_operations(meter, batch.shard, run.operations)
+            tokens += len(batch.shard.tokens_t)
             following = next(coming, None)  # packed and copied while the device computes this one
             ready.stop()
+            watch.handed(batch, loss, following is None)
             with run.phases("backward"):
                 run.engine.backward(loss, last=following is None)
             finite &= loss.detach().isfinite()
-            held = following
+            batch = following
+    watch.differentiated(step)
     step.measure(meter)
     meter.add_max("replica_skew", step.dealt.skew)
     optimizer = optimize(run, step, finite=bool(finite))
@@ -62,13 +65,13 @@ def train_step(task: Task, number: int) -> dict[str, float]:
     return values
 
 
-def holding(run: Run, step: Step) -> Iterator[Held]:
+def loading(run: Run, step: Step) -> Iterator[MicroBatch]:
     """Yield the step's micro-batches on their way to the device."""
-    for place, indices in enumerate(step.micro_batches):
-        with run.phases.micro_batch(place):
-            held = step.load(indices)
-        yield held
-        del held  # the caller's to free
+    for number in range(len(step.micro_batches)):
+        with run.phases.micro_batch(number):
+            batch = step.load(number)
+        yield batch
+        del batch  # the caller's to free
 
 
 def optimize(run: Run, step: Step, *, finite: bool) -> dict[str, float]:

@@ -25,14 +25,39 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Run
-from rlexp.training.types import Shard, Wanted
+from rlexp.training.types import Pack, Shard, Wanted
 
 
 @dataclass(frozen=True)
-class Held:
-    """A micro-batch on its way to this rank's device. A task may add what its loss needs."""
+class MicroBatch:
+    """A micro-batch on its way to this rank's device. A task adds what its loss wants."""
 
     shard: Shard
+
+
+class Watch:
+    """Looks on at training, and changes nothing: each method is told what a step has just made."""
+
+    def loaded(self, step: Step, batch: Any, pack: Pack) -> None:
+        """A micro-batch is packed, and this rank has its part."""
+
+    def compared(self, batch: Any, logps_n: Tensor) -> None:
+        """The reference has computed a micro-batch."""
+
+    def returned(self, batch: Any, outputs: Any) -> None:
+        """The model has."""
+
+    def judged(self, batch: Any, given: Any, made: Any, slopes: Any = None) -> None:
+        """The loss has made of what it was given what is sent backward. `slopes` are derivatives of a whole batch's."""
+
+    def handed(self, batch: Any, loss: Tensor, last: bool) -> None:
+        """The engine is about to be handed a micro-batch's loss."""
+
+    def differentiated(self, step: Step) -> None:
+        """The gradient is whole."""
+
+
+NOTHING = Watch()
 
 
 class Step(ABC):
@@ -42,18 +67,24 @@ class Step(ABC):
     dealt: Dealt  # the samples of all replicas
     micro_batches: Sequence[Sequence[int]]  # this replica's samples
     tokens: Sequence[int]  # of each micro-batch
+    prepared: Any = None  # what `prepare` has returned
 
     def take(self, dealt: Dealt, replica: int) -> None:
         """Take this replica's share of the train batch."""
         self.dealt = dealt
         self.micro_batches, self.tokens = self.dealt.packs[replica], self.dealt.tokens(replica)
 
+    def prepare(self) -> Any:
+        """Run the passes without gradient that come before the first micro-batch; return what they find, frozen. A
+        collective call."""
+        return None
+
     @abstractmethod
-    def load(self, indices: Sequence[int]) -> Held:
+    def load(self, number: int) -> MicroBatch:
         """Pack a micro-batch and start copying this rank's part to its device, without waiting for the device."""
 
     @abstractmethod
-    def loss(self, held: Any, meter: Meter) -> Tensor:
+    def loss(self, batch: Any, meter: Meter) -> Tensor:
         """Return the loss of a micro-batch as the engine takes it.
 
         The loss is this rank's share of the train batch's sum, divided by the train batch's count and multiplied by the
@@ -87,14 +118,8 @@ class Task(ABC):
 
     @classmethod
     @abstractmethod
-    def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, parts: Any = None) -> Task:
-        """Make the task of its examples. `bridge` leads to ranks that only sample; a rehearsal gives `parts` of its own
-        for what is drawn."""
-
-    @classmethod
-    def unfit(cls, cfg: Config, examples: Examples) -> str | None:  # noqa: ARG003
-        """Say what the examples lack that the loss needs; None if nothing."""
-        return None
+    def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Any = None) -> Task:
+        """Make the task of its examples. `bridge` leads to ranks that only sample."""
 
     @classmethod
     @abstractmethod
@@ -123,11 +148,11 @@ class Task(ABC):
         """Return the samples of an optimizer step, by their places among the examples or in their rollout."""
 
     @abstractmethod
-    def begin(self, step: int) -> Step:
+    def begin(self, step: int, watch: Watch = NOTHING) -> Step:
         """Begin optimizer step `step`, counted from 1. A collective call."""
 
     @abstractmethod
-    def evaluate(self, step: int) -> dict[str, float]:
+    def evaluate(self, step: int, watch: Watch = NOTHING) -> dict[str, float]:
         """Return the values of the held-out examples. A collective call."""
 
     def news(self, step: int) -> RolloutFacts | None:
@@ -171,10 +196,6 @@ class Task(ABC):
         """Say what the first train batch need not compute, because its sequences share it; None where that is not known
         before samples are drawn."""
         return None
-
-    def remarks(self) -> list[str]:
-        """Say what a user should know of the examples, for the header."""
-        return []
 
     def counts(self) -> dict[str, int]:
         """Count the examples, for run.json."""

@@ -54,10 +54,11 @@ def with_other_margins(original: Any, self: Any, values: Any, *args: Any) -> Any
         task.loss = kept
 
 
-def in_reverse(original: Any, self: Any) -> None:
+def in_reverse(original: Any, *args: Any) -> Any:
     """Take the reference's sums, which are known already, in another order of the micro-batches."""
-    original(self)
-    self.kept = self.kept[::-1]
+    prepared = original(*args)
+    sums = prepared.reference
+    return replace(prepared, reference=dict(zip(sums, reversed(sums.values()), strict=True)))
 
 
 def half_derived(values: Any) -> Any:
@@ -81,9 +82,9 @@ GATHERED_FAULTS = (
         gathered_as(lambda values: replace(values, carried={})), "loss", TRAIN, "loss=bco_pair", step=2),
     one("aot: half of the derivatives", WHOLE + "with_slopes", half_of_the_derivatives, "loss", TRAIN, "loss=aot"),
     one("aot: losses in another order", WHOLE + "WholeBatch.of_places", in_another_order, "loss", TRAIN, "loss=aot"),
-    one("simpo: the loss is given other margins", "train.offline_task:OfflineStep.judged", with_other_margins, "loss",
+    one("simpo: the loss is given other margins", "train.rows_task:RowsStep.judged", with_other_margins, "loss",
         TRAIN, "loss=simpo", "loss.margin_weight=0.5"),
-    one("aot: the reference's sums in another order", "train.offline_task:OfflineStep.prepare", in_reverse,
+    one("aot: the reference's sums in another order", "train.rows_task:RowsStep.collected", in_reverse,
         "log-probabilities", TRAIN, "loss=aot"),
     one("a sum hands half of its derivative down", "train.sequence_sums:sum_by_sequence",
         lambda original, values_n, shard: half_derived(original(values_n, shard)), "gradient", TRAIN),

@@ -11,10 +11,10 @@ import torch
 
 from rlexp.training.algos.base import Values
 from tests.helpers.faults.base import DEALER, MIXED, MODEL, TRAIN, Fault, one
-from tests.helpers.faults.plant import Change, Given, Seeing
+from tests.helpers.faults.plant import Change, Seeing
 from tests.helpers.faults.train import scaled
 
-OFFLINE, WHOLE = "train.offline_task:", "train.whole_batch:"
+ROWS_TASK, WHOLE = "train.rows_task:", "train.whole_batch:"
 # The losses, with what each needs to show all of itself. Weights make KTO's divergence larger than 0.
 LOSSES: dict[str, tuple[str, ...]] = {
     "dpo": ("loss.label_smoothing=0.1", "loss.sft_weight=0.3"),
@@ -70,19 +70,20 @@ def of_micro_batch(_step: Any, held: Any) -> float:
 
 def of_replica(step: Any, _held: Any) -> float:
     mine = [place for places in step.micro_batches for place in places]
-    return float(np.mean([len(step.example(place).answers[0][0]) for place in mine])) if mine else 1.0
+    return float(np.mean([len(step.examples[place].answers[0][0]) for place in mine])) if mine else 1.0
 
 
-def with_all_tokens(original: Any, self: Any, examples: Any, *names: Any) -> Any:
+def with_all_tokens(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Count the answers' tokens as if none were masked."""
-    held = original(self, examples, *names)
-    sides = zip(self.sides, zip(*(each.answers for each in examples), strict=True), strict=True) if examples else ()
+    held = original(self, *args, **kwargs)
+    answers_of = zip(*(each.answers for each in held.examples), strict=True)
+    sides = zip(self.task.sides, answers_of, strict=True) if held.examples else ()
     lengths = {side: torch.tensor([float(len(answer)) for answer, _ in answers]) for side, answers in sides}
     return replace(held, tokens={side: lengths.get(side, tokens).to(tokens) for side, tokens in held.tokens.items()})
 
 
-def of_another_pair(original: Any, self: Any, examples: Any, *names: Any) -> Any:
-    held = original(self, examples, *names)
+def of_another_pair(original: Any, *args: Any, **kwargs: Any) -> Any:
+    held = original(*args, **kwargs)
     return replace(held, margin_E=held.margin_E.roll(1))
 
 
@@ -119,9 +120,9 @@ def tail_of_all(_original: Any, example: Any, weight: float) -> list[Any]:
 def in_each_loss() -> Iterator[Fault]:
     """A denominator of the micro-batch, and masks that are ignored, in each loss."""
     for name in LOSSES:
-        yield one(f"{name}: mean of means", OFFLINE + "OfflineStep.loss", scaled(lambda _, pairs: 1 / max(1, pairs)),
+        yield one(f"{name}: mean of means", ROWS_TASK + "RowsStep.loss", scaled(lambda _, pairs: 1 / max(1, pairs)),
                   "loss", TRAIN, *of(name))  # fmt: skip
-        yield one(f"{name}: divided by the replica's pairs", OFFLINE + "OfflineStep.loss",
+        yield one(f"{name}: divided by the replica's pairs", ROWS_TASK + "RowsStep.loss",
                   scaled(lambda step, _: step.task.run.world.dp_size), "loss", TRAIN, *of(name))  # fmt: skip
         words = [word for word in of(name) if "ld_alpha" not in word] + ["data.unpair=true"] * (name in UNPAIRED)
         words += ["train.batch_size=16"] * (name == "sft")  # few chosen answers have masks
@@ -147,8 +148,8 @@ def of_this_replica(original: Any, self: Any) -> Any:
     return whole_B[[place for places in self.micro_batches for place in places]]
 
 
-def without_margins(original: Any, self: Any, examples: Any, pack: Any) -> Any:
-    held = original(self, examples, pack)
+def without_margins(original: Any, *args: Any, **kwargs: Any) -> Any:
+    held = original(*args, **kwargs)
     return replace(held, margin_E=0 * held.margin_E)
 
 
@@ -162,8 +163,8 @@ def one_twice(original: Any, self: Any, meter: Any) -> None:
     original(self, meter)
 
 
-def other_label(original: Any, self: Any, examples: Any, pack: Any) -> Any:
-    held = original(self, examples, pack)
+def other_label(original: Any, *args: Any, **kwargs: Any) -> Any:
+    held = original(*args, **kwargs)
     return replace(held, label_E=1 - held.label_E)
 
 
@@ -177,8 +178,14 @@ def given_no_margins(original: Any, self: Any, held: Any, *known: Any) -> Any:
     return replace(values, margin_E=None), tokens
 
 
-def cut_early(original: Any, self: Any, pack: Any) -> Any:
-    shard = original(self, pack)
+def learned_from(original: Any, *args: Any) -> Any:
+    """Show the loss held-out examples as if they were trained on."""
+    values, tokens = original(*args)
+    return replace(values, held_out=False), tokens
+
+
+def cut_early(original: Any, shard: Any, pack: Any) -> Any:
+    shard = original(shard, pack)
     return replace(shard, ends_n=(shard.ends_n - 1).clamp(min=0))
 
 
@@ -192,58 +199,57 @@ HELD_OUT = ("data.eval_size=13", "train.eval_every=1")
 def in_each_task() -> Iterator[Fault]:
     """An example that is counted twice, in each kind of evaluation: with and without a pass that comes first."""
     for name in ("dpo", "kto", "bco", "sft", "reward"):
-        yield one(f"{name}: a held-out row counts twice", OFFLINE + "OfflineStep.evaluate", one_twice, "metrics", TRAIN,
+        yield one(f"{name}: a held-out row counts twice", ROWS_TASK + "RowsStep.evaluate", one_twice, "metrics", TRAIN,
                   *of(name), *HELD_OUT)  # fmt: skip
 
 
 # Losses that divide by an answer's tokens, which are not all of its tokens where rows have several turns.
 COUNTING = ("dpo_norm", "ipo", "simpo", "orpo")
 COUPLED = ("bco_pair", "mpo", "aot", "aot_unpaired")
-PASS = "train.unpaired_task:UnpairedStep."
+PASS = "train.rows_task:RowsStep."
 LOSS_FAULTS = (
     *in_each_loss(),
     *in_each_task(),
-    one("kto: the partner after", "train.unpaired_task:partners_of", of_next_place, "data", TRAIN, *of("kto")),
-    one("kto: a partner with the same prompt", "train.unpaired_task:partners_of", of_place_before, "data", TRAIN,
+    one("kto: the partner after", "train.mismatched:partners_of", of_next_place, "data", TRAIN, *of("kto")),
+    one("kto: a partner with the same prompt", "train.mismatched:partners_of", of_place_before, "data", TRAIN,
         *of("kto"), "data.unpair=true", "data.shuffle=false"),
     one("kto: log-ratios of the replica", PASS + "log_ratios_of_others", of_this_replica, "loss", TRAIN, *of("kto")),
     one("bco: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of("bco")),
     one("kto: mismatched answers without a reference", PASS + "log_ratios_of_others",
         Seeing({"log_ratio": of_the_policy_alone}), "loss", TRAIN, *of("kto")),
-    one("reward: scores of the other answer", "train.reward_task:RewardStep.values", of_the_other_answer,
+    one("reward: scores of the other answer", ROWS_TASK + "RowsStep.values", of_the_other_answer,
         "log-probabilities", TRAIN, *of("reward")),
-    one("reward: cut one token early", "train.reward_task:RewardTask.cut", cut_early, "log-probabilities", TRAIN,
+    one("reward: cut one token early", "train.answer_ends:with_ends", cut_early, "log-probabilities", TRAIN,
         *of("reward")),
-    one("apo_zero_unpaired: good is bad", OFFLINE + "OfflineTask.held", other_label, "loss", TRAIN,
+    one("apo_zero_unpaired: good is bad", ROWS_TASK + "RowsStep.packed", other_label, "loss", TRAIN,
         *of("apo_zero_unpaired")),
-    one("sft: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch), "loss",
+    one("sft: tokens of the micro-batch", ROWS_TASK + "RowsStep.values", with_mean_tokens(of_micro_batch), "loss",
         TRAIN, *of("sft")),
     one("sft: the entropy of other tokens", "model.fused.plain:read_logits", with_other_entropies,
         "log-probabilities", MODEL, *of("sft")),
-    one("reward: read one token early", "train.reward_task:here", one_token_early, "log-probabilities", MODEL,
+    one("reward: read one token early", "train.answer_ends:here", one_token_early, "log-probabilities", MODEL,
         *of("reward")),
-    one("reward: the loss is given no margins", "train.reward_task:RewardStep.values", given_no_margins, "loss", TRAIN,
+    one("reward: the loss is given no margins", ROWS_TASK + "RowsStep.values", given_no_margins, "loss", TRAIN,
         *of("reward")),
-    one("reward: margins are left out", OFFLINE + "OfflineTask.held", without_margins, "loss", TRAIN, *of("reward")),
-    *(one(f"{name}: masked tokens are counted", OFFLINE + "OfflineTask.shard", with_all_tokens, "loss", TRAIN,
+    one("reward: margins are left out", ROWS_TASK + "RowsStep.packed", without_margins, "loss", TRAIN, *of("reward")),
+    *(one(f"{name}: masked tokens are counted", ROWS_TASK + "RowsStep.packed", with_all_tokens, "loss", TRAIN,
           *of(name), base=ON_ROWS) for name in COUNTING),
     *(one(f"{name}: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of(name))
       for name in COUPLED),
     *(one(f"{name}: another derivative", WHOLE + "WholeBatch.of_places", of_chosen_answers, "loss", TRAIN, *of(name))
       for name in COUPLED),
-    *(one(f"{name}: tokens of the micro-batch", OFFLINE + "OfflineStep.values", with_mean_tokens(of_micro_batch),
+    *(one(f"{name}: tokens of the micro-batch", ROWS_TASK + "RowsStep.values", with_mean_tokens(of_micro_batch),
           "loss", TRAIN, *of(name)) for name in ("dpo", "orpo", "cpo", "mpo")),
-    one("dpo: tokens of the replica", OFFLINE + "OfflineStep.values", with_mean_tokens(of_replica), "loss", TRAIN,
+    one("dpo: tokens of the replica", ROWS_TASK + "RowsStep.values", with_mean_tokens(of_replica), "loss", TRAIN,
         *of("dpo")),
-    one("dpo: the supervised term is not divided", OFFLINE + "OfflineStep.values",
+    one("dpo: the supervised term is not divided", ROWS_TASK + "RowsStep.values",
         with_mean_tokens(lambda *_: 1.0), "loss", TRAIN, *of("dpo")),
-    one("dpo: the margin of another pair", OFFLINE + "OfflineTask.shard", of_another_pair, "loss", TRAIN, *of("dpo"),
+    one("dpo: the margin of another pair", ROWS_TASK + "RowsStep.packed", of_another_pair, "loss", TRAIN, *of("dpo"),
         "loss.margin_weight=0.5"),
-    one("bco_pair: the shift starts anew", OFFLINE + "OfflineStep.finish", forgetful, "loss", TRAIN, *of("bco_pair"),
+    one("bco_pair: the shift starts anew", ROWS_TASK + "RowsStep.finish", forgetful, "loss", TRAIN, *of("bco_pair"),
         step=2),
-    one("bco_pair: held-out pairs move the shift", OFFLINE + "OfflineTask.step_of",
-        Seeing({"OfflineStep": Given(lambda made, *_, **__: lambda *args, **_kwargs: made(*args))}), "metrics", TRAIN,
+    one("bco_pair: held-out pairs move the shift", ROWS_TASK + "RowsStep.values", learned_from, "metrics", TRAIN,
         *of("bco_pair"), "data.eval_size=13", "train.eval_every=1"),
-    one("apo_zero: the tail counts masked tokens", OFFLINE + "tail_weights", tail_of_all, "log-probabilities", TRAIN,
+    one("apo_zero: the tail counts masked tokens", ROWS_TASK + "tail_weights", tail_of_all, "log-probabilities", TRAIN,
         *of("apo_zero"), base=ON_ROWS),
 )  # fmt: skip

@@ -58,8 +58,8 @@ def for_one_sequence(original: Any, *args: Any) -> Any:
     return replace(shard, reads_n=None, sequence_n=shard.sequence_n[first], listed_n=shard.listed_n[first])
 
 
-def of_the_first_sequence(original: Any, *args: Any) -> Any:
-    held = original(*args)
+def of_the_first_sequence(original: Any, *args: Any, **kwargs: Any) -> Any:
+    held = original(*args, **kwargs)
     if held.shard.reads_n is None:
         return held
     return replace(held, tail_n=held.tail_n[_firsts(held.shard.reads_n)])
@@ -78,6 +78,6 @@ SHARING_FAULTS = (
     one("a prompt's gradient of one child", "ring.kernels.cpu_flash:CpuFlash.backward", of_one_child, "gradient", RING),
     one("a shared trained token counts for one sequence", "dealer.shard:shard_pack", for_one_sequence, "data", DEALER,
         base=ALIKE),
-    one("a shared trained token has one sequence's weight", "train.offline_task:OfflineTask.held",
+    one("a shared trained token has one sequence's weight", "train.rows_task:RowsStep.packed",
         of_the_first_sequence, "log-probabilities", TRAIN, "loss.ld_alpha=0.3", base=ALIKE),
 )  # fmt: skip

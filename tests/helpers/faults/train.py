@@ -37,11 +37,11 @@ def whole_batch(step: Any, _pairs: int) -> float:
     return len(step.batch.indices) / float(step.task.run.cfg.train.batch_size)
 
 
-def every_one_last(original: Any, task: Any, number: int) -> Any:
+def every_one_last(original: Any, task: Any, *args: Any) -> Any:
     def ending(backward: Any) -> Callable[..., None]:
         return lambda loss, **_last: backward(loss, last=True)
 
-    return original(with_run(task, engine=Altered(task.run.engine, backward=ending)), number)
+    return original(with_run(task, engine=Altered(task.run.engine, backward=ending)), *args)
 
 
 def with_run(task: Any, **changes: Any) -> Any:
@@ -62,9 +62,9 @@ def of_replica_0(original: Any, self: Any, task: Any, *args: Any, **kwargs: Any)
     self.task = task
 
 
-def one_for_none(original: Any, self: Any, values: Any, places: Any, meter: Any) -> Any:
-    total = original(self, values, places, meter)
-    return total if places else total + 1.0
+def one_for_none(original: Any, self: Any, values: Any, places: Any, *args: Any) -> Any:
+    total, *more = original(self, values, places, *args)
+    return (total if places else total + 1.0, *more)
 
 
 def in_float32(original: Any, values_n: Any, shard: Any) -> Any:
@@ -133,7 +133,7 @@ def of_one_rank(original: Any, task: Any, step: Any, meter: Any, *args: Any) -> 
     return original(task, step, Altered(meter, **reducing), *args)
 
 
-def forgetting(original: Any, task: Any, sinks: Any, position: Any = None, after_step: Any = None) -> Any:
+def forgetting(original: Any, task: Any, sinks: Any, position: Any = None, *args: Any, **kwargs: Any) -> Any:
     from rlexp.training.train.loop import Position
 
     position = position or Position()
@@ -141,7 +141,7 @@ def forgetting(original: Any, task: Any, sinks: Any, position: Any = None, after
     def anew(take: Any) -> Callable[..., Any]:
         return lambda *args: (setattr(position, "total_tokens", 0), take(*args))[1]
 
-    return Seeing({"train_step": anew}).of(original, nothing)(task, sinks, position, after_step)
+    return Seeing({"train_step": anew}).of(original, nothing)(task, sinks, position, *args, **kwargs)
 
 
 def first_again(original: Any, self: Any) -> Any:
@@ -151,25 +151,25 @@ def first_again(original: Any, self: Any) -> Any:
     return replace(dealt, packs=packs, sizes=sizes)
 
 
-STEP, OFFLINE, SCHEDULE = "train.step:", "train.offline_task:", "train.schedule:Schedule.at"
+STEP, ROWS_TASK, SCHEDULE = "train.step:", "train.rows_task:", "train.schedule:Schedule.at"
 TRAIN_FAULTS = (
-    one("the world is not in the scale", OFFLINE + "OfflineStep.loss",
+    one("the world is not in the scale", ROWS_TASK + "RowsStep.loss",
         scaled(lambda step, _: 1 / step.task.run.world.size), "loss", TRAIN),
-    one("divided by the accumulation again", OFFLINE + "OfflineStep.loss",
+    one("divided by the accumulation again", ROWS_TASK + "RowsStep.loss",
         scaled(lambda step, _: 1 / len(step.micro_batches)), "loss", TRAIN),
-    one("mean of means", OFFLINE + "OfflineStep.loss", scaled(lambda _, pairs: 1 / pairs), "loss", TRAIN),
-    one("divided by the whole batch", OFFLINE + "OfflineStep.loss", scaled(whole_batch), "loss", TRAIN, *SHORT_BATCH,
+    one("mean of means", ROWS_TASK + "RowsStep.loss", scaled(lambda _, pairs: 1 / pairs), "loss", TRAIN),
+    one("divided by the whole batch", ROWS_TASK + "RowsStep.loss", scaled(whole_batch), "loss", TRAIN, *SHORT_BATCH,
         step=2),
     one("every micro-batch is the last", STEP + "train_step", every_one_last, "loss", TRAIN),
-    one("the last micro-batch is left out", OFFLINE + "OfflineStep.__init__", one_too_few, "data", TRAIN),
-    one("a replica takes the other's pairs", OFFLINE + "OfflineStep.__init__", of_replica_0, "data", TRAIN),
-    one("an empty replica adds", OFFLINE + "OfflineStep.judged", one_for_none, "loss", TRAIN, *EMPTY_REPLICA, step=2),
+    one("the last micro-batch is left out", ROWS_TASK + "RowsStep.__init__", one_too_few, "data", TRAIN),
+    one("a replica takes the other's pairs", ROWS_TASK + "RowsStep.__init__", of_replica_0, "data", TRAIN),
+    one("an empty replica adds", ROWS_TASK + "RowsStep.judged", one_for_none, "loss", TRAIN, *EMPTY_REPLICA, step=2),
     one("sums in float32", "train.sequence_sums:sum_by_sequence", in_float32, "log-probabilities", TRAIN),
-    one("the sides of a pair swapped", OFFLINE + "OfflineTask.by_side",
+    one("the sides of a pair swapped", ROWS_TASK + "RowsTask.by_side",
         lambda original, *args: dict(zip(right, reversed(right.values()), strict=True))
         if (right := original(*args)) else right,
         "log-probabilities", TRAIN),
-    one("the policy is its own reference", OFFLINE + "OfflineStep.values", own_reference, "log-probabilities", TRAIN),
+    one("the policy is its own reference", ROWS_TASK + "RowsStep.values", own_reference, "log-probabilities", TRAIN),
     one("the reference learns", "train.build:build", learning, "log-probabilities", TRAIN, step=2),
     one("the reference in float32", "train.build:build_frozen", starting_in_bfloat16, "log-probabilities", TRAIN),
     one("warm-up off by one", SCHEDULE, too_early, "optimizer", TRAIN),
@@ -180,12 +180,12 @@ TRAIN_FAULTS = (
         "metrics", TRAIN),
     one("shared tokens of one rank", STEP + "note_sharing", Seeing({"SHARDED": lambda _: REPLICATED}), "metrics",
         TRAIN),
-    one("logits per pair", OFFLINE + "OfflineStep.note_tokens", per_pair, "metrics", TRAIN),
+    one("logits per pair", ROWS_TASK + "RowsStep.note_logits", per_pair, "metrics", TRAIN),
     one("loss of rank 0", STEP + "row_of", of_one_rank, "metrics", TRAIN),
     one("epochs as whole numbers", STEP + "row_of",
         lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},
         "metrics", TRAIN),
     one("total tokens start anew", "train.loop:train_loop", forgetting, "metrics", TRAIN, step=2),
-    one("held-out pairs twice", OFFLINE + "OfflineTask.held_out_dealt", first_again, "metrics", TRAIN,
+    one("held-out pairs twice", ROWS_TASK + "RowsTask.held_out_dealt", first_again, "metrics", TRAIN,
         "data.eval_size=13", "train.eval_every=1"),
 )  # fmt: skip

@@ -107,8 +107,13 @@ def mean(losses: Losses, name: str) -> float:
 
 def test_supervised_training_is_per_token_of_the_batch() -> None:
     tokens = vector([4.0, 1.0])
-    values = Values(logps={"answer": vector([-8.0, -3.0])}, reference=None, tokens={"answer": tokens}, mean_tokens=2.5,
-                    of_tokens={"hits": {"answer": vector([3, 0])}, "entropies": {"answer": vector([2, 1.5])}})  # fmt: skip
+    values = Values(
+        logps={"answer": vector([-8.0, -3.0])},
+        reference=None,
+        tokens={"answer": tokens},
+        mean_tokens=2.5,
+        of_tokens={"hits": {"answer": vector([3, 0])}, "entropies": {"answer": vector([2, 1.5])}},
+    )
     losses = build_loss(SFTConfig())(values)
     assert float(losses.losses_E.mean()) == pytest.approx(11 / 5)
     assert mean(losses, "mean_token_accuracy") == pytest.approx(3 / 5)

@@ -17,8 +17,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
 from rlexp.training.checkpoint.tensors import Reader, load
 from rlexp.training.engine.base import MOMENTS
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import begin_saving, largest_gap, on_ranks
 
 ENGINES = ("torch", "zero0", "zero1", "zero2", "zero3", "fsdp2")
@@ -46,7 +47,7 @@ def read(place: Path) -> dict[str, Tensor]:
 def trained_rank(spec: RankSpec, cfgs: Mapping[str, Config], saved: Mapping[str, Path]) -> None:
     """Take two steps with each configuration and save."""
     for name, cfg in cfgs.items():
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         for step in range(1, STEPS + 1):
             train_step(task, step)
         begin_saving(task.run, saved[name], STEPS)()
@@ -57,7 +58,7 @@ def reloaded_rank(
 ) -> None:
     """Load what one engine saved into a new one of another, and save it again."""
     for (one, other), place in again.items():
-        run, at = build(cfgs[other], probing=unprobed).run, folder_of(saved[one], STEPS)
+        run, at = build(cfgs[other], around=UNPROBED).run, folder_of(saved[one], STEPS)
         load(run.engine, Reader(at, read_manifest(at)), STEPS)
         begin_saving(run, place, STEPS)()
 

@@ -19,8 +19,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.checkpoint.tensors import load
 from rlexp.training.engine.zero import place_of_piece
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Wanted
 from rlexp.training.world.groups import ALONE, World, build_world
 from tests.helpers.ranks import begin_saving, largest_gap, on_ranks, train_steps
@@ -116,7 +117,7 @@ def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tu
     takes the third step, as the first does."""
     taken = []
     for number, (cfg, then) in enumerate(pairs):
-        task, path = build(cfg, probing=unprobed), Path(folder) / str(number)
+        task, path = build(cfg, around=UNPROBED), Path(folder) / str(number)
         run = task.run
         for step in (1, 2):
             train_step(task, step)
@@ -124,7 +125,7 @@ def resumed_rank(spec: RankSpec, pairs: Sequence[tuple], folder: str) -> list[tu
         straight = train_step(task, 3)  # while the files are written: a copy, not a view
         reader = saving()
         expected = {name: weight.double().cpu().clone() for name, weight in run.engine.weights()}
-        fresh = build(then, probing=unprobed)
+        fresh = build(then, around=UNPROBED)
         fresh.evaluate(0)  # what is gathered for it is not what is read next
         load(fresh.run.engine, reader, 2)
         row = train_step(fresh, 3)
@@ -167,7 +168,7 @@ def test_frozen_parameters_stay_and_the_others_do_not_notice_the_engine(start: d
 
 def poor_rank(spec: RankSpec, cfgs) -> list[list[float]]:
     """Two steps on pairs whose answers are one token: with a ring of 4, there are ranks without a trained token."""
-    tasks = [build(cfg, probing=unprobed) for cfg in cfgs]
+    tasks = [build(cfg, around=UNPROBED) for cfg in cfgs]
     return [[train_step(task, step)["train/grad_norm"] for step in (1, 2)] for task in tasks]
 
 
@@ -208,7 +209,7 @@ def drawing_rank(spec: RankSpec, cfgs, steps: int) -> list[tuple]:
     """Return for each engine the answers of each rollout and of the held-out prompts, the rows, and the weights."""
     taken = []
     for cfg in cfgs:
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         answers, rows = [], []
         for step in range(1, steps + 1):
             rows.append(train_step(task, step))
@@ -256,7 +257,7 @@ def evaluated_rank(spec: RankSpec, cfgs) -> list[bool]:
     """Whether an evaluation, after which some engines have their weights gathered, changes what `weights` says."""
     same = []
     for cfg in cfgs:
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         run = task.run
         train_step(task, 1)
         before = {name: weight.clone() for name, weight in run.engine.weights()}
@@ -321,7 +322,7 @@ def poisoned_rank(spec: RankSpec, cfgs) -> list[tuple[str, bool]]:
 
 
 def poisoned(cfg, in_gradient: bool) -> tuple[str, bool]:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     run, loss = task.run, task.loss
     victim = task.batch(1).indices[5]
     with torch.no_grad():

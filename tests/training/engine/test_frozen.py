@@ -14,8 +14,9 @@ from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.checkpoint.tensors import load
 from rlexp.training.metrics.live_tensors import LiveTensors
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import begin_saving, on_ranks
 
 BASE = ("launch.device=cpu", "logger=none", "data.size=16", "data.eval_size=3", "parallel=ring2", "train.batch_size=2",
@@ -37,7 +38,7 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
     """For each pair of configurations: the first takes a step and saves; the second loads that without an optimizer."""
     found = []
     for number, (cfg, then) in enumerate(cfgs):
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         train_step(task, 1)
         reader = begin_saving(task.run, Path(folder) / str(number), 1)()
         weights = {name: weight.clone() for name, weight in task.run.engine.merged()}
@@ -46,7 +47,7 @@ def frozen_rank(spec: RankSpec, cfgs: Sequence[tuple], folder: str) -> list[Foun
         with LiveTensors() as live:
             live.find()
             before = live.held("cpu").live
-            frozen = build(then, trains=False, probing=unprobed)
+            frozen = build(then, trains=False, around=UNPROBED)
             gc.collect()
             held = live.held("cpu").live - before
         engine = frozen.run.engine

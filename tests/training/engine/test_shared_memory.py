@@ -18,7 +18,8 @@ from rlexp.base.host_memory import HostMemory
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.world import shared_memory
 from rlexp.training.world.shared_memory import Neighbours
 from tests.helpers.ranks import on_ranks
@@ -159,7 +160,7 @@ def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyP
 
 
 def of_a_reference(_spec: RankSpec, cfg: Config) -> tuple[str, int, int, int]:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     task.reference.logps(task.begin(1).load(task.begin(1).micro_batches[0]).shard)
     weights = {weight.untyped_storage().data_ptr(): weight for _, weight in task.reference.frozen.weights()}
     dist.barrier()

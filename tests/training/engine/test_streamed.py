@@ -17,8 +17,9 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.engine.streamed import Copies, Part, Streamed
 from rlexp.training.metrics.live_tensors import LiveTensors
-from rlexp.training.train.build import Sources, build, build_reference, models_of, unprobed
+from rlexp.training.train.build import build, build_reference, models_of
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.models import saved
 from tests.helpers.ranks import on_ranks
 
@@ -39,7 +40,7 @@ def two_steps(_spec: RankSpec, pairs: Sequence[Sequence[Config]]) -> list[list[t
     second step."""
 
     def taken(cfg: Config) -> tuple[Any, ...]:
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         draws = cfg.loss.draws
         held = None if draws else task.begin(1).load(task.begin(1).micro_batches[0])
         train_step(task, 1)
@@ -96,15 +97,15 @@ def test_tied_embeddings_and_a_table_of_positions(tmp_path: Path) -> None:
 def bytes_held(_spec: RankSpec, cfg: Config) -> tuple[int, int, int, list[int]]:
     """Return the bytes of a reference, the most that it holds beside while it computes, those that are left then, and
     the bytes of each part."""
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     shard = task.begin(1).load(task.begin(1).micro_batches[0]).shard
-    models = models_of(cfg, Sources().model_config(cfg.model, cfg.data.max_length), task.wanted, Sources())
+    models = models_of(cfg, UNPROBED.model_config(cfg.model, cfg.data.max_length), task.wanted, UNPROBED)
     task.reference = None
     gc.collect()
     with LiveTensors() as live:
         live.find()
         before = live.held("cpu").live
-        reference: Any = build_reference(task.run, models[-1], task.wanted, Sources())
+        reference: Any = build_reference(task.run, models[-1], task.wanted, UNPROBED)
         reference.logps(shard)
         gc.collect()
         there = live.held("cpu").live

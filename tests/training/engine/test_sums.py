@@ -11,7 +11,8 @@ import torch
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sums import Sums
 
@@ -41,7 +42,7 @@ def engine_rank(spec: RankSpec, cfgs: Sequence[Config]) -> list[Found]:
 
 
 def found_in(cfg: Config) -> Found:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     engine = task.run.engine
     held = task.shard([task.train[0]])
 

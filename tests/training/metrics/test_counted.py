@@ -29,18 +29,15 @@ Row = dict[str, float]
 
 def run(_spec: RankSpec, cfg: Config, steps: int, longest: bool) -> list[Row]:
     """Build a run as `rlexp` does, and take its first steps: on pairs of the greatest length, or the run's own."""
-    from rlexp.training.train.build import build, unprobed
-    from rlexp.training.train.choose_task import task_class
+    from bench.given import LONGEST
+    from rlexp.training.train.build import build
     from rlexp.training.train.rank import tensor_count
     from rlexp.training.train.step import train_step
-
-    def longest_task(cfg: Config, *_: Any) -> Any:
-        task = task_class(cfg.loss)
-        return task.of(cfg, task.longest(cfg))
+    from rlexp.training.train.surroundings import UNPROBED
 
     phases = Phases(CPU, count=tensor_count(cfg))
     with phases.throughout():
-        task = build(cfg, phases, probing=unprobed, task_of=longest_task if longest else None)
+        task = build(cfg, phases, around=LONGEST if longest else UNPROBED)
         return [train_step(task, step) for step in range(1, steps + 1)]
 
 

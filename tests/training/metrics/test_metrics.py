@@ -61,10 +61,11 @@ def slow_rank(spec: RankSpec, cfg: Config) -> tuple[float, float, tuple[int, ...
     """Return how long a replica waits, by a clock in which only rank 1's forward passes take time: 0.2 s each; and how
     uneven the replicas' work is said to be, with the work of each."""
     from rlexp.training.metrics import stopwatch
-    from rlexp.training.train.build import build, unprobed
+    from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
+    from rlexp.training.train.surroundings import UNPROBED
 
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     forward, clock = task.run.engine.forward, SimpleNamespace(now=0.0)
 
     def slowly(shard: Any) -> Any:

@@ -28,8 +28,9 @@ from rlexp.training.metrics.meter import SHARDED, Meter
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.train import rollout_task
-from rlexp.training.train.offline_task import OfflineTask, tail_weights
 from rlexp.training.train.rollout_supply import Rollouts
+from rlexp.training.train.rows_task import note as note_losses
+from rlexp.training.train.rows_task import tail_weights
 from rlexp.training.train.step import note_balance, note_sharing, note_tokens, row_of
 from rlexp.training.types import Pair
 from rlexp.training.world.groups import World
@@ -128,8 +129,7 @@ def test_a_metric_of_examples_is_of_all_replicas(name: str) -> None:
         logps, metrics, weights = ({side: each_E[here] for side, each_E in group.items()}
                                    for group in (values.logps, losses.metrics_E, losses.weights_E))  # fmt: skip
         own = replace(losses, losses_E=losses.losses_E[here], metrics_E=metrics, weights_E=weights)
-        task: Any = SimpleNamespace()
-        OfflineTask.note(task, meter, replace(values, logps=logps), own, None)
+        note_losses(meter, replace(values, logps=logps), own)
 
     found = Played(4, 2).metered(fill)
     assert {each: found[each] for each in wanted} == pytest.approx(wanted, rel=1e-13)

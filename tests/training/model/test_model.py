@@ -54,7 +54,8 @@ from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.train.build import Sources, build_policy
+from rlexp.training.train.build import build_policy
+from rlexp.training.train.surroundings import Unprobed
 from rlexp.training.types import Wanted
 from rlexp.training.world.groups import ALONE, World, build_world
 from tests.conftest import ROOT
@@ -379,7 +380,8 @@ def test_ranks_that_share_a_gpu_share_the_memory_for_logits() -> None:
     for each in (1, 4):
         with assumed_gpus(1):
             cfg = compose_config(["logger=none", "data.size=8", f"launch.ranks_per_gpu={each}", "train.precision=fp32"])
-        sources = Sources(memory=lambda _: 80 << 30)
+        around = Unprobed()
+        around.memory = lambda _: 80 << 30
         config = load_config(cfg.model, cfg.data.max_length)
-        most.append(build_policy(cfg, config, torch.device("cpu"), Wanted(), None, sources).logps.most)
+        most.append(build_policy(cfg, config, torch.device("cpu"), Wanted(), None, around).logps.most)
     assert most[0] == 4 * most[1] == logits_at_once(80 << 30)

@@ -17,8 +17,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.ring.collectives import between, exchange, gather, ring_sum, sum_and_scatter
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Pack
 from rlexp.training.world.groups import ALONE, Ring, build_world
 from tests.helpers.ranks import on_ranks
@@ -71,7 +72,7 @@ def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], list[Pack]
     """Take one step of each configuration; return its row, and the packs of its batch."""
     counts = []
     for cfg in cfgs:
-        task = build(cfg, probing=unprobed)
+        task = build(cfg, around=UNPROBED)
         multiple = task.run.layout.multiple(task.run.world.ring.size)
         packs = [pack_examples([task.train[index]], multiple) for index in task.batch(1).indices]
         counts.append((train_step(task, 1), packs))

@@ -47,6 +47,7 @@ from rlexp.training.ring.kernels import (
 )
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.train import build
+from rlexp.training.train.surroundings import Surroundings
 from rlexp.verify.variants import exact
 from tests.helpers.attention import CALLS, call_of, launches_of
 from tests.helpers.mock_flash import MockFlash
@@ -548,15 +549,16 @@ def test_a_reference_with_heads_that_the_kernel_cannot_take_is_refused(monkeypat
     models = [(cfg.model, LlamaConfig(num_attention_heads=4, head_dim=size)) for size in (128, 256)]
     monkeypatch.setattr(kernels, "installed", lambda _: True)
     monkeypatch.setattr(build, "installed", lambda name: name != "flash_attn")
-    sources = build.Sources(generation=lambda _: 10)
-    assert build.kernel_for(cfg, models[:1], (), torch.device("cuda"), sources).name == "flash_attn_4"
-    assert build.kernel_for(cfg, models, (), torch.device("cuda"), sources).name != "flash_attn_4"
+    around = Surroundings()
+    around.generation = lambda _: 10
+    assert build.kernel_for(cfg, models[:1], (), torch.device("cuda"), around).name == "flash_attn_4"
+    assert build.kernel_for(cfg, models, (), torch.device("cuda"), around).name != "flash_attn_4"
     cfg.parallel.kernel = KernelName.flash_attn_4
     with pytest.raises(ModelError) as error:
-        build.kernel_for(cfg, models, (), torch.device("cuda"), sources)
+        build.kernel_for(cfg, models, (), torch.device("cuda"), around)
     assert str(error.value).endswith("heads of size 256, which the policy's kernel, flash_attn_4, does not take. Use "
                                      "parallel.kernel=torch_flash or parallel.kernel=plain.")  # fmt: skip
-    build.kernel_for(cfg, models[:1], (), torch.device("cuda"), sources)
+    build.kernel_for(cfg, models[:1], (), torch.device("cuda"), around)
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.rollout.gap import ANOTHER_MODEL, BEYOND, gap_of, gap_values, refuse_another_model
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Prompt, Sample
 from tests.helpers.ranks import on_ranks
 
@@ -93,7 +94,7 @@ class Astray:
 
 
 def astray_rank(_spec: RankSpec, cfg: Config) -> tuple[dict[str, float], list[Sample]]:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     assert isinstance(task, RolloutTask)
     rollouts = task.rollouts
     rollouts.source = Astray(rollouts.source)

@@ -20,9 +20,10 @@ from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.training.rollout import saved
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.rollout_supply import NEXT, Rollouts
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Prompt, Sample
 from tests.conftest import Shell
 from tests.helpers import warm
@@ -85,7 +86,7 @@ def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
 
 
 def has_reference(spec: RankSpec, cfg: Config) -> bool:
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     task.close()
     return task.rollouts.scorer.reference is not None
 
@@ -118,7 +119,7 @@ def test_a_rollout_that_has_begun_keeps_its_size(rlexp: Shell) -> None:
 
 def patient_rank(spec: RankSpec, cfg: Config, seconds: float) -> float:
     """Return the first step's score, where one rank draws its share longer than a collective may take."""
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     drawn = task.rollouts.source.draw
 
     def slowly(*args: Any) -> list[Sample]:

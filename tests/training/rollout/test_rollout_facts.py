@@ -8,9 +8,10 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.run_files.rollouts_jsonl import digests
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.rollout_supply import shown
 from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import on_ranks
 
 SIZE = ("launch.device=cpu", "logger=none", "engine=torch", "loss=grpo", "reward.rule=length", "data.size=16",
@@ -20,7 +21,7 @@ SIZE = ("launch.device=cpu", "logger=none", "engine=torch", "loss=grpo", "reward
 
 def told_rank(_spec: RankSpec, cfg: Config) -> dict[str, Any]:
     """Draw a rollout; return what the sinks are told of it, and its samples in the order of the ranks."""
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     assert isinstance(task, RolloutTask)
     try:
         task.rollouts.ensure(1)

@@ -32,8 +32,9 @@ from rlexp.export.checkpoint import export_checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.model.adapter import put_adapter
 from rlexp.training.model.loading import load_tokenizer
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.examples import read_examples
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.world.groups import ALONE, World
 from tests.conftest import Shell
 from tests.helpers.adapters import adapter_of, loaded, logps_by
@@ -140,7 +141,7 @@ def test_every_engine_has_one_gradient(base: Path, begun: Path, engines: Sequenc
 
 
 def dtypes_held(_spec: Any, cfgs: Sequence[Config]) -> list[dict[str, str]]:
-    tasks = [build(cfg, probing=unprobed) for cfg in cfgs]
+    tasks = [build(cfg, around=UNPROBED) for cfg in cfgs]
     named = [dict(task.run.engine.policy.named()) for task in tasks]
     return [{name: str(parameter.dtype).removeprefix("torch.") for name, parameter in each.items()} for each in named]
 
@@ -159,7 +160,7 @@ def test_frozen_weights_are_held_in_the_precision_that_computes() -> None:
 
 
 def norms_begun(_spec: Any, cfgs: Sequence[Config]) -> list[torch.Tensor]:
-    tasks = [build(cfg, probing=unprobed) for cfg in cfgs]
+    tasks = [build(cfg, around=UNPROBED) for cfg in cfgs]
     return [dict(task.run.engine.weights())["model.norm.modules_to_save.default.weight"].clone() for task in tasks]
 
 
@@ -231,7 +232,7 @@ def refusals(_spec: Any, cfgs: Sequence[Config]) -> list[str]:
     said = []
     for cfg in cfgs:
         with pytest.raises(UserError) as refused:
-            build(cfg, probing=unprobed)
+            build(cfg, around=UNPROBED)
         said.append(str(refused.value))
     return said
 

@@ -21,7 +21,8 @@ from rlexp.config.schema import Collectives, Config
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.stops import Outcome
 from rlexp.training.train import header
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.train.task import Task
 from tests.helpers import models
 from tests.helpers.paths import ROOT
@@ -51,7 +52,7 @@ def configured(folder: Path, model: str, rows: Rows, *words: str) -> Config:
 def built(cfg: Config) -> Task:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=cfg.parallel.world_size)
     try:
-        return build(cfg, probing=unprobed)
+        return build(cfg, around=UNPROBED)
     finally:
         dist.destroy_process_group()
 

@@ -15,9 +15,10 @@ from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.losses import UnpairedConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.reference.base import Reference
-from rlexp.training.train.build import build, unprobed
-from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.build import build
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Shard
 from tests.helpers.paths import FILES
 from tests.helpers.ranks import on_ranks
@@ -165,8 +166,8 @@ def test_the_reference_runs_once() -> None:
 
 
 def runs_of_the_reference(_spec: RankSpec, cfg: Config) -> tuple[int, int]:
-    task = build(cfg, probing=unprobed)
-    assert isinstance(task, OfflineTask)
+    task = build(cfg, around=UNPROBED)
+    assert isinstance(task, RowsTask)
     assert task.reference is not None
     runs, reference = [], task.reference
 

@@ -29,9 +29,10 @@ from rlexp.run_files.curve_distance import compared
 from rlexp.training.reference.stored import Stored, Values
 from rlexp.training.train import build as building
 from rlexp.training.train import examples, precompute
-from rlexp.training.train.build import build, unprobed
-from rlexp.training.train.offline_task import OfflineTask
+from rlexp.training.train.build import build
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
 from tests.helpers.slurm.machine import wait_until
@@ -48,7 +49,7 @@ def configured(*overrides: str, reference: str = "precompute") -> Config:
 
 def rows_of(cfg: Config, steps: int = 2) -> list[dict[str, float]]:
     """Return the held-out values before training, and the first steps' rows."""
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     rows = [task.evaluate(0), *(train_step(task, step) for step in range(1, steps + 1)), task.evaluate(steps)]
     task.close()
     return [{name: value for name, value in row.items() if compared(name)} for row in rows]
@@ -262,19 +263,19 @@ def test_stopped_anywhere_and_begun_again_it_is_the_same_file(
     interrupt: Interrupting, numbers: Sequence[int], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cfg = configured("train.eval_every=null")
-    build(cfg, probing=unprobed)
+    build(cfg, around=UNPROBED)
     expected = files(cache)
     for number in numbers:
         shutil.rmtree(cache)
         with monkeypatch.context() as patch:
             interrupt(patch, number)
             with pytest.raises(KeyboardInterrupt):
-                build(cfg, probing=unprobed)
+                build(cfg, around=UNPROBED)
         parts = list((cache / "reference").glob("*.making/part-*"))
         computed: list[int] = []
         with monkeypatch.context() as patch:
             noted(patch, computed)
-            build(cfg, probing=unprobed)
+            build(cfg, around=UNPROBED)
         assert files(cache) == expected
         assert not list((cache / "reference").glob("*.making"))
         assert len(parts) + len(computed) >= 3, "a part was taken up that was not whole"
@@ -286,18 +287,18 @@ def test_stopped_anywhere_and_begun_again_it_is_the_same_file(
 @pytest.mark.usefixtures("parts_of_eight")
 def test_a_torn_part_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cfg = configured("train.eval_every=null")
-    build(cfg, probing=unprobed)
+    build(cfg, around=UNPROBED)
     expected = files(cache)
     shutil.rmtree(cache)
     with monkeypatch.context() as patch:
         in_a_pass(patch, 3)
         with pytest.raises(KeyboardInterrupt):
-            build(cfg, probing=unprobed)
+            build(cfg, around=UNPROBED)
     first, second = sorted((cache / "reference").glob("*.making/part-*"))
     content = first.read_bytes()
     first.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     second.write_bytes(second.read_bytes()[:-1])
-    build(cfg, probing=unprobed)
+    build(cfg, around=UNPROBED)
     assert files(cache) == expected
 
 
@@ -311,11 +312,11 @@ def test_a_torn_part_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPa
     ids=["changed", "cut", "empty"],
 )
 def test_a_damaged_file_is_made_anew(harm: Any, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    build(configured(), probing=unprobed)
+    build(configured(), around=UNPROBED)
     expected = files(cache)
     for path in (cache / "reference").glob("[!.]*"):
         path.write_bytes(harm(path.read_bytes()))
-    build(configured(), probing=unprobed)
+    build(configured(), around=UNPROBED)
     assert files(cache) == expected
     assert capfd.readouterr().err.count("is damaged (") == 2
 
@@ -323,7 +324,7 @@ def test_a_damaged_file_is_made_anew(harm: Any, cache: Path, capfd: pytest.Captu
 def test_another_run_that_computes_the_same_is_waited_for(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    build(configured("train.eval_every=null"), probing=unprobed)
+    build(configured("train.eval_every=null"), around=UNPROBED)
     ((name, content),) = files(cache).items()
     place = cache / "reference" / name
     place.unlink()
@@ -340,7 +341,7 @@ def test_another_run_that_computes_the_same_is_waited_for(
     other.start()
     begun.wait()
     monkeypatch.setattr(building, "frozen_model", no_model)
-    build(configured("train.eval_every=null"), probing=unprobed)
+    build(configured("train.eval_every=null"), around=UNPROBED)
     other.join()
     assert "waits for another run that computes the reference of the same pairs." in capfd.readouterr().err
 
@@ -350,8 +351,8 @@ def test_another_run_that_computes_the_same_is_waited_for(
 
 def kept_rows(*overrides: str) -> dict[bool, int]:
     """Return how many sequences of the examples to train on, and of those held out, are kept."""
-    task = build(configured(*overrides), probing=unprobed)
-    assert isinstance(task, OfflineTask)
+    task = build(configured(*overrides), around=UNPROBED)
+    assert isinstance(task, RowsTask)
     assert isinstance(task.reference, Stored)
     return {held_out: len(kept.values) for held_out, kept in task.reference.kept.items()}
 
@@ -365,8 +366,8 @@ def test_only_rows_that_the_run_asks_for_are_computed(cache: Path) -> None:
     assert len(files(cache)) == whole + 1
     assert kept_rows("data.size=22", "seed=5", "train.epochs=2") == {False: 44, True: 6}  # another tail is left out
     assert len(files(cache)) == whole + 1
-    task = build(configured("train.max_steps=2"), trains=False, probing=unprobed)
-    assert isinstance(task, OfflineTask)
+    task = build(configured("train.max_steps=2"), trains=False, around=UNPROBED)
+    assert isinstance(task, RowsTask)
     assert isinstance(task.reference, Stored)
     assert task.reference.kept.keys() == {True}
     assert len(files(cache)) == whole + 1
@@ -382,7 +383,7 @@ def test_the_template_is_in_the_key_by_the_tokens_that_it_makes(cache: Path, tmp
         words = [word for word in BASE if not word.startswith("data.")]
         cfg = compose_config([*words, "data=jsonl", f"data.path={path}", f"data.cache={cache}", "data.eval_size=0",
                               "train.eval_every=null", "reference=precompute", *overrides])  # fmt: skip
-        build(cfg, probing=unprobed)
+        build(cfg, around=UNPROBED)
         counts.append(len(files(cache)))
     assert counts == [1, 2, 3]
 
@@ -403,11 +404,11 @@ def test_a_cache_that_is_full_or_cannot_be_written_is_one_message(cache: Path, m
         with monkeypatch.context() as patch:
             patch.setattr(precompute, "write", failing(number))
             with pytest.raises(DataError, match=f"^RLEXP_CACHE={cache}: {re.escape(expected)}"):
-                build(configured(), probing=unprobed)
+                build(configured(), around=UNPROBED)
     shutil.rmtree(cache)
     cache.write_text("a file in the folder's place")
     with pytest.raises(DataError, match=f"^RLEXP_CACHE={cache}: cannot be written .*RLEXP_CACHE=FOLDER before"):
-        build(configured(), probing=unprobed)
+        build(configured(), around=UNPROBED)
 
 
 def test_a_hub_model_of_an_unknown_commit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,7 +436,7 @@ def dying(spec: RankSpec, cfg: Config, cache: str, moment: int | None) -> None:
         return values(*args)
 
     precompute._Keeper.values = counted
-    build(cfg, probing=unprobed)
+    build(cfg, around=UNPROBED)
 
 
 @pytest.mark.slow
@@ -528,7 +529,7 @@ def test_two_jobs_at_once_compute_it_once_and_an_evaluation_and_a_resumed_run_fi
 
 @pytest.mark.slow
 def test_a_file_says_what_it_is_of(cache: Path) -> None:
-    build(configured("train.eval_every=null"), probing=unprobed)
+    build(configured("train.eval_every=null"), around=UNPROBED)
     ((name, _),) = files(cache).items()
     said = Values.mapped(cache / "reference" / name).said
     assert said["key"] == name

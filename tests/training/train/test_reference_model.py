@@ -20,8 +20,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.training.model.loading import load_config
 from rlexp.training.model.probe import probe
-from rlexp.training.train.build import Sources, build, models_of
+from rlexp.training.train.build import build, models_of
 from rlexp.training.train.step import train_step
+from rlexp.training.train.surroundings import HERE
 from rlexp.training.types import Wanted
 from tests.helpers.models import SHAPE, saved
 from tests.helpers.ranks import on_ranks
@@ -117,7 +118,7 @@ def test_one_with_another_vocabulary_is_refused(folder: Path, tmp_path: Path) ->
     saved(tmp_path, LlamaConfig(**{**SHAPE, "vocab_size": 300}))
     cfg = configured(folder, str(tmp_path))
     with pytest.raises(ModelError) as error:
-        models_of(cfg, load_config(cfg.model, 400), Wanted(reference=True), Sources())
+        models_of(cfg, load_config(cfg.model, 400), Wanted(reference=True), HERE)
     said = f"reference.path={tmp_path}: has a vocabulary of 300 tokens, and the policy of 259."
     assert str(error.value).startswith(said)
 

@@ -16,10 +16,11 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import byte_tokenizer, load_config, load_model, load_tokenizer
 from rlexp.training.model.score_head import padding_of
 from rlexp.training.sinks.base import Sink, Sinks
-from rlexp.training.train.build import build, unprobed
+from rlexp.training.train.build import build
 from rlexp.training.train.examples import read_examples
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.loop import train_loop
+from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.models import saved
 from tests.helpers.ranks import on_ranks
@@ -36,7 +37,7 @@ def trained_rank(_spec: RankSpec, cfg: Config, place: str) -> tuple[dict[str, fl
         def log(self, row: dict) -> None:
             last.update(row)
 
-    task = build(cfg, probing=unprobed)
+    task = build(cfg, around=UNPROBED)
     before = {name: weight.clone() for name, weight in task.run.engine.weights()}
     train_loop(task, Sinks([Keeping()]))
     Path(place).mkdir(exist_ok=True)

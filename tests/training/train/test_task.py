@@ -28,14 +28,13 @@ from rlexp.preflight.predict import rehearsals
 from rlexp.preflight.rehearsal.log import passes
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
 from rlexp.training.algos.base import Losses, Values
+from rlexp.training.algos.build import LOSSES
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.build import build
-from rlexp.training.train.choose_task import TASKS
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.loop import train_loop
-from rlexp.training.train.offline_task import OfflineTask
 from rlexp.training.types import Completion, Wanted
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.report import scope
@@ -62,13 +61,7 @@ class Supervised:
         return Losses(nll_E, {"perplexity": nll_E.detach().exp()})
 
 
-class SupervisedTask(OfflineTask):
-    @classmethod
-    def loss_of(cls, _cfg: Config) -> Supervised:
-        return Supervised()
-
-
-TASKS[SupervisedConfig] = SupervisedTask
+LOSSES[SupervisedConfig] = lambda _cfg: Supervised()
 
 
 @dataclass
@@ -84,13 +77,7 @@ class Wrong(Supervised):
         return super().__call__(dataclasses.replace(values, mean_tokens=mean))
 
 
-class WrongTask(OfflineTask):
-    @classmethod
-    def loss_of(cls, _cfg: Config) -> Wrong:
-        return Wrong()
-
-
-TASKS[WrongConfig] = WrongTask
+LOSSES[WrongConfig] = lambda _cfg: Wrong()
 
 # ---- what is tried ----
 

@@ -3,40 +3,12 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from rlexp.training.dataset.sampler import Batch
-from rlexp.training.train.unpaired_task import UnpairedStep, partners_of
+from rlexp.training.train.mismatched import Mismatched, partners_of
 from rlexp.training.types import Completion
-
-
-@dataclass
-class Placed:
-    """As much of a step as its pairing needs."""
-
-    examples: list[Completion]
-    length: int = 64
-    count: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.count = len(self.examples)
-        data = SimpleNamespace(max_length=self.length)
-        run = SimpleNamespace(cfg=SimpleNamespace(data=data), tokenizer=SimpleNamespace(bos_token_id=0))
-        self.task = SimpleNamespace(run=run)
-        self.batch = Batch(1, 0, tuple(range(self.count)))
-
-    def example(self, place: int) -> Completion:
-        return self.examples[place]
-
-    @property
-    def partners(self) -> list[int]:
-        return partners_of([each.prompt.tobytes() for each in self.examples])
-
-    mismatched = UnpairedStep.mismatched
 
 
 @pytest.mark.parametrize(
@@ -71,7 +43,7 @@ def test_every_partner_has_another_prompt() -> None:
 def test_a_mismatched_sequence_is_no_longer_than_any_other() -> None:
     long = Completion(1, np.arange(10, dtype=np.int32), np.arange(20, 29, dtype=np.int32), "long", label=False)
     short = Completion(0, np.array([0, 1, 2, 3, 4, 5], np.int32), np.array([7, 8], np.int32), "short", label=True)
-    made = Placed([short, long], length=12).mismatched(0)
+    made = Mismatched([short, long], 12, 0).at(0)
     assert made.prompt.tolist() == [0, 4, 5]  # cut at its start, after the begin-of-sequence token
     assert made.answer.tolist() == list(range(20, 29))
     assert (made.index, made.label) == (0, True)
