@@ -25,8 +25,7 @@ from rlexp.config.schema import Checkpointing, Config, EngineName
 from rlexp.config.schema.losses import Normalize
 from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec, join, leave_world
-from rlexp.training.algos.weights import sequence_weight, token_weight
-from rlexp.training.algos.whiten import whiten
+from rlexp.training.algos.advantages import sequence_weight, token_weight, whiten
 from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.base import trained

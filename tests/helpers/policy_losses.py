@@ -7,7 +7,6 @@ derivative to the last bit, so each gradient is compared with the formula alone.
 from __future__ import annotations
 
 import cmath
-import dataclasses
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -20,20 +19,11 @@ from torch import Tensor
 
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import KLEstimator, KLPlace, Normalize, PolicyLossConfig
-from rlexp.training.algos.clipped import ClippedRatio
-from rlexp.training.algos.dr_grpo import DrGRPO
-from rlexp.training.algos.grpo import GRPO
-from rlexp.training.algos.gspo import GSPO
+from rlexp.training.algos.advantages import sequence_weight, token_weight, whiten
+from rlexp.training.algos.policy import POLICY, ClippedRatio
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTokens
-from rlexp.training.algos.ppo import PPO
-from rlexp.training.algos.reinforce_pp import ReinforcePP
-from rlexp.training.algos.rloo import RLOO
-from rlexp.training.algos.weights import sequence_weight, token_weight
-from rlexp.training.algos.whiten import whiten
 
-LOSSES: dict[str, type[ClippedRatio]] = {
-    "ppo": PPO, "grpo": GRPO, "dr_grpo": DrGRPO, "rloo": RLOO, "reinforce_pp": ReinforcePP, "gspo": GSPO,
-}  # fmt: skip
+LOSSES = [kind.name for kind in POLICY]
 GROUPED = ("grpo", "dr_grpo", "rloo", "gspo")  # compare the answers to one prompt with each other
 EXACT = 1e-12  # relative; largest difference measured: 2e-15, for sums of twenty terms in another order
 FIXED = 8  # rollout.max_new_tokens
@@ -46,9 +36,7 @@ def configured(name: str, **changes: Any) -> PolicyLossConfig:
 
 
 def built(cfg: PolicyLossConfig, importance_cap: float | None = None) -> ClippedRatio:
-    kind = LOSSES[cfg.name]
-    names = {field.name for field in dataclasses.fields(kind)} - {"importance_cap"}
-    return kind(**{name: getattr(cfg, name) for name in names}, importance_cap=importance_cap)
+    return POLICY[type(cfg)](cfg, importance_cap)
 
 
 def tensor(values: Sequence[Any]) -> Tensor:

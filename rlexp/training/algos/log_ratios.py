@@ -1,10 +1,13 @@
-"""Log-ratios of policy and reference, and the rewards that they imply. Shape letter: P pairs."""
+"""What losses on given answers are made of: log-ratios of policy and reference, the rewards that they imply, the
+logistic loss, and BCO's shift, which outlives the step. Shape letters: P pairs, E examples, B of the train batch."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from rlexp.training.algos.base import Sides, Values
@@ -35,16 +38,6 @@ def per_token(values: Values) -> Values:
     return replace(values, logps=means(values.logps), reference=reference)
 
 
-def margins(values: Values, beta: float, margin_weight: float = 0.0) -> Tensor:
-    """Return the margin of the rewards, (P,), less what the rows ask for."""
-    chosen_P, rejected_P = log_ratios(values)
-    margin_P = beta * (chosen_P - rejected_P)
-    if not margin_weight:
-        return margin_P
-    assert values.margin_E is not None
-    return margin_P - margin_weight * values.margin_E
-
-
 @torch.no_grad()
 def implicit_rewards(values: Values, beta: float) -> dict[str, Tensor]:
     """Return β times the log-ratios, and what is derived from them."""
@@ -67,3 +60,29 @@ def accuracies(margins_P: Tensor, magnitude_P: Tensor) -> Tensor:
     """
     band_P = TIE_ULPS * ULP * magnitude_P
     return torch.where(margins_P.abs() <= band_P, 0.5, (margins_P > 0).to(margins_P.dtype))
+
+
+def logistic(margin_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Return −log σ(margin), in the mean over labels of which the share `label_smoothing` is wrong, (P,)."""
+    right_P = -F.logsigmoid(margin_P)
+    if not label_smoothing:
+        return right_P
+    return (1 - label_smoothing) * right_P - label_smoothing * F.logsigmoid(-margin_P)
+
+
+def shift_of(carried: Mapping[str, float], loss: str) -> float:
+    """Return the mean reward of all answers trained on so far, one of the two numbers that a loss carries."""
+    return carried.get(f"{loss}/rewards", 0.0)
+
+
+def moved_shift(values: Values, loss: str, rewards_B: Tensor) -> Mapping[str, float]:
+    """Return the mean with the rewards of a train batch, and how many answers it is of; held-out ones do not move it.
+
+    Before the first answer there is none.
+    """
+    names = rewards, answers = f"{loss}/rewards", f"{loss}/answers"
+    before = {name: values.carried[name] for name in names if name in values.carried}
+    if values.held_out or not len(rewards_B):
+        return before
+    count, mean = before.get(answers, 0.0) + len(rewards_B), before.get(rewards, 0.0)
+    return {rewards: mean + (float(rewards_B.sum()) - len(rewards_B) * mean) / count, answers: count}

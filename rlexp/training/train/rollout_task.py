@@ -20,10 +20,9 @@ from torch import Tensor
 from rlexp.base.errors import NonFiniteError
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
+from rlexp.training.algos.advantages import sequence_weight, token_weight, whiten
 from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
-from rlexp.training.algos.weights import sequence_weight, token_weight
-from rlexp.training.algos.whiten import whiten
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.packing import listed
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter

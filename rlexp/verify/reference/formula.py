@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from rlexp.training.algos.base import Loss, Values
-from rlexp.training.types import OF_TOKENS
 from rlexp.verify.records import MISMATCHED, Array, Counts, Losses
+
+OF_TOKENS = ("likelihoods", "entropies", "hits")  # log Σ p², the entropy, and whether the token is the likeliest
 
 
 def losses_of(

@@ -30,12 +30,10 @@ from rlexp.verify.records import (
 )
 from rlexp.verify.reference import rules
 from rlexp.verify.reference.by_length import by_length
-from rlexp.verify.reference.formula import losses_of
+from rlexp.verify.reference.formula import OF_TOKENS, losses_of
 from rlexp.verify.reference.model import answer_logps, answer_score, load, load_tokenizer, of_reference
 from rlexp.verify.reference.pairs import examples_of, mismatched
 from rlexp.verify.reference.stepped import Stepped
-
-OF_TOKENS = ("likelihoods", "entropies", "hits")  # log Σ p², the entropy, and whether the token is the likeliest
 
 
 class Reference(Stepped):

@@ -18,7 +18,8 @@ from tests.helpers.faults.base import (
 )
 from tests.helpers.faults.plant import Change, Seeing
 
-DPO, REWARDS = "algos.dpo:DPO.losses", "algos.log_ratios:implicit_rewards"
+PAIRS, REWARDS = "algos.pairs:", "algos.log_ratios:implicit_rewards"
+DPO, SUM = PAIRS + "dpo", PAIRS + "PairLoss."
 
 
 def less_its_mean(original: Any, self: Any, values: Values) -> Tensor:
@@ -55,13 +56,23 @@ ALGOS_FAULTS = (
 
 # ---- wrong formulas, which tests/training/algos/test_formulas.py finds by hand arithmetic and by the textbook ----
 
-FORMULAS = (
-    "dpo:DPO", "dpo_norm:DPONorm", "ipo:IPO", "apo:APOZero", "apo:APODown", "simpo:SimPO", "orpo:ORPO", "cpo:CPO",
-    "bco_pair:BCOPair", "hinge:Hinge", "robust:Robust", "aot:AOT", "exo_pair:EXOPair", "nca_pair:NCAPair",
-    "sppo_hard:SPPOHard", "discopop:DiscoPOP",
-)  # fmt: skip
-SMOOTHED = ("dpo:DPO", "dpo_norm:DPONorm", "cpo:CPO", "robust:Robust", "aot:AOT", "exo_pair:EXOPair")
-OF_MARGINS = ("dpo:DPO", "dpo_norm:DPONorm", "simpo:SimPO", "cpo:CPO", "hinge:Hinge", "robust:Robust")
+FORMULAS = {
+    "dpo": "DPO", "dpo_norm": "DPONorm", "ipo": "IPO", "apo_zero": "APOZero", "apo_down": "APODown", "simpo": "SimPO",
+    "orpo": "ORPO", "cpo": "CPO", "bco_pair": "BCOPair", "hinge": "Hinge", "robust": "Robust", "aot": "AOT",
+    "exo_pair": "EXOPair", "nca_pair": "NCAPair", "sppo_hard": "SPPOHard", "discopop": "DiscoPOP",
+}  # fmt: skip
+SMOOTHED = ("dpo", "dpo_norm", "cpo", "robust", "aot", "exo_pair")
+OF_MARGINS = ("dpo", "dpo_norm", "simpo", "cpo", "hinge", "robust")
+
+
+def times(factor: float) -> Change:
+    """Multiply the loss that a formula returns, alone or with metrics."""
+
+    def change(original: Any, cfg: Any, values: Values) -> Any:
+        made = original(cfg, values)
+        return factor * made if isinstance(made, Tensor) else replace(made, losses_E=factor * made.losses_E)
+
+    return change
 
 
 def with_other(**keys: Callable[[Any], Any]) -> Change:
@@ -84,10 +95,10 @@ def of_exchanged_answers(original: Any, self: Any, values: Values) -> Tensor:
 
 def in_formulas() -> Iterator[Fault]:
     """A sign and a factor in each formula."""
-    for formula in FORMULAS:
-        name, target = formula.partition(":")[2], f"algos.{formula}.losses"
-        yield one(f"{name}: the sign of the loss", target, lambda original, *args: -original(*args), "", ALGOS)
-        yield one(f"{name}: twice the loss", target, lambda original, *args: 2 * original(*args), "", ALGOS)
+    for formula, name in FORMULAS.items():
+        target = PAIRS + formula
+        yield one(f"{name}: the sign of the loss", target, times(-1), "", ALGOS)
+        yield one(f"{name}: twice the loss", target, times(2), "", ALGOS)
         yield one(f"{name}: the sign of the margin", target, of_exchanged_answers, "", ALGOS)
         yield one(f"{name}: a factor of beta", target, with_other(beta=lambda beta: 1.01 * beta), "", ALGOS)
         if formula in SMOOTHED:
@@ -113,11 +124,27 @@ def added(logps: Sides) -> Sides:
 
 def through_the_shift(original: Any, self: Any, values: Values) -> Any:
     """Let the gradient pass through the mean of the rewards."""
+    made = original(self, values)
     shift = (
         self.beta * torch.cat([values.logps[side] - values.reference[side] for side in ("chosen", "rejected")]).mean()
     )
-    losses_E = original(self, values)
-    return losses_E + (shift - shift.detach()) * 0.1
+    return replace(made, losses_E=made.losses_E + (shift - shift.detach()) * 0.1)
+
+
+def before_alone(original: Any, cfg: Any, values: Values) -> Any:
+    return replace(original(cfg, values), losses_E=original(cfg, replace(values, held_out=True)).losses_E)
+
+
+def of_negated_odds(original: Any, *args: Any) -> Any:
+    made = original(*args)
+    return replace(made, metrics_E={name: -each for name, each in made.metrics_E.items()})
+
+
+def with_sft_weight(other: Callable[[float], float]) -> Change:
+    def change(original: Any, self: Any, values: Values) -> Any:
+        return original(replace(self, cfg=replace(self.cfg, sft_weight=other(self.cfg.sft_weight))), values)
+
+    return change
 
 
 def learning_weights(original: Any, self: Any, values: Values) -> Any:
@@ -141,46 +168,41 @@ FORMULA_FAULTS = (
         with_values(logps=lambda values: added(values.logps),
                     reference=lambda values: values.reference and added(values.reference)), "", ALGOS),
     one("no reference in the margin", DPO, with_values(reference=lambda _values: None), "", ALGOS),
-    one("label smoothing with the wrong sign", "algos.logistic:logistic",
+    one("label smoothing with the wrong sign", "algos.log_ratios:logistic",
         lambda original, margin_P, share=0.0: original(margin_P, -share), "", ALGOS),
     one("sums where means per token are meant", "algos.log_ratios:per_token",
         lambda _original, values: values, "", ALGOS),
-    one("IPO per token only", "algos.ipo:IPO.losses",
+    one("IPO per token only", PAIRS + "ipo",
         with_other(normalize=lambda normalize: type(normalize)("token")), "", ALGOS),
-    one("SimPO's margin has the wrong sign", "algos.simpo:SimPO.losses",
+    one("SimPO's margin has the wrong sign", PAIRS + "simpo",
         with_other(gamma=lambda gamma: -gamma), "", ALGOS),
-    one("DiscoPOP's temperature is forgotten", "algos.discopop:DiscoPOP.losses", with_other(tau=lambda _tau: 1.0),
+    one("DiscoPOP's temperature is forgotten", PAIRS + "discopop", with_other(tau=lambda _tau: 1.0),
         "", ALGOS),
-    one("1 - p without its last digits", "algos.orpo:log_odds",
+    one("1 - p without its last digits", PAIRS + "log_odds",
         Seeing({"torch.expm1": lambda _function: lambda logp_P: torch.exp(logp_P) - 1}), "", ALGOS),
-    one("the sign of the odds that are logged", "algos.orpo:ORPO.logged",
-        lambda original, *args: {name: -each for name, each in original(*args).items()}, "", ALGOS),
-    one("the shift is of the batches before alone", "algos.bco_pair:BCOPair.losses",
-        with_values(held_out=lambda _values: True), "", ALGOS),
-    one("the shift forgets the batches before", "algos.bco_pair:BCOPair.carried",
+    one("the sign of the odds that are logged", PAIRS + "orpo", of_negated_odds, "", ALGOS),
+    one("the shift is of the batches before alone", PAIRS + "bco_pair", before_alone, "", ALGOS),
+    one("the shift forgets the batches before", PAIRS + "bco_pair",
         with_values(carried=lambda _values: {}), "", ALGOS),
-    one("the gradient passes through the shift", "algos.bco_pair:BCOPair.losses", through_the_shift, "", ALGOS),
-    one("the gradient passes through the weights of WPO", "algos.preference:Preference.__call__", learning_weights, "",
+    one("the gradient passes through the shift", PAIRS + "bco_pair", through_the_shift, "", ALGOS),
+    one("the gradient passes through the weights of WPO", SUM + "__call__", learning_weights, "",
         ALGOS),
-    one("the shift learns of what is held out", "algos.bco_pair:BCOPair.carried",
+    one("the shift learns of what is held out", PAIRS + "bco_pair",
         with_values(held_out=lambda _values: False), "", ALGOS),
-    one("margins are not sorted", "algos.aot:of_the_same_rank",
+    one("margins are not sorted", PAIRS + "of_the_same_rank",
         lambda _original, values_P, _places_P: values_P, "", ALGOS),
-    one("equal values in any order", "algos.aot:of_the_same_rank",
+    one("equal values in any order", PAIRS + "of_the_same_rank",
         lambda original, values_P, places_P: original(values_P, places_P.flip(0)).flip(0), "", ALGOS),
-    one("the margins of AOT on unpaired answers", "algos.aot:AOTUnpaired.compared",
-        lambda original, *args: original(*args)[::-1], "", ALGOS),
-    one("the weight of the likelihood is forgotten", "algos.preference:Preference.__call__",
-        lambda original, self, values: original(replace(self, sft_weight=1.0 if self.sft_weight else 0.0), values),
+    one("the margins of AOT on unpaired answers", PAIRS + "aot_unpaired", of_exchanged_answers, "",
+        ALGOS),
+    one("the weight of the likelihood is forgotten", SUM + "__call__",
+        with_sft_weight(lambda weight: 1.0 if weight else 0.0), "", ALGOS),
+    one("the sign of the likelihood", SUM + "__call__", with_sft_weight(lambda weight: -weight), "", ALGOS),
+    one("all terms have the same weight", SUM + "terms",
+        lambda original, self: [replace(term, weight=1.0) for term in original(self)], "", ALGOS),
+    one("a reference that is not asked for", PAIRS + "shown", lambda _original, values, _formula: values,
         "", ALGOS),
-    one("the sign of the likelihood", "algos.preference:Preference.__call__",
-        lambda original, self, values: original(replace(self, sft_weight=-self.sft_weight), values), "", ALGOS),
-    one("all terms have the same weight", "algos.preference:Preference.__call__",
-        lambda original, self, values: original(
-            replace(self, terms=[replace(term, weight=1.0) for term in self.terms]), values), "", ALGOS),
-    one("a reference that is not asked for", "algos.preference:shown", lambda _original, values, _formula: values,
-        "", ALGOS),
-    one("the square root of the on-policy weight", "algos.preference:on_policy_weight",
+    one("the square root of the on-policy weight", PAIRS + "on_policy_weight",
         lambda original, values: original(values).sqrt(), "", ALGOS),
     one("rewards without beta", REWARDS, lambda original, values, _beta: original(values, 1.0), "", ALGOS),
     one("a tie counts as lost", "algos.log_ratios:accuracies",
@@ -188,6 +210,8 @@ FORMULA_FAULTS = (
     one("the margin of the logged rewards", REWARDS,
         lambda original, *args: (right := original(*args))
         | {"rewards/margins": right["rewards/chosen"] + right["rewards/rejected"]}, "", ALGOS),
-    one("beta is not handed to the loss", "algos.build:build_formula",
-        lambda original, cfg, *args: original(replace(cfg, beta=2 * cfg.beta), *args), "", ALGOS),
+    one("beta is not handed to the loss", SUM + "terms",
+        lambda original, loss: [replace(each, cfg=replace(each.cfg, beta=2 * each.cfg.beta))
+                                for each in original(loss)],
+        "", ALGOS),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlexp.training.algos.weights import token_weight
+from rlexp.training.algos.advantages import token_weight
 from rlexp.training.metrics.meter import REPLICATED
 from rlexp.training.reference.models import OfModel
 from tests.helpers.faults.base import ALGOS, ENGINE, FP64, METRICS, MODEL, ROLLOUT, TRAIN, Fault, one
@@ -239,7 +239,7 @@ SAMPLE_FAULTS = (
     sample("a masked answer counts", f"{SUPPLY}._collect", counting_again, "advantages", TRAIN, *MASKED),
     sample("no limit of the importance", f"{TASK}:RolloutTask.__init__", Seeing({"build_policy_loss": uncapped_in}),
            "loss", TRAIN, *PIPELINED, "rollout.importance_cap=1.00001", "optim.lr=1e-2", step=SECOND),
-    sample("an entropy without a gradient", "algos.clipped:ClippedRatio.wanted", logged_only, "loss", TRAIN,
+    sample("an entropy without a gradient", "algos.policy:ClippedRatio.wanted", logged_only, "loss", TRAIN,
            "loss.entropy=0.01"),
     sample("whitened over a replica", f"{TASK}:Weighed.of", Seeing({"whiten": Given(of_replica)}), "loss", TRAIN),
     sample("weights by a micro-batch's tokens", f"{TASK}:laid_out", of_micro_batch, "loss", TRAIN, step=2),
@@ -247,7 +247,7 @@ SAMPLE_FAULTS = (
            *MASKED, base=GRPO),
     sample("an answer's ratio of one rank's tokens", f"{TASK}:tokens_of", Seeing({"ring_sum": not_summed}), "loss",
            TRAIN, base=GSPO),
-    sample("advantages less their micro-batch's mean", "algos.clipped:ClippedRatio.surrogate", less_their_mean, "loss",
+    sample("advantages less their micro-batch's mean", "algos.policy:ClippedRatio.surrogate", less_their_mean, "loss",
            ALGOS),
     sample("not multiplied by the ranks", f"{TASK}:RolloutStep.loss", not_shared_out, "loss", TRAIN, base=GRPO),
     sample("a stale old log-probability in fp32", f"{SCORER}._keep", kept("old", on_fp32(as_drawn)),

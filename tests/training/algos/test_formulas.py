@@ -15,10 +15,8 @@ import torch
 from rlexp.config.schema.losses import DPOConfig, IPONormalize, MPOConfig, Shift
 from rlexp.training.algos.base import Values
 from rlexp.training.algos.build import build_loss
-from rlexp.training.algos.dpo import DPO
 from rlexp.training.algos.log_ratios import accuracies
-from rlexp.training.algos.orpo import log_odds
-from rlexp.training.algos.preference import Preference, Term
+from rlexp.training.algos.pairs import log_odds
 from rlexp.verify.records import SIDES, Array
 from tests.helpers import textbook_losses as textbook
 from tests.helpers.faults.algos import FORMULA_FAULTS
@@ -181,12 +179,6 @@ def test_a_tie_is_measured_in_what_is_compared() -> None:
     assert float(build_loss(LOSSES["simpo"]())(long).metrics_E["rewards/accuracies"]) == 1.0
 
 
-def test_the_loss_has_the_values_of_its_configuration() -> None:
-    given = DPOConfig(beta=0.3, label_smoothing=0.2, sft_weight=0.5, wpo=True, ld_alpha=0.7, margin_weight=0.4)
-    formula = DPO(beta=0.3, label_smoothing=0.2, margin_weight=0.4)
-    assert build_loss(given) == Preference([Term("dpo", 1.0, formula)], 0.5, True, 0.7)
-
-
 # ---- the second writing ----
 
 OTHER = {  # values of keys that are not the default, to find a key that is not handed on
@@ -263,7 +255,6 @@ CHECKS = (
     test_what_a_loss_asks_for,
     test_a_margin_within_rounding_is_half_a_win,
     test_a_tie_is_measured_in_what_is_compared,
-    test_the_loss_has_the_values_of_its_configuration,
     test_every_loss_equals_the_second_writing,
     test_rewards_and_slopes_of_dpo_equal_the_second_writing,
 )

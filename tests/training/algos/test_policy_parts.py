@@ -14,10 +14,17 @@ from rlexp.config.checks.loss import check_loss
 from rlexp.config.schema import Config
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.losses import CriticName, DPOConfig, KLEstimator, KLPlace, Normalize
-from rlexp.training.algos.gae import gae, returns_to_go, token_rewards
+from rlexp.training.algos.advantages import (
+    centred,
+    gae,
+    mean_and_variance,
+    returns_to_go,
+    sequence_weight,
+    token_rewards,
+    token_weight,
+    whiten,
+)
 from rlexp.training.algos.kl import KLController, estimate
-from rlexp.training.algos.weights import sequence_weight, token_weight
-from rlexp.training.algos.whiten import centred, mean_and_variance, whiten
 from tests.helpers.policy_losses import FIXED, GROUPED, LOSSES, Numbers, close, configured, k_of, tensor
 
 
