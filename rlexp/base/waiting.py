@@ -1,4 +1,4 @@
-"""Tell who waits what is being done, and for how long."""
+"""Tell who waits what is being done, and for how long, or how far it has come."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 from rlexp.base.command import say
 from rlexp.base.durations import duration
@@ -39,3 +40,16 @@ def told(doing: str | Callable[[], str | None], tell: Callable[[str], None] = sa
     finally:
         over.set()
         thread.join()
+
+
+@contextlib.contextmanager
+def progress(shown: bool, **bar: Any) -> Iterator[Callable[[int], Any]]:
+    """Show on a terminal how far something has come: yield what is told of each step on the way."""
+    if not (shown and sys.stderr.isatty()):
+        yield lambda _more: None
+        return
+    from tqdm import tqdm
+
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
+    with tqdm(leave=False, **bar) as shown_bar:
+        yield shown_bar.update

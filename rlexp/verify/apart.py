@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import UserError, first_line
+from rlexp.base.made_once import Appending
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, EngineName, LoraConfig, NoAdapterConfig
 from rlexp.config.schema.data import RowsDataConfig
@@ -38,7 +40,7 @@ from rlexp.training.model.policy import DTYPES, Critic, Policy
 from rlexp.training.model.reward_model import here
 from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
-from rlexp.training.reference.stored import Kept, Rows, Stored, kept_dtype, write
+from rlexp.training.reference.stored import Kept, Rows, Stored, appended, types_of
 from rlexp.training.reference.stored import Values as StoredValues
 from rlexp.training.train.build import build_policy, pieces_for, placing_for, placing_of_frozen
 from rlexp.training.train.rollout_task import RolloutTask
@@ -376,10 +378,12 @@ def stored_wrong(scene: Scene) -> bool:
         (index, side): scene.said.wanted[index, side].astype(exact) for index in indices for side in sides
     }
     path = scene.files.folder / f"stored-{task.run.world.rank}"
-    dtype = kept_dtype(cfg.train.precision)
-    write(path, [StoredValues.laid_out(list(values.values()), dtype)], dtype, key="alone")
+    shutil.rmtree(path, ignore_errors=True)
+    making = Appending(path, types_of(cfg.train.precision))
+    appended(making, list(values.values()), len(indices))
+    making.finish({})
     rows = Rows(False, task.examples.train, np.array(indices))
-    stored = Stored([Kept(rows, StoredValues.mapped(path))], cfg.train.precision)
+    stored = Stored([Kept(rows, StoredValues.mapped(path, cfg.train.precision))], cfg.train.precision)
     says, wrong = scene.of_reference(stored), False
     for pack, keys in scene.packs:
         found = says(pack, keys)

@@ -96,7 +96,7 @@ def test_a_planted_circle_of_modules_is_found(copy: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "line", "name"),
     [
-        ("training/algos/dpo.py", "import numpy", "numpy"),
+        ("training/algos/pairs.py", "import numpy", "numpy"),
         ("launch/run_folder.py", "from rlexp.training.checkpoint.tensors import Reader", "checkpoint/tensors"),
         ("training/engine/plain.py", "from rlexp.training.ring.layouts import get_layout", "ring/layouts"),
         ("data/__main__.py", "import numpy", "numpy"),  # a command's row is its own, beside its module's

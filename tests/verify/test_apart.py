@@ -20,7 +20,7 @@ KEY = (0, "answer")
 
 def shares(said: float, part: float, tmp_path: Path) -> tuple[float, float]:
     """How far a part is from what it should say, and how far the run is, which said something else of one token."""
-    task: Any = SimpleNamespace(needs=SimpleNamespace(scores=False))
+    task: Any = SimpleNamespace(wanted=SimpleNamespace(scores=False))
     pack: Any = SimpleNamespace(sequence_N=torch.tensor([0, 0, 0]))
     differing = Differing({KEY: np.array([WANTED[0], said, WANTED[2]])}, {KEY: np.array(WANTED)})
     scene = Scene(task, [(pack, [KEY])], 1, 1, TensorFiles(tmp_path), differing)

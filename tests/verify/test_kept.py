@@ -51,8 +51,8 @@ def test_what_the_transport_still_holds_is_not_kept(
     seconds: float | None, held: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kept, "QUIET", 0.5)  # a busy machine may wake the thread late
-    watch = kept.Watch(compose_config(["launch.device=cpu", "parallel=ring2", "launch.nproc=2"]))
-    engine = kept.WatchedEngine(Engine(seconds), watch)
+    watch = kept.CountedPass(compose_config(["launch.device=cpu", "parallel=ring2", "launch.nproc=2"]))
+    engine = kept.CountedEngine(Engine(seconds), watch)
     result = engine.forward(SimpleNamespace(tokens_t=[0]))
     engine.backward(result.sum(), last=True)
     found = watch.found()

@@ -8,25 +8,21 @@ bytes.
 
 from __future__ import annotations
 
-import contextlib
-import json
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, overload
+from typing import Any, overload
 
 import numpy as np
 import orjson
 
-from rlexp.base.files import sync, write_text
+from rlexp.base.made_once import Appending, mapped, meta_of
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import as_text
 from rlexp.training.dataset.tokens import Example, typed
 from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt, Row
 
-META, JOURNAL = "meta.json", "journal.jsonl"
 TYPES = {"tokens": np.int32, "ends": np.int64, "rows": np.int64, "extra": np.uint8, "extra_ends": np.int64,
          "bad": np.uint8}  # fmt: skip
 PARTS = {Kind.pairs: 3, Kind.unpaired: 2, Kind.supervised: 2, Kind.prompts: 1}  # a prompt and its answers
@@ -121,10 +117,10 @@ class Store(Sequence[Pair | Completion | Prompt]):
     """The examples of a folder. `first` is the place of its first example in the whole data set."""
 
     def __init__(self, folder: Path, origin: Origin, first: int = 0) -> None:
-        self.meta = json.loads((folder / META).read_text(encoding="utf-8"))
+        self.meta = meta_of(folder)
         self.kind, self.facts = Kind(self.meta["kind"]), StoreFacts.of(self.meta["facts"])
         self.folder, self.origin, self.first = folder, origin, first
-        self._arrays = {name: _mapped(folder / name, dtype) for name, dtype in TYPES.items()}
+        self._arrays = {name: mapped(folder / name, dtype) for name, dtype in TYPES.items()}
 
     def __len__(self) -> int:
         return len(self._arrays["rows"]) // 2
@@ -197,143 +193,16 @@ class Store(Sequence[Pair | Completion | Prompt]):
         return number, self.origin(file, row)
 
 
-def _mapped(path: Path, dtype: Any) -> np.ndarray:
-    if path.stat().st_size == 0:  # which cannot be mapped
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r")
-
-
-@dataclass
-class _File:
-    handle: BinaryIO
-    size: int = 0
-    crc: int = 0
-
-    def append(self, content: bytes) -> None:
-        self.handle.write(content)
-        self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
-
-
-class Appending:
-    """A store in the making. Each block is written down in a journal, so that one that was stopped goes on after the
-    last whole block, wherever it was killed."""
-
+class StoreInTheMaking(Appending):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._files = {name: _File((folder / name).open("ab")) for name in TYPES}
-        self._journal = (folder / JOURNAL).open("ab")
-        self.blocks, self.facts = self._take_up()
-        self._ends = {name: self._total(of, dtype) for name, of, dtype in
-                      (("ends", "tokens", np.int32), ("extra_ends", "extra", np.uint8))}  # fmt: skip
+        super().__init__(folder, TYPES)
 
-    def _total(self, name: str, dtype: Any) -> int:
-        return self._files[name].size // np.dtype(dtype).itemsize
+    def add(self, block: Block) -> None:
+        arrays = dict(block.arrays)
+        for ends, of in (("ends", "tokens"), ("extra_ends", "extra")):
+            arrays[ends] = arrays[ends] + self.length(of)
+        self.append(arrays, vars(block.facts))
 
-    def _take_up(self) -> tuple[int, StoreFacts]:
-        """Go back to the last block of the journal whose bytes are all there as they were written."""
-        blocks, facts, good = 0, StoreFacts(), 0
-        reading = {name: _Checked(self.folder / name) for name in TYPES}
-        with contextlib.ExitStack() as closing:
-            for each in reading.values():
-                closing.callback(each.handle.close)
-            for line in (self.folder / JOURNAL).read_bytes().splitlines(keepends=True):
-                entry = _entry(line)
-                if entry is None or not all(reading[name].has(*mark) for name, mark in entry["files"].items()):
-                    break
-                for name, (size, crc) in entry["files"].items():
-                    self._files[name].size, self._files[name].crc = size, crc
-                blocks, facts, good = blocks + 1, facts + StoreFacts.of(entry["facts"]), good + len(line)
-        for file in self._files.values():
-            file.handle.truncate(file.size)
-        self._journal.truncate(good)
-        return blocks, facts
-
-    def append(self, block: Block) -> None:
-        for name, dtype in TYPES.items():
-            array = block.arrays[name].astype(dtype)
-            if name in self._ends:
-                array += self._ends[name]
-            self._files[name].append(array.tobytes())
-        for name, of in (("ends", "tokens"), ("extra_ends", "extra")):
-            self._ends[name] += len(block.arrays[of])
-        self.blocks, self.facts = self.blocks + 1, self.facts + block.facts
-        for file in self._files.values():
-            file.handle.flush()
-        marks = {name: (file.size, file.crc) for name, file in self._files.items()}
-        self._journal.write(orjson.dumps({"files": marks, "facts": vars(block.facts)}) + b"\n")
-        self._journal.flush()
-
-    def finish(self, kind: Kind, said: Mapping[str, Any]) -> None:
-        """Complete the folder; it can be opened when it has its meta.json."""
-        self.close()
-        files = {name: file.size for name, file in self._files.items()}
-        crcs = {name: file.crc for name, file in self._files.items()}
-        for name in TYPES:
-            sync(self.folder / name)
-        meta = {"kind": kind.value, **said, "facts": vars(self.facts), "bytes": files, "crc32": crcs}
-        write_text(self.folder / META, _sealed(meta))
-        sync(self.folder / META)
-        (self.folder / JOURNAL).unlink()
-        sync(self.folder)
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.handle.close()
-        self._journal.close()
-
-
-def _sealed(meta: Mapping[str, Any]) -> str:
-    """Write meta.json with its own checksum."""
-    plain = {name: value for name, value in meta.items() if name != "own_crc32"}
-    own = zlib.crc32(json.dumps(plain, sort_keys=True).encode())
-    return json.dumps({**plain, "own_crc32": own}, indent=1, ensure_ascii=False) + "\n"
-
-
-def _entry(line: bytes) -> dict[str, Any] | None:
-    """Read a line of the journal; None if it was torn."""
-    try:
-        entry: dict[str, Any] = orjson.loads(line)
-    except orjson.JSONDecodeError:
-        return None
-    return entry if line.endswith(b"\n") else None
-
-
-class _Checked:
-    """Reads a file on, from mark to mark."""
-
-    def __init__(self, path: Path) -> None:
-        self.handle, self.size, self.crc = path.open("rb"), 0, 0
-
-    def has(self, size: int, crc: int) -> bool:
-        """Return whether the file has so many bytes with that checksum."""
-        while self.size < size:
-            content = self.handle.read(min(size - self.size, 1 << 24))
-            if not content:
-                return False
-            self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
-        return self.crc == crc
-
-
-def is_finished(folder: Path) -> bool:
-    """Say whether a folder is a whole store: it loses its journal when all of it is on the disk."""
-    return (folder / META).exists() and not (folder / JOURNAL).exists() and damage(folder) is None
-
-
-def damage(folder: Path) -> str | None:
-    """Say what is wrong with a finished store; None if nothing is. Reads all of it."""
-    try:
-        text = (folder / META).read_text(encoding="utf-8")
-        meta = json.loads(text)
-        if text != _sealed(meta):
-            return f"{META} has other bytes than were written"
-        for name, size in meta["bytes"].items():
-            there = (folder / name).stat().st_size
-            if there != size:
-                return f"{name} has {there:,} bytes of {size:,}"
-            with contextlib.closing((checked := _Checked(folder / name)).handle):
-                if not checked.has(size, meta["crc32"][name]):
-                    return f"{name} has other bytes than were written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
+    def complete(self, kind: Kind, shape: Mapping[str, Any]) -> None:
+        facts = sum(map(StoreFacts.of, self.facts), start=StoreFacts())
+        self.finish({"kind": kind.value, **shape, "facts": vars(facts)})

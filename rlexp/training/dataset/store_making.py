@@ -6,26 +6,19 @@ content of the rows, the tokenizer and the options; so what changed has another 
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
-import os
 import shutil
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
-from rlexp.base.file_hashes import unchanged
-from rlexp.base.files import sync
+from rlexp.base.made_once import is_whole, making
+from rlexp.base.waiting import progress
 from rlexp.training.dataset.recipe import Names, Problem, Recipe
-from rlexp.training.dataset.store import META, Appending, Store, damage, is_finished
+from rlexp.training.dataset.store import Store, StoreInTheMaking
 from rlexp.training.dataset.tokenize_worker import Ended, Made, PartOf, made_beside
 
 INLINE = 4  # parts that are tokenized before other processes are started: they take seconds to come up
@@ -53,14 +46,10 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
     """Return the store of this key; make it if there is none, or if it is damaged."""
     place = cache / "tokens" / key
     try:
-        if place.exists() and _wrong(place) is None:  # also in a cache that may only be read
-            return Store(place, work.names, first)
-        with locked(place, f"waits for another run that tokenizes {work.name}." if work.shown else ""):
-            if place.exists() and (wrong := _wrong(place)) is not None:
-                sys.stderr.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")
-                shutil.rmtree(place)
-            if not place.exists():
-                _make(place, work)
+        if not is_whole(place):  # a whole one is also used in a cache that may only be read
+            with making(place, f"waits for another run that tokenizes {work.name}." if work.shown else "") as folder:
+                if folder is not None:
+                    _make(folder, work, place)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise DataError(
@@ -74,39 +63,28 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
     return Store(place, work.names, first)
 
 
-def _wrong(place: Path) -> str | None:
-    """Read a store whole when it was last changed after it was last looked at; a look at its files else."""
-    if not (place / META).exists():
-        return f"{META} is missing"
-    return unchanged(place / META, lambda: damage(place), [place / name for name in os.listdir(place)])
-
-
-def _make(place: Path, work: Work) -> None:
-    making = place.with_name(f"{place.name}.making")
-    if not is_finished(making):  # else its maker was killed before it had its name
-        try:
-            _write(making, work, place)
-        except Ended:  # what is made is kept: the next start goes on from it
-            raise
-        except DataError:  # of rows that will have another key when they are mended
-            shutil.rmtree(making, ignore_errors=True)
-            raise
-    os.rename(making, place)
-    sync(place.parent)
-
-
-def _write(making: Path, work: Work, place: Path) -> None:
-    recipe, parts = _recipe(work, work.parts())
-    appending = Appending(making)
+def _make(folder: Path, work: Work, place: Path) -> None:
     try:
-        problems = _append(appending, recipe, itertools.islice(parts, appending.blocks, None), work)
+        _write(folder, work, place)
+    except Ended:  # what is made is kept: the next start goes on from it
+        raise
+    except DataError:  # of rows that will have another key when they are mended
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, work: Work, place: Path) -> None:
+    recipe, parts = _recipe(work, work.parts())
+    store = StoreInTheMaking(folder)
+    try:
+        problems = _append(store, recipe, itertools.islice(parts, len(store.facts), None), work)
         if work.contents() != work.known:
             raise DataError(f"{work.name}: was changed while it was read. Start again when it is whole.")
         if problems:
             raise _refusal(problems, work, place)
-        appending.finish(recipe.kind, {"shape": recipe.shape.words()})
+        store.complete(recipe.kind, {"shape": recipe.shape.words()})
     finally:
-        appending.close()
+        store.close()
 
 
 def _recipe(work: Work, parts: Iterator[PartOf]) -> tuple[Recipe, Iterator[PartOf]]:
@@ -122,12 +100,13 @@ def _recipe(work: Work, parts: Iterator[PartOf]) -> tuple[Recipe, Iterator[PartO
     return recipe, itertools.chain(seen, parts)
 
 
-def _append(appending: Appending, recipe: Recipe, parts: Iterator[PartOf], work: Work) -> list[Problem]:
+def _append(store: StoreInTheMaking, recipe: Recipe, parts: Iterator[PartOf], work: Work) -> list[Problem]:
     """Append every part, until a row is a problem; then read on for a while to find more."""
     problems: list[Problem] = []
-    after = 0
+    after = shown = 0
     passed, parts = itertools.tee(parts)  # the parts in flight: few
-    with _progress(work) as show:
+    bar = {"total": work.size, "desc": f"tokenizing {work.name}", "unit": "B", "unit_scale": True, "delay": 1.0}
+    with progress(work.shown, **bar) as show:
         for (block, found), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
             problems += found
             if problems:
@@ -135,22 +114,10 @@ def _append(appending: Appending, recipe: Recipe, parts: Iterator[PartOf], work:
                 if after > AFTER_A_PROBLEM:
                     break
                 continue
-            appending.append(block)
-            show(part.done)
+            store.add(block)
+            show(part.done - shown)
+            shown = part.done
     return problems
-
-
-@contextlib.contextmanager
-def _progress(work: Work) -> Iterator[Callable[[int], None]]:
-    """Show on a terminal how far the source is read."""
-    if not (work.shown and sys.stderr.isatty()):
-        yield lambda _done: None
-        return
-    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
-    with tqdm(
-        total=work.size, desc=f"tokenizing {work.name}", unit="B", unit_scale=True, delay=1.0, leave=False
-    ) as bar:
-        yield lambda done: bar.update(done - bar.n)
 
 
 def _made(recipe: Recipe, parts: Iterator[PartOf], workers: int) -> Iterator[Made]:

@@ -1,8 +1,7 @@
 """Make of a model an ordinary folder in transformers' format, once per machine, where `model` asks for what changes
 files: a GGUF file is written as safetensors, and new tokens get rows in the embeddings.
 
-The folder is made beside its place, under a lock, and gets its name when it is whole and on the disk. Its name holds
-its source's contents and what was asked, so nothing stale is ever found.
+The folder's name holds its source's contents and what was asked, so nothing stale is ever found.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base import cache
 from rlexp.base.errors import ModelError, first_line
-from rlexp.base.files import sync, write_text
+from rlexp.base.made_once import is_whole, making, seal
 from rlexp.config.content_ids import files_of_model, sampled
 from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, ModelConfig
 from rlexp.training.model.export import export
 from rlexp.training.model.growing import grow
 
-FORMAT = 1  # to be raised when the same key means other files
-WHOLE = ".rlexp.json"  # in a folder that was made: each of its files with its size
+FORMAT = 2  # to be raised when the same key means other files
 FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 Make = Callable[[Path], None]
 
@@ -109,48 +107,21 @@ def _made(asked: str, name: str, state: list[Any], make: Make) -> Path:
     """Return the folder that `make` writes, and make it if it is not here, or not whole. Others wait meanwhile."""
     key = hashlib.sha256(json.dumps([FORMAT, state]).encode()).hexdigest()[:16]
     place = cache.root() / "models" / f"{name.replace('/', '-')}-{key}"
-    if _is_whole(place):
-        return place
     try:
-        with cache.locked(place):
-            if not _is_whole(place):
-                sys.stderr.write(f"rlexp: {asked}: the model is written once, to {place}\n")
-                _make(place, make)
+        if not is_whole(place):
+            with making(place) as folder:
+                if folder is not None:
+                    sys.stderr.write(f"rlexp: {asked}: the model is written once, to {place}\n")
+                    shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
+                    folder.mkdir()
+                    make(folder)
+                    seal(folder, {"of": asked})
     except (OSError, SafetensorError) as error:  # safetensors so reports a full disk
         raise ModelError(
             f"{asked}: the model could not be written to {place} ({type(error).__name__}: {first_line(error)}). Make "
             f"room there, or set RLEXP_CACHE to a folder that can be written to."
         ) from error
     return place
-
-
-def _make(place: Path, make: Make) -> None:
-    unfinished = place.with_name(f".{place.name}.unfinished")  # also of a process that was killed
-    for old in (unfinished, place):
-        if old.exists():
-            shutil.rmtree(old)
-    unfinished.mkdir()
-    try:
-        make(unfinished)
-        write_text(unfinished / WHOLE, json.dumps(_sizes(unfinished), indent=2) + "\n")
-        for path in (*unfinished.iterdir(), unfinished):
-            sync(path)
-        unfinished.replace(place)
-        sync(place.parent)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _is_whole(place: Path) -> bool:
-    """Say whether a folder has every file in its size; a missing folder is not whole."""
-    try:
-        return bool(json.loads((place / WHOLE).read_text(encoding="utf-8")) == _sizes(place))
-    except (OSError, ValueError):
-        return False
-
-
-def _sizes(place: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in sorted(place.iterdir()) if path.name != WHOLE}
 
 
 # ---- GGUF ----

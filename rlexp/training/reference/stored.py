@@ -1,8 +1,7 @@
-"""Log-probabilities that were computed before training: kept in a file, and laid on packs by the sequences' names.
+"""Log-probabilities that were computed before training: kept in a folder, and laid on packs by the sequences' names.
 
-A file holds those of a list of sequences. It begins with a line of JSON, which spaces fill up to a multiple of 64
-bytes. Then come `ends` (int64), where each sequence's values end, and the values, one for each trained token.
-The file's name is a hash of everything that the values depend on, except for the rounding of a layout.
+A folder holds those of a list of sequences: `ends` (int64), where each sequence's values end, and `values`, one for
+each trained token. Its name is a hash of everything that the values depend on, except for the rounding of a layout.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from enum import Enum
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from rlexp.base import cache
 from rlexp.base.file_hashes import contents_of
-from rlexp.base.files import replacing, sync
+from rlexp.base.made_once import Appending, mapped
 from rlexp.base.version import __version__
 from rlexp.config.content_ids import files_of_model
 from rlexp.config.schema import Config, LoraConfig, ModelConfig
@@ -32,9 +30,7 @@ from rlexp.training.dealer.packing import listed
 from rlexp.training.reference.base import Reference
 from rlexp.training.types import Answered, Floats, Pack, Shard
 
-FORMAT = 2  # of the files, and of the code that computes what is in them
-ALIGNED = 64  # bytes
-BLOCK = 1 << 24  # bytes that are read at once
+FORMAT = 3  # of the folders, and of the code that computes what is in them
 NO_WEIGHTS = ("freeze", "chat_template", "fused")  # keys of a model
 
 
@@ -42,7 +38,7 @@ NO_WEIGHTS = ("freeze", "chat_template", "fused")  # keys of a model
 
 
 def folder_of(cfg: Config) -> Path:
-    """Return the folder of this machine in which the files are kept."""
+    """Return the folder of this machine in which they are kept."""
     return cache_of(cfg) / "reference"
 
 
@@ -104,14 +100,13 @@ def kept_dtype(precision: Precision) -> np.dtype[Any]:
     return np.dtype(np.float64 if precision is Precision.fp64 else np.float32)
 
 
-# ---- a file ----
+# ---- a folder ----
 
 
 @dataclass(frozen=True)
 class Values:
     """The values of a list of sequences."""
 
-    said: Mapping[str, Any]  # the file's first line
     ends: np.ndarray
     values: np.ndarray
 
@@ -125,72 +120,22 @@ class Values:
     @staticmethod
     def laid_out(arrays: Sequence[Floats], dtype: np.dtype[Any]) -> Values:
         ends = np.cumsum([len(each) for each in arrays], dtype=np.int64)
-        return Values({}, ends, np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype))
+        return Values(ends, np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype))
 
     @staticmethod
-    def mapped(path: Path) -> Values:
-        """Map a whole file into memory: of its values only those are read that are asked for."""
-        said, start = _first_line(path)
-        dtype, count = np.dtype(said["dtype"]), said["sequences"]
-        ends = _array(path, np.dtype(np.int64), start, count)
-        return Values(said, ends, _array(path, dtype, start + ends.nbytes, said["values"]))
+    def mapped(folder: Path, precision: Precision) -> Values:
+        """Map a whole folder into memory: of its values only those are read that are asked for."""
+        return Values(*(mapped(folder / name, dtype) for name, dtype in types_of(precision).items()))
 
 
-def _array(path: Path, dtype: np.dtype[Any], start: int, count: int) -> np.ndarray:
-    if not count:  # which cannot be mapped
-        return np.zeros(0, dtype)
-    return np.memmap(path, dtype=dtype, mode="r", offset=start, shape=(count,))
+def types_of(precision: Precision) -> dict[str, np.dtype[Any]]:
+    return {"ends": np.dtype(np.int64), "values": kept_dtype(precision)}
 
 
-def write(path: Path, parts: Sequence[Values], dtype: np.dtype[Any], **facts: Any) -> None:
-    """Write the values of all parts, one after the other, into a file that gets its name when it is on the disk."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    starts = np.cumsum([0, *(len(part.values) for part in parts)])
-    blocks = [part.ends + start for part, start in zip(parts, starts, strict=False)]
-    blocks += [part.values for part in parts]
-    crc = 0
-    for block in blocks:
-        crc = zlib.crc32(np.ascontiguousarray(block).data, crc)
-    said = {**facts, "dtype": dtype.name, "sequences": sum(map(len, parts)), "values": int(starts[-1]), "crc32": crc}
-    line = json.dumps(said, sort_keys=True).encode()
-    with replacing(path) as temporary:
-        with temporary.open("wb") as file:
-            file.write(line + b" " * (-(len(line) + 1) % ALIGNED) + b"\n")
-            for block in blocks:
-                block.tofile(file)
-        sync(temporary)
-    sync(path.parent)
-
-
-def damage(path: Path, key: str, sequences: int) -> str | None:
-    """Say what is wrong with the file of a key; None if nothing is. Reads all of it."""
-    try:
-        said, start = _first_line(path)
-        if said["key"] != key or said["sequences"] != sequences:
-            return "it is of other sequences or weights"
-        size = start + 8 * sequences + np.dtype(said["dtype"]).itemsize * said["values"]
-        if path.stat().st_size != size:
-            return f"it has {path.stat().st_size:,} bytes of {size:,}"
-        crc = 0
-        with path.open("rb") as file:
-            file.seek(start)
-            while content := file.read(BLOCK):
-                crc = zlib.crc32(content, crc)
-        ends = Values.mapped(path).ends
-        if crc != said["crc32"] or (sequences and ends[-1] != said["values"]):
-            return "it has other bytes than were written"
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
-def _first_line(path: Path) -> tuple[dict[str, Any], int]:
-    with path.open("rb") as file:
-        line = file.readline(1 << 20)
-    if len(line) % ALIGNED:
-        raise ValueError("its first line is torn")
-    said: dict[str, Any] = json.loads(line)
-    return said, len(line)
+def appended(making: Appending, arrays: Sequence[Floats], last: int) -> None:
+    """Append the values of the sequences of some rows, of which the last is before row `last`."""
+    part = Values.laid_out(arrays, making.types["values"])
+    making.append({"ends": part.ends + making.length("values"), "values": part.values}, last)
 
 
 # ---- the reference ----

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ from rlexp.training.dataset.tokens import Encoder, Example, Outcome, Refused, Ro
 from rlexp.training.dataset.views import Halves, Joined, Places, drawn
 from rlexp.training.types import Row
 from rlexp.training.world.groups import World
+from rlexp.training.world.machines import leaders_of
 from rlexp.training.world.objects import gather_objects, some_do
 
 EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
-BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True)
@@ -176,17 +176,13 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World, *, trains
             made.append((key, job.names, job.version))
         return made
 
-    machines = gather_objects(_machine(folder), world.size)
-    for machine in machines:
-        if isinstance(machine, str):
-            raise DataError(machine)
-    leader = machines.index(machines[world.rank])
-    found = some_do(work if leader == world.rank else None, world.size, EVERY)
-    _refuse_other_rows([[key for key, _, _ in each] for each in found if each is not None], splits)
-    mine = found[leader]
-    assert mine is not None
-    stores = [Store(folder / "tokens" / key, names) for key, names, _ in mine]
-    commits = {_path_key(split, held): version for (split, held), (_, _, version) in zip(splits, mine, strict=True)}
+    leader = leaders_of(folder, partial(_no_folder, folder), world.size)[world.rank]
+    keyed = some_do(work if leader == world.rank else None, world.size, EVERY)
+    _refuse_other_rows([[key for key, _, _ in each] for each in keyed if each is not None], splits)
+    made = keyed[leader]
+    assert made is not None
+    stores = [Store(folder / "tokens" / key, names) for key, names, _ in made]
+    commits = {_path_key(split, held): version for (split, held), (_, _, version) in zip(splits, made, strict=True)}
     train, held = ([store for store, (_, is_held) in zip(stores, splits, strict=True) if is_held is held]
                    for held in (False, True))  # fmt: skip
     examples = examples_of(cfg, train, held, weights_of(sources) if trains else None)
@@ -199,18 +195,10 @@ def _path_key(split: Split, held: bool) -> str:
     return f"{split.source.key}.{'eval_path' if own else 'path'}"
 
 
-def _machine(folder: Path) -> tuple[str, int, int] | str:
-    """Return what ranks share that can use one store: the kernel that runs them, and the cache folder. If there can be
-    no folder, return the error: all ranks raise it."""
-    try:
-        cache.make(folder)
-        there = folder.stat()
-    except OSError as error:
-        return (
-            f"data.cache={folder}: cannot be made ({error.strerror}). Give a folder where you may write: "
-            f"data.cache=FOLDER."
-        )
-    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), there.st_dev, there.st_ino
+def _no_folder(folder: Path, error: OSError) -> str:
+    return (
+        f"data.cache={folder}: cannot be made ({error.strerror}). Give a folder where you may write: data.cache=FOLDER."
+    )
 
 
 def _refuse_other_rows(keys: Sequence[Sequence[str]], splits: Sequence[Any]) -> None:

@@ -1,8 +1,8 @@
 """Compute a reference's log-probabilities before training, unless they are kept on this machine already.
 
-All ranks compute together over their rings, by the code of a reference in memory. Rank 0 keeps what is ready in parts
-of whole rows under `KEY.making`, so a run that was killed goes on there; it holds a lock while all ranks compute, so
-two jobs that start together compute it once. In the end the first rank of each machine has the file in its cache.
+All ranks compute together over their rings, by the code of a reference in memory. Rank 0 appends what is ready, in
+parts of whole rows, to a folder in the making, so a run that was killed goes on there; it holds a lock while all ranks
+compute, so two jobs that start together compute it once. In the end the first rank of each machine has the folder.
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ import gc
 import hashlib
 import os
 import shutil
-import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -24,12 +22,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
-from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
-from rlexp.base.file_hashes import unchanged
+from rlexp.base.file_hashes import files_in
 from rlexp.base.files import sync
+from rlexp.base.made_once import BLOCK, Appending, in_the_making, is_whole, making
+from rlexp.base.waiting import progress
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.schema import Config, ModelConfig
 from rlexp.training.dealer.deal import unit_of
@@ -38,27 +36,25 @@ from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.prepared import commit_of, of_hub
 from rlexp.training.reference.models import OfModel
 from rlexp.training.reference.stored import (
-    BLOCK,
     Kept,
     Rows,
     Stored,
     Values,
+    appended,
     cache_of,
-    damage,
     digest_of,
     facts_of,
     folder_of,
-    kept_dtype,
     key_of,
-    write,
+    types_of,
 )
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.sinks.console import say
-from rlexp.training.train.examples import BOOT
 from rlexp.training.train.parts import Setting
 from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.task import Task
 from rlexp.training.types import Floats
+from rlexp.training.world.machines import leaders_of
 from rlexp.training.world.objects import gather_objects, rank0_does, some_do
 
 T = TypeVar("T")
@@ -80,7 +76,7 @@ def precomputed(
         sequences = shared_digest(rows, setting)
         # All machines have the same key. The model's own files are read here, so an error is not the cache's.
         facts = rank0_does(partial(_facts, cfg, model, sequences), setting.world.size, EVERY)
-        kept.append(Kept(rows, Values.mapped(keeper.ensured(rows, facts))))
+        kept.append(Kept(rows, Values.mapped(keeper.ensured(rows, facts), cfg.train.precision)))
     keeper.forget_model()
     return Stored(kept, cfg.train.precision)
 
@@ -144,59 +140,54 @@ class _Keeper:
     reference: OfModel | None = None  # from its first use on
 
     def __post_init__(self) -> None:
-        world = self.setting.world
-        self.cfg, self.world, self.dtype = self.setting.cfg, world, kept_dtype(self.setting.cfg.train.precision)
+        self.cfg, self.world = self.setting.cfg, self.setting.world
         self.folder = folder_of(self.cfg)
-        machines = gather_objects(_machine(self.folder, self.cfg), world.size)
-        for each in machines:
-            if isinstance(each, str):
-                raise DataError(each)
-        self.leads = machines.index(machines[world.rank]) == world.rank  # the first rank of its machine
-        self.shown = self.cfg.logger.progress and world.rank == 0
+        leaders = leaders_of(self.folder, partial(_refusal, self.cfg), self.world.size)
+        self.leads = leaders[self.world.rank] == self.world.rank
+        self.shown = self.cfg.logger.progress and self.world.rank == 0
 
     def ensured(self, rows: Rows, facts: dict[str, Any]) -> Path:
-        """Return the file of these rows, made if there is none, or a damaged one."""
-        key, count = key_of(facts), len(rows) * len(self.task.sides)
-        place = self.folder / key
+        """Return the folder of these rows, made if there is none, or a damaged one."""
+        place = self.folder / key_of(facts)
         what = f"{len(rows):,} {'held-out ' if rows.held_out else ''}{self.task.kind}s"
-
-        making = _Making(place.with_name(f"{key}.making"), key, self.dtype, len(self.task.sides))
-
-        def lacks(*, told: bool = True) -> bool:
-            whole = _whole(place, key, count, told=told)
-            if whole:  # the run that made it may have been stopped right then
-                shutil.rmtree(making.folder, ignore_errors=True)
-            return not whole
-
-        if not any(self.leaders_do(partial(lacks, told=False))):
+        if all(each is not False for each in self.leaders_do(lambda: is_whole(place))):
             self.say(f"the log-probabilities of {what} are in {place}.")
             return place
         waits = f"waits for another run that computes the reference of the same {self.task.kind}s."
-        with self.locked(place, waits):
-            if self.rank0_does(lacks):
+        with contextlib.ExitStack() as held:  # rank 0's; it may wait for a long time, and the others meet meanwhile
+            if self.rank0_does(lambda: held.enter_context(making(place, waits)) is not None):
                 self.say(f"computes the log-probabilities of {what} once, and keeps them in {place}.")
-                self.make(rows, making, place, facts)
-        self.spread(place, lacks)
+                self.make(rows, in_the_making(place), facts)
+            self.rank0_does(held.close)
+        self.spread(place)
         return place
 
-    @contextlib.contextmanager
-    def locked(self, place: Path, waits: str) -> Iterator[None]:
-        """Let rank 0 hold the lock of a file. It may wait for a long time, and the others meet meanwhile."""
-        with contextlib.ExitStack() as held:
-            self.rank0_does(lambda: held.enter_context(locked(place, waits)))
-            yield
+    def make(self, rows: Rows, folder: Path, facts: dict[str, Any]) -> None:
+        """Compute all rows that are not there yet."""
+        size, parts = self.world.dp_size * (at_once(self.cfg).samples or 1), list[Appending]()  # rank 0's only one
 
-    def make(self, rows: Rows, making: _Making, place: Path, facts: dict[str, Any]) -> None:
-        """Compute all rows that are in no part yet, and join the parts."""
-        first, size = self.rank0_does(making.taken_up), self.world.dp_size * (at_once(self.cfg).samples or 1)
-        with self.setting.phases("reference"), self.progress(len(rows), first) as show:
-            while first < len(rows):
-                last = min(len(rows), first + -(-PART // size) * size)
-                found = self.values(rows, first, last)
-                self.rank0_does(partial(making.add, first, last, found))
-                show(last - first)
-                first = last
-        self.rank0_does(partial(making.finish, place, facts))
+        def begin() -> int:
+            parts.append(Appending(folder, types_of(self.cfg.train.precision)))
+            return int(parts[0].facts[-1]) if parts[0].facts else 0
+
+        def append(arrays: Sequence[Floats], last: int) -> None:
+            appended(parts[0], arrays, last)
+
+        try:
+            first = self.rank0_does(begin)
+            bar = {"total": len(rows), "initial": first, "desc": "reference", "unit": self.task.kind}
+            with self.setting.phases("reference"), progress(self.shown, **bar) as show:
+                while first < len(rows):
+                    last = min(len(rows), first + -(-PART // size) * size)
+                    arrays = self.values(rows, first, last)
+                    assert len(arrays) == (last - first) * len(self.task.sides)
+                    self.rank0_does(partial(append, arrays, last))
+                    show(last - first)
+                    first = last
+            self.rank0_does(lambda: parts[0].finish({"of": facts}))
+        finally:
+            for each in parts:
+                each.close()
 
     @torch.no_grad()
     def values(self, rows: Rows, first: int, last: int) -> list[Floats]:
@@ -216,23 +207,26 @@ class _Keeper:
         by_place = dict(chain.from_iterable(parts))
         return [each for place in range(last - first) for each in by_place[place]]
 
-    def spread(self, place: Path, lacks: Callable[..., bool]) -> None:
-        """Copy rank 0's file to the machines that do not see it."""
-        lacking = self.leaders_do(lacks)
+    def spread(self, place: Path) -> None:
+        """Copy rank 0's folder to the machines that do not see it."""
+        lacking = self.leaders_do(lambda: not is_whole(place))
         if not any(lacking):
             return
-        mine = bool(lacking[self.world.rank])
+        lacks = bool(lacking[self.world.rank])
         copy = place.with_name(f".{place.name}.{os.uname().nodename}.{os.getpid()}.tmp")
         try:
-            for number in range(self.rank0_does(lambda: -(-place.stat().st_size // BLOCK))):
-                block = self.rank0_does(partial(_block, place, number))
-                self.do(partial(_append, copy, block, begins=number == 0) if mine else None)
-            self.do(partial(_named, copy, place) if mine else None)
+            self.do(partial(_emptied, copy) if lacks else None)
+            for name, size in self.rank0_does(
+                lambda: {each.name: each.stat().st_size for each in files_in(place)}
+            ).items():
+                for start in range(0, max(1, size), BLOCK):
+                    block = self.rank0_does(partial(_block, place / name, start))
+                    self.do(partial(_append, copy / name, block) if lacks else None)
+            self.do(partial(_named, copy, place) if lacks else None)
         finally:
-            if mine:
-                with contextlib.suppress(OSError):
-                    copy.unlink(missing_ok=True)
-        if any(self.leaders_do(partial(lacks, told=False))):
+            if lacks:
+                shutil.rmtree(copy, ignore_errors=True)
+        if not all(each is not False for each in self.leaders_do(lambda: is_whole(place))):
             raise DataError(f"{place}: the copy on another machine is not what was sent. Start the run again.")
 
     def forget_model(self) -> None:
@@ -267,16 +261,6 @@ class _Keeper:
         if self.shown:
             say(f"rlexp: reference: {text}\n")
 
-    @contextlib.contextmanager
-    def progress(self, total: int, first: int) -> Iterator[Callable[[int], Any]]:
-        """Show on a terminal how many rows are computed."""
-        if not (self.shown and sys.stderr.isatty()):
-            yield lambda _rows: None
-            return
-        tqdm.set_lock(threading.RLock())  # its own is shared between processes, and says so when a process fails
-        with tqdm(total=total, initial=first, desc="reference", unit=self.task.kind, leave=False) as bar:
-            yield bar.update
-
 
 def release_pieces(frozen: Frozen) -> None:
     """Empty weights that DeepSpeed's stage 3 holds.
@@ -291,76 +275,27 @@ def release_pieces(frozen: Frozen) -> None:
                 held.data = held.data.new_empty(0)
 
 
-class _Making:
-    """The parts of a file in the making, of which each is whole. Rank 0 has them."""
-
-    def __init__(self, folder: Path, key: str, dtype: np.dtype[Any], sides: int) -> None:
-        self.folder, self.key, self.dtype, self.sides = folder, key, dtype, sides
-        self.parts: list[Path] = []
-
-    def taken_up(self) -> int:
-        """Take up what a run has left that was stopped, and return how many rows it is."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        rows = 0
-        while (last := self._part_from(rows)) is not None:
-            rows = last
-        return rows
-
-    def _part_from(self, first: int) -> int | None:
-        """Take up a whole part that begins with a row, and return where it ends."""
-        for path in sorted(self.folder.glob(f"part-{first:010d}-*")):
-            last = path.name.rpartition("-")[2]
-            if last.isdecimal() and damage(path, self.key, (int(last) - first) * self.sides) is None:
-                self.parts.append(path)
-                return int(last)
-        return None
-
-    def add(self, first: int, last: int, found: Sequence[Floats]) -> None:
-        assert len(found) == (last - first) * self.sides
-        path = self.folder / f"part-{first:010d}-{last:010d}"
-        write(path, [Values.laid_out(found, self.dtype)], self.dtype, key=self.key)
-        self.parts.append(path)
-
-    def finish(self, place: Path, facts: dict[str, Any]) -> None:
-        write(place, [Values.mapped(path) for path in self.parts], self.dtype, key=self.key, of=facts)
-        shutil.rmtree(self.folder, ignore_errors=True)  # another run may see the file, and do the same
+def _emptied(copy: Path) -> None:
+    shutil.rmtree(copy, ignore_errors=True)  # of a process of the same name and number
+    copy.mkdir()
 
 
-def _whole(place: Path, key: str, sequences: int, *, told: bool) -> bool:
-    """Say whether a file is there and well. It is read whole when it was changed after it was last looked at."""
-    if not place.exists():
-        return False
-    wrong = unchanged(place, lambda: damage(place, key, sequences), [place])
-    if wrong is not None and told:
-        say(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")
-    return wrong is None
-
-
-def _block(place: Path, number: int) -> bytes:
-    with place.open("rb") as file:
-        file.seek(number * BLOCK)
+def _block(path: Path, start: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(start)
         return file.read(BLOCK)
 
 
-def _append(path: Path, content: bytes, *, begins: bool) -> None:
-    with path.open("wb" if begins else "ab") as file:
+def _append(path: Path, content: bytes) -> None:
+    with path.open("ab") as file:
         file.write(content)
 
 
 def _named(copy: Path, place: Path) -> None:
-    sync(copy)
-    os.replace(copy, place)
-
-
-def _machine(folder: Path, cfg: Config) -> tuple[str, int, int] | str:
-    """Return what ranks share that see one folder: the kernel that runs them, and the folder. If there can be no
-    folder, return the error: all ranks raise it."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        there = folder.stat()
-    except OSError as error:
-        return _refusal(cfg, error)
-    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), there.st_dev, there.st_ino
+    for path in (*files_in(copy), copy):
+        sync(path)
+    shutil.rmtree(place, ignore_errors=True)  # a damaged one
+    copy.rename(place)
 
 
 def _refusal(cfg: Config, error: OSError) -> str:

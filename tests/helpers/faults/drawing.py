@@ -46,8 +46,9 @@ def half_of_each_token(original: Any, held: Any, said: Any) -> Any:
     return original(held, said._replace(logps_n=half_derived(said.logps_n)))
 
 
-def at_no_temperature(original: Any, *args: Any) -> Any:
-    return replace(original(*args), temperature=1.0)
+def at_no_temperature(original: Any, self: Any, *args: Any) -> None:
+    original(self, *args)
+    self.wanted = replace(self.wanted, temperature=1.0)
 
 
 CHOOSE, SCORER = "rollout.choose:", "rollout.scoring:Scorer"
@@ -64,7 +65,7 @@ DRAWING_FAULTS = (
            base=GRPO),
     sample("a reference one token off", f"{SCORER}._keep", kept("reference", one_off), "log-probabilities", ROLLOUT,
            base=GRPO),
-    sample("trained at another temperature", "train.rollout_task:needs_of", at_no_temperature, "log-probabilities",
+    sample("trained at another temperature", "train.rollout_task:RolloutTask.__init__", at_no_temperature, "log-probabilities",
            TRAIN, "rollout.temperature=0.7", base=GRPO),
     sample("half of a rollout's derivative", "train.rollout_task:RolloutStep.loss", half_of_the_loss, "gradient", TRAIN,
            base=GRPO),

@@ -22,22 +22,25 @@ import pytest
 from rlexp.base import file_hashes
 from rlexp.base.cache import locked, root
 from rlexp.base.errors import DataError
+from rlexp.base.made_once import Appending
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset import row_files
-from rlexp.training.dataset.store import TYPES, Appending, StoreFacts, _mask, _runs, block_of
+from rlexp.training.dataset.store import TYPES, StoreFacts, StoreInTheMaking, _mask, _runs, block_of
 from rlexp.training.dataset.tokenize_worker import Worker
 from rlexp.training.dataset.tokens import Example
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import examples
 from rlexp.training.types import Row
+from rlexp.training.world import machines
 from rlexp.training.world.groups import build_world
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rows import assistant, cache, configured, ids, read, user, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
-PRODUCT = str(Path(sys.modules["rlexp"].__file__ or "").parent / "training" / "dataset")
+RLEXP = Path(sys.modules["rlexp"].__file__ or "").parent
+PRODUCT = str(RLEXP / "training" / "dataset"), str(RLEXP / "base" / "made_once.py")
 
 
 def written(folder: Path, count: int) -> str:
@@ -61,7 +64,7 @@ def stores(root: Path) -> dict[str, bytes]:
 
 
 def lines_of(run: Callable[[], Any], last: int | None = None) -> int:
-    """Run a function and count the lines of training/dataset that it takes; the process kills itself at the last."""
+    """Run a function and count the lines that it takes of what makes stores; the process kills itself at the last."""
     count = 0
 
     def traced(frame: Any, event: str, _arg: Any) -> Any:
@@ -143,7 +146,7 @@ def as_machines(spec: RankSpec, cfg: Config, folder: Path) -> Any:
     mine = folder / str(spec.rank)
     os.chdir(mine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(examples, "BOOT", mine / "boot")
+        patch.setattr(machines, "BOOT", mine / "boot")
         (mine / "boot").write_text(str(spec.rank))
         patch.setenv("RLEXP_CACHE", str(mine / "cache"))
         try:
@@ -252,9 +255,9 @@ def test_a_file_that_changes_while_it_is_read_leaves_no_store(tmp_path: Path, mo
     path = written(tmp_path, 40)
     append, before = Appending.append, Path(path).read_bytes()
 
-    def while_written(self: Appending, block: Any) -> None:
+    def while_written(self: Appending, *args: Any) -> None:
         Path(path).write_bytes(before + before.splitlines(keepends=True)[0])
-        append(self, block)
+        append(self, *args)
 
     with monkeypatch.context() as patch:
         patch.setattr(Appending, "append", while_written)
@@ -415,12 +418,12 @@ def test_masks_are_kept_as_the_lengths_of_their_runs() -> None:
 
 
 def test_a_block_without_examples_and_one_without_tokens_fit_in(tmp_path: Path) -> None:
-    making = Appending(tmp_path / "making")
+    making = StoreInTheMaking(tmp_path / "making")
     empty = np.zeros(0, np.int32)
     example = Example(Row("", (), "", expected="x"), np.array([5], np.int32), (), ())
     for kept in ([], [(0, 3, example)], [], [(0, 9, dataclasses.replace(example, prompt=empty))]):
-        making.append(block_of(kept, [], StoreFacts(read=2)))
-    making.finish(Kind.prompts, {})
+        making.add(block_of(kept, [], StoreFacts(read=2)))
+    making.complete(Kind.prompts, {})
     from rlexp.training.dataset.store import Store
 
     store = Store(tmp_path / "making", lambda file, row: f"{file}:{row}")

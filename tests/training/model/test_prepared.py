@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiConfig, PreTrainedConfig
 
 from rlexp.base.errors import ModelError
+from rlexp.base.made_once import META
 from rlexp.config.checks.layout import heads_of
 from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
@@ -173,7 +174,7 @@ def test_a_torn_folder_is_made_again(harm: str, tmp_path: Path) -> None:
         case "deleted":
             (place / "tokenizer.json").unlink()
         case "manifest":
-            (place / prepared.WHOLE).write_text("{")
+            (place / META).write_text("{")
     assert made(cfg) == place
     assert {file.name: file.read_bytes() for file in place.iterdir()} == whole
 
@@ -181,20 +182,23 @@ def test_a_torn_folder_is_made_again(harm: str, tmp_path: Path) -> None:
 KILLED = """
 import os, sys
 from rlexp.config.schema import HFModelConfig
-from rlexp.training.model import {module}, prepared
-{module}.{function} = lambda *_, **__: os.kill(os.getpid(), 9)
+import rlexp.{module} as module
+from rlexp.training.model import prepared
+module.{function} = lambda *_, **__: os.kill(os.getpid(), 9)
 prepared.prepared(HFModelConfig(path=sys.argv[-1], add_tokens=["<tool>"]))
 """
 
 
-@pytest.mark.parametrize(("module", "function"), [("growing", "save_file"), ("prepared", "write_text"),
-                                                  ("prepared", "sync")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("module", "function"),
+    [("training.model.growing", "save_file"), ("base.made_once", "write_text"), ("base.made_once", "sync")],
+)
 def test_a_preparation_that_is_killed_is_done_again(module: str, function: str, tmp_path: Path, cache: Path) -> None:
     source = saved(tmp_path / "model")
     said = warm.run("-c", [KILLED.format(module=module, function=function), str(source)], ROOT)
     assert said.returncode in (-signal.SIGKILL, 128 + signal.SIGKILL), said.stderr
     (left,) = [path for path in cache.iterdir() if path.is_dir()]
-    assert left.name.endswith(".unfinished")
+    assert left.name.endswith(".making")
     place = made(hf(source, add_tokens=["<tool>"]))
     assert len(load_config(hf(place), 512).to_dict()) > 1
     assert [path for path in cache.iterdir() if path.is_dir()] == [place]

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from rlexp.base.made_once import Appending, damage
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.load import compose_config
 from rlexp.config.schema.models import Precision
@@ -23,12 +23,12 @@ from rlexp.training.reference.stored import (
     Rows,
     Stored,
     Values,
-    damage,
+    appended,
     digest_of,
     facts_of,
     kept_dtype,
     key_of,
-    write,
+    types_of,
 )
 from rlexp.training.ring.kernels.plain import Plain
 from rlexp.training.ring.layouts import get_layout
@@ -97,54 +97,39 @@ def test_values_are_kept_as_they_are_computed() -> None:
     }  # fmt: skip
 
 
-def test_a_file_has_the_same_bytes_however_it_was_parted(tmp_path: Path) -> None:
+def test_a_folder_has_the_same_bytes_however_it_was_parted(tmp_path: Path) -> None:
     values = marked(pairs(5))
-    for name, ends in (("whole", [10]), ("parted", [2, 4, 10])):
-        parts = []
+    for name, ends in (("whole", [10]), ("parted", [2, 4, 10]), ("stopped", [2, 4, 10])):
+        making = Appending(tmp_path / name / "k.making", types_of(Precision.fp64))
         for first, last in zip([0, *ends], ends, strict=False):
-            write(tmp_path / f"{name}{first}", [Values.laid_out(values[first:last], FLOAT64)], FLOAT64, key="k")
-            parts.append(Values.mapped(tmp_path / f"{name}{first}"))
-        write(tmp_path / name, parts, FLOAT64, key="k", of={"model": 1})
-    assert (tmp_path / "whole").read_bytes() == (tmp_path / "parted").read_bytes()
-    read = Values.mapped(tmp_path / "whole")
-    assert [read.of(place).tolist() for place in range(len(read))] == [each.tolist() for each in values]
-    assert damage(tmp_path / "whole", "k", 10) is None
+            appended(making, values[first:last], last)
+            if name == "stopped":
+                making.close()
+                making = Appending(tmp_path / name / "k.making", types_of(Precision.fp64))
+        making.finish({"of": 1})
+    read = {name: [each.read_bytes() for each in sorted((tmp_path / name / "k.making").iterdir())]
+            for name in ("whole", "parted", "stopped")}  # fmt: skip
+    assert read["whole"] == read["parted"] == read["stopped"]
+    kept = Values.mapped(tmp_path / "whole" / "k.making", Precision.fp64)
+    assert [kept.of(place).tolist() for place in range(len(kept))] == [each.tolist() for each in values]
 
 
 def test_sequences_without_a_trained_token_are_kept_too(tmp_path: Path) -> None:
-    for values in ([np.zeros(0)] * 2, [np.zeros(0), np.ones(1), np.zeros(0)], []):
-        write(tmp_path / "file", [Values.laid_out(values, FLOAT64)], FLOAT64, key="k")
-        read = Values.mapped(tmp_path / "file")
+    for number, values in enumerate(([np.zeros(0)] * 2, [np.zeros(0), np.ones(1), np.zeros(0)], [])):
+        making = Appending(tmp_path / str(number), types_of(Precision.fp64))
+        appended(making, values, 1)
+        making.finish({})
+        read = Values.mapped(tmp_path / str(number), Precision.fp64)
         assert [read.of(place).tolist() for place in range(len(read))] == [each.tolist() for each in values]
-        assert damage(tmp_path / "file", "k", len(values)) is None
+        assert damage(tmp_path / str(number)) is None
 
 
-@pytest.mark.parametrize(
-    ("harm", "said"),
-    [
-        (lambda content: content[:-1], "bytes of"),
-        (lambda content: content + b"x", "bytes of"),
-        (lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], "other bytes"),
-        (lambda content: content[:100], "torn"),
-        (lambda _: b"", "JSONDecodeError"),
-        (lambda content: b"x" + content[1:], "JSONDecodeError"),
-        (lambda content: content.replace(b'"key": "k"', b'"key": "j"'), "other sequences or weights"),
-        (
-            lambda content: content.replace(b'"dtype": "float64"', b'"dtype": "float32"').replace(
-                b'"values": 46}', b'"values": 92}'
-            ),
-            "other bytes",
-        ),
-    ],
-    ids=["cut", "longer", "changed", "torn", "empty", "no JSON", "another's", "of another dtype"],
-)
-def test_a_damaged_file_is_noticed(harm: Any, said: str, tmp_path: Path) -> None:
-    file = tmp_path / "a new" / "folder" / "file"
-    write(file, [Values.laid_out(marked(pairs(5)), FLOAT64)], FLOAT64, key="k")
-    assert damage(file, "k", 10) is None
-    assert damage(file, "k", 8) is not None
-    file.write_bytes(harm(file.read_bytes()))
-    assert said in str(damage(file, "k", 10))
+def test_a_folder_of_another_name_is_noticed(tmp_path: Path) -> None:
+    making = Appending(tmp_path / "k.making", types_of(Precision.fp64))
+    appended(making, marked(pairs(5)), 5)
+    making.finish({})
+    assert damage((tmp_path / "k.making").rename(tmp_path / "k")) is None
+    assert damage((tmp_path / "k").rename(tmp_path / "j")) == "it was made as k"
 
 
 def test_another_token_or_mask_is_another_key() -> None:

@@ -22,17 +22,19 @@ import torch.distributed as dist
 from bench.layouts import layout_cases
 from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
+from rlexp.base.made_once import meta_of
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HFModelConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.run_files.curve_distance import compared
-from rlexp.training.reference.stored import Stored, Values
+from rlexp.training.reference.stored import Stored
 from rlexp.training.train import build as building
-from rlexp.training.train import examples, precompute
+from rlexp.training.train import precompute
 from rlexp.training.train.build import build
 from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
+from rlexp.training.world import machines
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
 from tests.helpers.slurm.machine import wait_until
@@ -64,7 +66,18 @@ def close(one: Sequence[dict[str, float]], other: Sequence[dict[str, float]]) ->
 
 def files(cache: Path) -> dict[str, bytes]:
     """Return what is kept, without locks."""
-    return {path.name: path.read_bytes() for path in (cache / "reference").glob("[!.]*") if path.is_file()}
+    kept = (cache / "reference").glob("[!.]*/*")
+    return {f"{path.parent.name}/{path.name}": path.read_bytes() for path in kept if path.parent.suffix != ".making"}
+
+
+def folders(cache: Path) -> set[str]:
+    return {name.partition("/")[0] for name in files(cache)}
+
+
+def rows_made(cache: Path) -> list[int]:
+    """Return the last row of each part in the making."""
+    journals = (cache / "reference").glob("*.making/journal.jsonl")
+    return [json.loads(line)["facts"] for each in journals for line in each.read_bytes().splitlines()]
 
 
 @pytest.fixture
@@ -108,9 +121,9 @@ def test_it_is_the_reference_in_memory_over_a_ring_and_over_replicas(tmp_path: P
         assert rows[1][1]["train/loss"] == pytest.approx(np.log(2), abs=1e-15)
         for one, other in ((0, 1), (2, 3), (0, 2)):
             assert close(rows[one], rows[other])
-    kept = [files(tmp_path / place) for place in ("1", "3")]
+    kept = [folders(tmp_path / place) for place in ("1", "3")]
     assert len(kept[0]) == 2
-    assert kept[0].keys() == kept[1].keys()  # the key has no layout in it
+    assert kept[0] == kept[1]  # the key has no layout in it
 
 
 @pytest.mark.slow
@@ -124,7 +137,7 @@ def test_every_layout_computes_one_reference(engine: str, tmp_path: Path) -> Non
     for world in (1, 2, 4):
         these = [cfg for ring, cfg in cfgs if ring == world]
         found += on_ranks(world, in_a_cache, these, str(tmp_path / str(world)))[0]
-        kept += [sorted(files(tmp_path / str(world) / str(number))) for number in range(len(these))]
+        kept += [sorted(folders(tmp_path / str(world) / str(number))) for number in range(len(these))]
     assert len(found) == len(grid) + 1
     for rows, names in zip(found[1:], kept[1:], strict=True):
         assert close(rows, found[0])
@@ -223,9 +236,9 @@ def before_a_name(patch: pytest.MonkeyPatch, number: int) -> None:
     _nth(patch, files.os, "replace", number)
 
 
-def after_a_file(patch: pytest.MonkeyPatch, number: int) -> None:
-    """Interrupt behind the writing of a file."""
-    _nth(patch, precompute, "write", number, after=True)
+def after_a_part(patch: pytest.MonkeyPatch, number: int) -> None:
+    """Interrupt behind the writing of a part."""
+    _nth(patch, precompute, "appended", number, after=True)
 
 
 def _nth(patch: pytest.MonkeyPatch, holder: Any, name: str, number: int, *, after: bool = False) -> None:
@@ -255,8 +268,8 @@ def noted(patch: pytest.MonkeyPatch, to: list[int]) -> None:
     [
         (in_a_pass, (3,)),
         pytest.param(in_a_pass, (1, 2), marks=pytest.mark.slow),
-        pytest.param(before_a_name, (1, 2, 3, 4), marks=pytest.mark.slow),
-        pytest.param(after_a_file, (1, 2, 3, 4), marks=pytest.mark.slow),
+        pytest.param(before_a_name, (1,), marks=pytest.mark.slow),
+        pytest.param(after_a_part, (1, 2, 3), marks=pytest.mark.slow),
     ],
 )
 def test_stopped_anywhere_and_begun_again_it_is_the_same_file(
@@ -271,7 +284,7 @@ def test_stopped_anywhere_and_begun_again_it_is_the_same_file(
             interrupt(patch, number)
             with pytest.raises(KeyboardInterrupt):
                 build(cfg, around=UNPROBED)
-        parts = list((cache / "reference").glob("*.making/part-*"))
+        parts = rows_made(cache)
         computed: list[int] = []
         with monkeypatch.context() as patch:
             noted(patch, computed)
@@ -294,10 +307,9 @@ def test_a_torn_part_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPa
         in_a_pass(patch, 3)
         with pytest.raises(KeyboardInterrupt):
             build(cfg, around=UNPROBED)
-    first, second = sorted((cache / "reference").glob("*.making/part-*"))
-    content = first.read_bytes()
-    first.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
-    second.write_bytes(second.read_bytes()[:-1])
+    (values,) = (cache / "reference").glob("*.making/values")
+    content = values.read_bytes()
+    values.write_bytes(content[:-3] + bytes([content[-3] ^ 1]) + content[-2:])
     build(cfg, around=UNPROBED)
     assert files(cache) == expected
 
@@ -314,7 +326,7 @@ def test_a_torn_part_is_computed_again(cache: Path, monkeypatch: pytest.MonkeyPa
 def test_a_damaged_file_is_made_anew(harm: Any, cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
     build(configured(), around=UNPROBED)
     expected = files(cache)
-    for path in (cache / "reference").glob("[!.]*"):
+    for path in (cache / "reference").glob("[!.]*/values"):
         path.write_bytes(harm(path.read_bytes()))
     build(configured(), around=UNPROBED)
     assert files(cache) == expected
@@ -325,9 +337,9 @@ def test_another_run_that_computes_the_same_is_waited_for(
     cache: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     build(configured("train.eval_every=null"), around=UNPROBED)
-    ((name, content),) = files(cache).items()
+    (name,) = folders(cache)
     place = cache / "reference" / name
-    place.unlink()
+    place.rename(cache / "aside")
     begun = threading.Event()
 
     def compute() -> None:
@@ -335,7 +347,7 @@ def test_another_run_that_computes_the_same_is_waited_for(
             begun.set()
             inode = os.stat(place.with_name(f".{place.name}.lock")).st_ino
             wait_until(lambda: re.search(rf"-> FLOCK .*:{inode} ", Path("/proc/locks").read_text()), 240)  # it waits
-            place.write_bytes(content)
+            (cache / "aside").rename(place)
 
     other = threading.Thread(target=compute)
     other.start()
@@ -361,16 +373,16 @@ def test_only_rows_that_the_run_asks_for_are_computed(cache: Path) -> None:
     assert kept_rows("train.max_steps=2") == {False: 2 * 8, True: 6}
     assert kept_rows("train.max_steps=2", "train.eval_every=null") == {False: 2 * 8}
     assert kept_rows("train.max_steps=2", "train.eval_every=null", "eval.before_training=true") == {False: 16, True: 6}
-    whole = len(files(cache))
+    whole = len(folders(cache))
     assert kept_rows("data.size=22") == {False: 44, True: 6}
-    assert len(files(cache)) == whole + 1
+    assert len(folders(cache)) == whole + 1
     assert kept_rows("data.size=22", "seed=5", "train.epochs=2") == {False: 44, True: 6}  # another tail is left out
-    assert len(files(cache)) == whole + 1
+    assert len(folders(cache)) == whole + 1
     task = build(configured("train.max_steps=2"), trains=False, around=UNPROBED)
     assert isinstance(task, RowsTask)
     assert isinstance(task.reference, Stored)
     assert task.reference.kept.keys() == {True}
-    assert len(files(cache)) == whole + 1
+    assert len(folders(cache)) == whole + 1
 
 
 @pytest.mark.slow
@@ -384,7 +396,7 @@ def test_the_template_is_in_the_key_by_the_tokens_that_it_makes(cache: Path, tmp
         cfg = compose_config([*words, "data=jsonl", f"data.path={path}", f"data.cache={cache}", "data.eval_size=0",
                               "train.eval_every=null", "reference=precompute", *overrides])  # fmt: skip
         build(cfg, around=UNPROBED)
-        counts.append(len(files(cache)))
+        counts.append(len(folders(cache)))
     assert counts == [1, 2, 3]
 
 
@@ -402,7 +414,7 @@ def test_a_cache_that_is_full_or_cannot_be_written_is_one_message(cache: Path, m
             errno.EROFS: "cannot be written (Read-only file system), and reference=precompute keeps"}  # fmt: skip
     for number, expected in said.items():
         with monkeypatch.context() as patch:
-            patch.setattr(precompute, "write", failing(number))
+            patch.setattr(precompute, "appended", failing(number))
             with pytest.raises(DataError, match=f"^RLEXP_CACHE={cache}: {re.escape(expected)}"):
                 build(configured(), around=UNPROBED)
     shutil.rmtree(cache)
@@ -446,8 +458,7 @@ def test_a_killed_rank_leaves_what_the_next_run_goes_on_from(layout: str, tmp_pa
     on_ranks(2, dying, cfg, str(tmp_path / "whole"), None)
     with pytest.raises(Exception, match=r"rank 1"):
         on_ranks(2, dying, cfg, str(tmp_path / "killed"), 3)
-    parts = list((tmp_path / "killed" / "reference").glob("*.making/part-*"))
-    assert len(parts) == 2
+    assert rows_made(tmp_path / "killed") == [8, 16]
     on_ranks(2, dying, cfg, str(tmp_path / "killed"), None)
     assert files(tmp_path / "killed") == files(tmp_path / "whole") != {}
 
@@ -457,7 +468,7 @@ def as_machines(spec: RankSpec, cfg: Config, folder: Path) -> list[dict[str, flo
     mine = folder / str(spec.rank)
     mine.mkdir(exist_ok=True)
     (mine / "boot").write_text(str(spec.rank))
-    examples.BOOT = precompute.BOOT = mine / "boot"
+    machines.BOOT = mine / "boot"
     precompute.BLOCK = 1000
     os.environ["RLEXP_CACHE"] = str(mine / "cache")
     return rows_of(cfg)
@@ -469,7 +480,7 @@ def test_each_machine_has_the_file_and_one_that_lost_it_gets_it_again(tmp_path: 
     rows = on_ranks(2, as_machines, cfg, tmp_path)
     kept = [files(tmp_path / str(rank) / "cache") for rank in range(2)]
     assert kept[0] == kept[1]
-    assert len(kept[0]) == 2
+    assert len(folders(tmp_path / "0" / "cache")) == 2
     for lost in (1, 0):
         shutil.rmtree(tmp_path / str(lost) / "cache" / "reference")
         assert on_ranks(2, as_machines, cfg, tmp_path) == rows
@@ -482,7 +493,9 @@ def with_left_copies(spec: RankSpec, cfg: Config, folder: Path, names: Sequence[
         place = folder / "1" / "cache" / "reference"
         place.mkdir(parents=True)
         for name in names:
-            (place / f".{name}.{os.uname().nodename}.{os.getpid()}.tmp").write_bytes(b"left")
+            left = place / f".{name}.{os.uname().nodename}.{os.getpid()}.tmp"
+            left.mkdir()
+            (left / "values").write_bytes(b"left")
     return as_machines(spec, cfg, folder)
 
 
@@ -490,9 +503,9 @@ def with_left_copies(spec: RankSpec, cfg: Config, folder: Path, names: Sequence[
 def test_a_copy_that_was_left_is_begun_anew(tmp_path: Path) -> None:
     cfg = configured("parallel=ring2")
     rows = on_ranks(2, as_machines, cfg, tmp_path)
-    kept = files(tmp_path / "1" / "cache")
+    kept, names = files(tmp_path / "1" / "cache"), folders(tmp_path / "1" / "cache")
     shutil.rmtree(tmp_path / "1" / "cache" / "reference")
-    assert on_ranks(2, with_left_copies, cfg, tmp_path, list(kept)) == rows
+    assert on_ranks(2, with_left_copies, cfg, tmp_path, list(names)) == rows
     assert files(tmp_path / "1" / "cache") == kept
 
 
@@ -530,8 +543,8 @@ def test_two_jobs_at_once_compute_it_once_and_an_evaluation_and_a_resumed_run_fi
 @pytest.mark.slow
 def test_a_file_says_what_it_is_of(cache: Path) -> None:
     build(configured("train.eval_every=null"), around=UNPROBED)
-    ((name, _),) = files(cache).items()
-    said = Values.mapped(cache / "reference" / name).said
-    assert said["key"] == name
-    assert said["of"]["model"]["name"] == "tiny"
-    assert said["of"]["precision"] == "fp64"
+    (name,) = folders(cache)
+    meta = meta_of(cache / "reference" / name)
+    assert meta["name"] == name
+    assert meta["of"]["model"]["name"] == "tiny"
+    assert meta["of"]["precision"] == "fp64"
