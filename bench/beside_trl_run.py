@@ -201,13 +201,14 @@ def composed(variant: Variant, work: Work) -> Any:
 
 
 def _given(work: Work, _cfg: Any) -> list[Any]:
-    from rlexp.training.types import Pair
+    from rlexp.training.types import Example
 
     def ids(tokens: Sequence[int]) -> Any:
         return np.array(tokens, dtype=np.int32)
 
-    return [Pair(place, ids(row["prompt_ids"]), ids(row["chosen_ids"]), ids(row["rejected_ids"]), f"row {place}")
-            for place, row in enumerate(work.rows())]  # fmt: skip
+    answers = [(ids(row["chosen_ids"]), ids(row["rejected_ids"])) for row in work.rows()]
+    return [Example(place, ids(row["prompt_ids"]), both, origin=f"row {place}")
+            for place, (row, both) in enumerate(zip(work.rows(), answers, strict=True))]  # fmt: skip
 
 
 # ---- TRL ----

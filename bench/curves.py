@@ -127,7 +127,7 @@ def drawn_of(rollouts: Rollouts) -> list[Drawn]:
     samples = []
     for sample in fetch(rollouts.mine, range(rollouts.size), rollouts.host):
         assert sample.advantages is not None
-        samples.append(Drawn(sample.prompt.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
+        samples.append(Drawn(sample.example.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
     return samples
 
 

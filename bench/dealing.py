@@ -144,16 +144,14 @@ def steps_rank(spec: RankSpec, words: Sequence[str], lengths: Lengths) -> Steps:
 def examples_of(lengths: Lengths) -> Callable[..., Any]:
     """Return what makes examples of these lengths, with random tokens."""
 
-    def made(cfg: Any) -> list[Any]:
-        from rlexp.training.dataset.tokens import Example, typed
-        from rlexp.training.types import Row
+    def made(_cfg: Any) -> list[Any]:
+        from rlexp.training.types import Example
 
         draw = np.random.default_rng(0)
         examples = []
         for place, each in enumerate(lengths):
             prompt, *answers = (draw.integers(0, LLAMA.vocabulary, length).astype(np.int32) for length in each)
-            row = Row("", ("",) * len(answers), f"example {place}", label=True)
-            examples.append(typed(cfg.loss.rows, place, Example(row, prompt, tuple(answers), (None,) * len(answers))))
+            examples.append(Example(place, prompt, tuple(answers), origin=f"example {place}", label=True))
         return examples
 
     return made

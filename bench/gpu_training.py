@@ -368,8 +368,8 @@ def _random(cfg: Config) -> list[Any]:
     def like(ids: Any) -> Any:
         return drawn.integers(0, 500, len(ids), dtype=ids.dtype)
 
-    return [dataclasses.replace(pair, **{name: like(getattr(pair, name)) for name in ("prompt", "chosen", "rejected")})
-            for pair in LONGEST.examples(cfg).train]  # fmt: skip
+    return [dataclasses.replace(each, prompt=like(each.prompt), answers=tuple(map(like, each.answers)))
+            for each in LONGEST.examples(cfg).train]  # fmt: skip
 
 
 # ---- tables ----

@@ -47,7 +47,7 @@ from rlexp.training.train.build import build
 from rlexp.training.train.parts import Run
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.surroundings import UNPROBED
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from rlexp.training.world.groups import Ring, World
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # mallopt(3)
@@ -81,7 +81,7 @@ def task_of(cfg: Config) -> RolloutTask:
     return task
 
 
-def prompts_of(task: RolloutTask) -> list[Prompt]:
+def prompts_of(task: RolloutTask) -> list[Example]:
     return [task.rollouts.prompts[index] for index in task.sampler.batch(1).indices]
 
 
@@ -131,7 +131,7 @@ def memory_rank(spec: RankSpec, cfg: Config) -> Peaks:
     join_world(spec, cfg)
     task = task_of(cfg)
     run, rollouts, prompts = task.run, task.rollouts, prompts_of(task)
-    short = [Prompt(prompt.index, prompt.tokens[:8], "", None, "") for prompt in prompts[:1]]
+    short = [Example(prompt.index, prompt.prompt[:8]) for prompt in prompts[:1]]
     warm = [sample for part in drawer_of(task).draw([[Request(0, short[0], 0)]], 0) for sample in part]
     rollouts.scorer.score(warm)
     mine: list[Sample] = []
@@ -140,10 +140,11 @@ def memory_rank(spec: RankSpec, cfg: Config) -> Peaks:
         mine.extend(rollouts.source.draw(0, prompts, cfg.rollout.n_samples, rollouts.rewards))
 
     before, drawn = peak_of(run, draw)
-    scored = peak_of(run, lambda: rollouts.scorer.score(mine))[1] - before
-    rollouts.rewards.collect()
+    columns: list[Any] = []
+    scored = peak_of(run, lambda: columns.extend(rollouts.scorer.score(mine)[0]))[1] - before
     rollouts.close()
-    kept = sum(array.nbytes for s in mine for array in (s.answer, s.behaviour, s.old, s.reference) if array is not None)
+    kept = sum(array.nbytes for s, more in zip(mine, columns, strict=True)
+               for array in (s.answer, s.behaviour, *more.values()))  # fmt: skip
     most = torch.tensor([before, drawn - before, scored])
     whole = torch.tensor(kept)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
@@ -246,7 +247,7 @@ def ring_of(task: RolloutTask) -> Callable[[], object]:
 
 def alone_of(task: RolloutTask, rank: int) -> Callable[[], object]:
     """Draw a quarter of the prompts in a world of one rank."""
-    longest_first = sorted(prompts_of(task), key=lambda prompt: -len(prompt.tokens))
+    longest_first = sorted(prompts_of(task), key=lambda prompt: -len(prompt.prompt))
     source = Colocated(drawer_of(task), task.run.engine.weights, task.run.cfg.rollout, World(0, 1, Ring(0, (0,))))
     quarter = longest_first[rank::RANKS]
     return lambda: source.draw(0, quarter, task.run.cfg.rollout.n_samples, Unjudged())  # type: ignore[arg-type]
@@ -311,7 +312,7 @@ def decoding_rank(spec: RankSpec, cfg: Config) -> Decoded:
         spent[0], began = 0.0, time.perf_counter()
         samples = [sample for part in drawer.draw(parts, 0) for sample in part]
         whole.append((time.perf_counter() - began, spent[0]))
-        shard = run.to_device(run.pack([(sample.prompt.tokens, sample.answer) for sample in samples]))
+        shard = run.to_device(run.pack([(sample.example.prompt, sample.answer) for sample in samples]))
         began = time.perf_counter()
         with torch.no_grad():
             run.engine.forward(shard)
@@ -319,7 +320,7 @@ def decoding_rank(spec: RankSpec, cfg: Config) -> Decoded:
     best = min(whole[1:])
     steps = max(len(sample.answer) for sample in samples)
     model: Any = run.engine.policy.model.config
-    columns = float(np.mean([len(s.prompt.tokens) for s in samples])) + steps / 2
+    columns = float(np.mean([len(s.example.prompt) for s in samples])) + steps / 2
     width = model.num_key_value_heads * model.hidden_size // model.num_attention_heads
     cache = int(2 * model.num_hidden_layers * len(samples) * columns * width * 4)
     return Decoded(best[0], best[1], steps, min(at_once[1:]), 4 * run.parameters, cache, copied())

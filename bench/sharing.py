@@ -147,12 +147,12 @@ def group_rank(spec: RankSpec, name: str, folder: str) -> tuple[float, float]:
 
 
 def _group(_cfg: Any) -> list[Any]:
-    from rlexp.training.types import Completion
+    from rlexp.training.types import Example
 
     draw = np.random.default_rng(0)
     prompt = draw.integers(0, LLAMA.vocabulary, PROMPT).astype(np.int32)
-    return [Completion(place, prompt, draw.integers(0, LLAMA.vocabulary, ANSWER).astype(np.int32), f"sample {place}")
-            for place in range(SAMPLES * 4)]  # fmt: skip
+    answers = [draw.integers(0, LLAMA.vocabulary, ANSWER).astype(np.int32) for _ in range(SAMPLES * 4)]
+    return [Example(place, prompt, (each,), origin=f"sample {place}") for place, each in enumerate(answers)]
 
 
 LINES = {

@@ -206,10 +206,10 @@ def drawer_of(task: Any) -> Any:
 def requests_of(task: Any, size: Size) -> list[Any]:
     """Return the requests of a rollout, with the prompts of `size` in place of the rows'."""
     from rlexp.training.rollout.deal import Request
-    from rlexp.training.types import Prompt
+    from rlexp.training.types import Example
 
     prompts = [
-        Prompt(index, np.array(ids, dtype=np.int32), "", None, f"prompt {index}")
+        Example(index, np.array(ids, dtype=np.int32), origin=f"prompt {index}")
         for index, ids in enumerate(size.token_ids())
     ]
     many = task.run.cfg.rollout.n_samples

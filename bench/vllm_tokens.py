@@ -106,7 +106,7 @@ def plain_logps(model: Any, sample: Any, temperature: float) -> np.ndarray:
     import torch
 
     prompt, answer = (
-        torch.from_numpy(np.asarray(each, dtype=np.int64)) for each in (sample.prompt.tokens, sample.answer)
+        torch.from_numpy(np.asarray(each, dtype=np.int64)) for each in (sample.example.prompt, sample.answer)
     )
     whole = torch.cat((prompt, answer)).to(model.device).unsqueeze(0)
     with torch.no_grad():

@@ -116,5 +116,5 @@ def _steps(cfg: Config, rows: Rows, sampler: Sampler) -> Steps:
 
 
 def _samples(rows: Rows, places: tuple[int, ...], tokenizer: Any) -> tuple[ShownSample, ...]:
-    special = special_ids(tokenizer)
-    return tuple(sample_of(rows.examples.train[place], tokenizer, special) for place in places)
+    sides, special = SIDES[rows.kind], special_ids(tokenizer)
+    return tuple(sample_of(rows.examples.train[place], sides, tokenizer, special) for place in places)

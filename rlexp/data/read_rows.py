@@ -25,7 +25,7 @@ from rlexp.training.dataset.store import PARTS, Store
 from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.views import Joined
 from rlexp.training.train.examples import Examples, examples_of, generated_rows, kind_read, read_examples, unpaired
-from rlexp.training.types import Completion, Pair, Prompt
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 
 SAID = 5  # unusable rows that are named
@@ -66,15 +66,9 @@ def _unpaired(rows: Rows) -> Rows:
     return replace(rows, kind=Kind.unpaired, examples=examples, lengths=lengths, hashes=found, sources=sources)
 
 
-def ids_of(example: Pair | Completion | Prompt) -> tuple[np.ndarray, ...]:
+def ids_of(example: Example) -> tuple[np.ndarray, ...]:
     """Return the tokens of an example: those of its prompt, then of its answers."""
-    match example:
-        case Pair(prompt=prompt, chosen=chosen, rejected=rejected):
-            return prompt, chosen, rejected
-        case Completion(prompt=prompt, answer=answer):
-            return prompt, answer
-        case Prompt(tokens=tokens):
-            return (tokens,)
+    return (example.prompt, *example.answers)
 
 
 # ---- rows of files and of the hub ----

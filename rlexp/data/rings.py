@@ -26,12 +26,11 @@ from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
-from rlexp.training.types import Completion, Ids, Pack, Pair, Prompt
+from rlexp.training.types import Example, Ids, Pack
 
 SIZES = (1, 2, 4, 8)
 STEPS = 32  # that are looked at
 MOST_SAMPLES, MOST_TOKENS = 2048, 1 << 22  # after which no further step is
-Example = Pair | Completion | Prompt
 
 
 @dataclass
@@ -167,9 +166,8 @@ def _unit(cfg: Config, place: int, example: Example) -> Unit:
 
 
 def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids]]:
-    if isinstance(example, Prompt):
-        return [(example.tokens, np.full(cfg.rollout.max_new_tokens, -1 - place, np.int32))]
-    return [(example.prompt, answer) for answer, _ in example.answers]
+    drawn = (np.full(cfg.rollout.max_new_tokens, -1 - place, np.int32),)
+    return [(example.prompt, answer) for answer in example.answers or drawn]
 
 
 def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:

@@ -8,25 +8,16 @@ from typing import Any
 import numpy as np
 
 from rlexp.data.facts import Part, Piece, ShownSample
-from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt
+from rlexp.training.types import Example, Ids, Mask
 
 HEAD, TAIL = 1600, 800  # tokens of a part that are shown at least, if it is longer
 CONTEXT = 4  # tokens before a part that decide how its first one is written
 UNFINISHED = "\ufffd"  # what a tokenizer makes of half a character
 
 
-def sample_of(example: Pair | Completion | Prompt, tokenizer: Any, special: frozenset[int]) -> ShownSample:
-    decoder = _Decoder(tokenizer, special)
-    match example:
-        case Pair(prompt=prompt):
-            answers = {"chosen": (example.chosen, example.chosen_mask),
-                       "rejected": (example.rejected, example.rejected_mask)}  # fmt: skip
-            return ShownSample(example.origin, decoder.parts(prompt, answers), margin=example.margin)
-        case Completion(prompt=prompt):
-            answers = {"answer": (example.answer, example.mask)}
-            return ShownSample(example.origin, decoder.parts(prompt, answers), label=example.label)
-        case Prompt(tokens=prompt):
-            return ShownSample(example.origin, decoder.parts(prompt, {}), expected=example.answer)
+def sample_of(example: Example, sides: Sequence[str], tokenizer: Any, special: frozenset[int]) -> ShownSample:
+    parts = _Decoder(tokenizer, special).parts(example.prompt, dict(zip(sides, example.masked, strict=True)))
+    return ShownSample(example.origin, parts, example.label, example.expected, example.margin)
 
 
 def special_ids(tokenizer: Any) -> frozenset[int]:

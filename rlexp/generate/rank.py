@@ -29,7 +29,7 @@ from rlexp.training.train.build import build_frozen, build_policy, models_of, pl
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import Examples, read_examples, refuse_foreign_tokens
 from rlexp.training.train.surroundings import HERE
-from rlexp.training.types import Prompt, Sample, Wanted
+from rlexp.training.types import Example, Sample, Wanted
 from rlexp.training.world.groups import World, build_world
 from rlexp.training.world.objects import gather_objects
 
@@ -90,7 +90,7 @@ class Here:
         refuse_foreign_tokens(examples, policy.model.get_input_embeddings().num_embeddings)
         return build_frozen(cfg.engine, policy, self.world, DTYPES[cfg.train.precision])
 
-    def generated(self, cfg: Config, engine: Frozen, prompts: Sequence[Prompt]) -> list[list[Answer]]:
+    def generated(self, cfg: Config, engine: Frozen, prompts: Sequence[Example]) -> list[list[Answer]]:
         """Return the answers to each prompt, on every rank. A collective call."""
         rollout, world = cfg.rollout, self.world
         in_step = engine.sharded and world.size > 1
@@ -129,7 +129,7 @@ def examples_of(job: GenerateJob, roomy: Config, tokenizer: Any, world: World) -
     return read_examples(replace(job.cfg, rollout=rollout), tokenizer, world, trains=False)
 
 
-def prompts_of(job: GenerateJob, cfg: Config, examples: Examples, tokenizer: Any) -> list[Prompt]:
+def prompts_of(job: GenerateJob, cfg: Config, examples: Examples, tokenizer: Any) -> list[Example]:
     """Return the prompts to answer, and refuse one that leaves no room for an answer."""
     step = 2 if job.cfg.data.unpair else 1  # both halves of a pair have its prompt
     rows = examples.held_out[::step][: job.rows]
@@ -139,15 +139,15 @@ def prompts_of(job: GenerateJob, cfg: Config, examples: Examples, tokenizer: Any
     return prompts
 
 
-def prompt_of(example: Any, place: int, tokenizer: Any) -> Prompt:
-    if isinstance(example, Prompt):
+def prompt_of(example: Example, place: int, tokenizer: Any) -> Example:
+    if not example.answers:
         return replace(example, index=place)
     text = tokenizer.decode(example.prompt, skip_special_tokens=True)
-    return Prompt(place, example.prompt, text, None, example.origin)
+    return Example(place, example.prompt, origin=example.origin, text=text)
 
 
-def refuse_too_long(prompt: Prompt, cfg: Config) -> None:
-    length, new = len(prompt.tokens), cfg.rollout.max_new_tokens
+def refuse_too_long(prompt: Example, cfg: Config) -> None:
+    length, new = len(prompt.prompt), cfg.rollout.max_new_tokens
     if length + new > cfg.data.max_length:
         left = cfg.data.max_length - length
         remedy = f"Use rollout.max_new_tokens={left}, or a shorter prompt." if left > 0 else "Give a shorter prompt."

@@ -7,10 +7,9 @@ u places of a shard whose targets are trained on, each once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -43,101 +42,67 @@ class Row:
     margin: float | None = None  # by how much the chosen answer of a pair is better
 
 
-class Answered(Protocol):
-    """A tokenized prompt with answers, each with its mask."""
-
-    @property
-    def index(self) -> int: ...
-    @property
-    def prompt(self) -> Ids: ...
-    @property
-    def origin(self) -> str: ...
-    @property
-    def answers(self) -> tuple[tuple[Ids, Mask | None], ...]: ...
-    @property
-    def margin(self) -> float | None: ...
-    @property
-    def label(self) -> bool | None: ...
-
-
 @dataclass(frozen=True)
-class Pair:
-    """A tokenized preference pair. `index` is its place in the data set, on every rank the same.
+class Example:
+    """A tokenized row: a prompt, and as many answers as its kind has; a pair has the chosen one first."""
 
-    A mask says which tokens of an answer are trained on; None: all of them.
-    """
-
-    index: int
+    index: int  # its place in the data set, on every rank the same
     prompt: Ids
-    chosen: Ids
-    rejected: Ids
-    origin: str
-    chosen_mask: Mask | None = None
-    rejected_mask: Mask | None = None
-    margin: float | None = None  # by how much the chosen answer is better, where rows say so
+    answers: tuple[Ids, ...] = ()
+    masks: tuple[Mask | None, ...] = ()  # which tokens of each answer are trained on; None: all
+    origin: str = ""  # the row, for error messages
+    label: bool | None = None  # whether an unpaired answer is good
+    margin: float | None = None  # by how much the chosen answer of a pair is better, where rows say so
+    text: str = ""  # the prompt's, where answers are drawn to it
+    expected: str | None = None  # the right answer, for rules that check one
+    notes: tuple[str, ...] = ()  # how it was not taken as it was read
 
     @property
-    def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
-        return (self.chosen, self.chosen_mask), (self.rejected, self.rejected_mask)
+    def masked(self) -> tuple[tuple[Ids, Mask | None], ...]:
+        """Each answer with its mask."""
+        return tuple(zip(self.answers, self.masks or (None,) * len(self.answers), strict=True))
 
-    @property
-    def label(self) -> None:
-        return None
+    def longest(self) -> int:
+        """Return the tokens of its longest sequence."""
+        return len(self.prompt) + max((len(answer) for answer in self.answers), default=0)
 
-
-@dataclass(frozen=True)
-class Completion:
-    """A tokenized prompt with one answer; `label` says whether it is good, where rows say so."""
-
-    index: int
-    prompt: Ids
-    answer: Ids
-    origin: str
-    mask: Mask | None = None
-    label: bool | None = None
-
-    @property
-    def answers(self) -> tuple[tuple[Ids, Mask | None], ...]:
-        return ((self.answer, self.mask),)
-
-    @property
-    def margin(self) -> None:
-        return None
+    def highest(self) -> int:
+        """Return its highest token."""
+        return max(int(part.max(initial=0)) for part in (self.prompt, *self.answers))
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """A tokenized prompt. `index` is its place in the data set, on every rank the same."""
-
-    index: int
-    tokens: Ids
-    text: str
-    answer: str | None
-    origin: str
-
-
-@dataclass
+@dataclass(frozen=True, kw_only=True)
 class Sample:
-    """An answer drawn to a prompt, and what is known of it so far.
-
-    It lives in the host's memory, on the rank that drew it. The arrays have one value for each token of the answer.
-    """
+    """An answer drawn to a prompt. It lives in the host's memory, on the rank that drew it. Arrays have one value for
+    each token of the answer."""
 
     place: int  # in its rollout: the prompt's place × n_samples + its number
-    prompt: Prompt
+    example: Example  # the prompt
     number: int  # among the samples of its prompt
     answer: Ids
     stopped: bool  # by a token that ends an answer, not by the limit
     text: str  # the answer, without the token that ended it
     behaviour: Floats  # log-probabilities under the weights that drew it
-    score: float = math.nan
-    terms: dict[str, float] = field(default_factory=dict)  # the parts of the score, by reward
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredSample(Sample):
+    """A sample that the rewards have judged, and the models have computed where it is trained on."""
+
+    score: float
+    terms: Mapping[str, float]  # the parts of the score, by reward
+    counts: bool  # it is trained on
     old: Floats | None = None  # log-probabilities before the first optimizer step on it
     reference: Floats | None = None
     values: Floats | None = None  # the critic's
-    advantages: Floats | None = None
-    returns: Floats | None = None
-    counts: bool = True  # it is trained on
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreditedSample(ScoredSample):
+    """A scored sample, of which each token has its advantage."""
+
+    advantages: Floats
+    returns: Floats | None = None  # the critic's targets
 
 
 @dataclass(frozen=True)

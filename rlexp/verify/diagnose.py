@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -39,7 +40,7 @@ from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.train.build import build_policy
 from rlexp.training.train.parts import Run
 from rlexp.training.train.task import Task
-from rlexp.training.types import Answered, Ids, Mask, Pack, Segment, Shard
+from rlexp.training.types import Example, Pack, Segment, Shard
 from rlexp.verify.apart import Differing, Scene, Tried, tried
 from rlexp.verify.compared import Comparison
 from rlexp.verify.compared_samples import SampleStep
@@ -119,7 +120,7 @@ def scene_of(task: Task, case: Case) -> Scene:
     return Scene(task, packs, case.step, case.steps, TensorFiles(case.folder), case.said)
 
 
-def _whole_micro_batches(task: Task, case: Case) -> Sequence[Sequence[Answered]]:
+def _whole_micro_batches(task: Task, case: Case) -> Sequence[Sequence[Example]]:
     if case.drawing is None:
         return _micro_batches(task, case)
     drawn = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
@@ -220,7 +221,7 @@ def _attention(task: Task, case: Case) -> tuple[float, float]:
     return worst[0], worst[1]
 
 
-def _micro_batches(task: Task, case: Case) -> list[list[Answered]]:
+def _micro_batches(task: Task, case: Case) -> list[list[Example]]:
     examples: Any = task.examples.train
     if case.drawing is not None:
         samples = case.drawing.rollouts[rules.rollout_of(case.cfg, case.step)].samples
@@ -228,36 +229,27 @@ def _micro_batches(task: Task, case: Case) -> list[list[Answered]]:
     return _share_of(task, [examples[index] for index in task.batch(case.step).indices])
 
 
-def _share_of(task: Task, examples: Sequence[Answered]) -> list[list[Answered]]:
+def _share_of(task: Task, examples: Sequence[Example]) -> list[list[Example]]:
     """Deal the examples, and return this replica's packs of them."""
     dealt = task.run.dealer.deal_all(len(examples), lambda place: unit_of(examples[place]))
     return [[examples[place] for place in places] for places in dealt.packs[task.run.world.replica]]
 
 
-@dataclass(frozen=True)
-class Short:
-    """The beginning of an example."""
-
-    index: int
-    prompt: Ids
-    origin: str
-    answers: tuple[tuple[Ids, Mask | None], ...]
-    margin: float | None = None
-    label: bool | None = None
+def _example_of(drawn: Drawn) -> Example:
+    return Example(drawn.place, drawn.prompt.astype(np.int32), (drawn.answer.astype(np.int32),), origin=drawn.origin)
 
 
-def _example_of(drawn: Drawn) -> Short:
-    return Short(drawn.place, drawn.prompt, drawn.origin, ((drawn.answer, None),))
-
-
-def _short(example: Answered) -> Short:
+def _short(example: Example) -> Example:
+    """Return the beginning of an example."""
     prompt = example.prompt[: LONGEST // 2]
     rest = LONGEST - len(prompt)
-    answers = ((answer[:rest], None if mask is None else mask[:rest]) for answer, mask in example.answers)
-    return Short(example.index, prompt, example.origin, tuple(answers))
+    masks = tuple(None if mask is None else mask[:rest] for _, mask in example.masked)
+    return dataclasses.replace(
+        example, prompt=prompt, answers=tuple(each[:rest] for each in example.answers), masks=masks
+    )
 
 
-def _placed(task: Task, examples: Sequence[Answered]) -> tuple[Pack, Tensor, Shard]:
+def _placed(task: Task, examples: Sequence[Example]) -> tuple[Pack, Tensor, Shard]:
     """The run's own shard of a pack, and the place in the pack of each token that this rank holds."""
     pack = pack_examples(examples, **task.run.padding)
     pack = dataclasses.replace(pack, tokens_T=torch.arange(len(pack.tokens_T)))

@@ -36,7 +36,7 @@ from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
 from rlexp.training.model.prepared import prepared
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Answered, Prompt
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 
 NUMBERS = 7  # float64 numbers of a rank per parameter
@@ -134,11 +134,9 @@ def held_out_of(cfg: Config, there: int) -> int:
     return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
 
 
-def length_of(cfg: Config, example: Answered | Prompt) -> int:
+def length_of(cfg: Config, example: Example) -> int:
     """The tokens of an example's longest sequence; of a prompt with the longest answer that may be drawn to it."""
-    if isinstance(example, Prompt):
-        return len(example.tokens) + cfg.rollout.max_new_tokens
-    return len(example.prompt) + max(len(answer) for answer, _ in example.answers)
+    return example.longest() + (0 if example.answers else cfg.rollout.max_new_tokens)
 
 
 def _layers(config: Any) -> int:

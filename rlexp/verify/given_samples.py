@@ -25,7 +25,7 @@ from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.surroundings import Unprobed
 from rlexp.training.train.task import Task
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import CreditedSample, Example
 from rlexp.verify.records import Drawn
 from rlexp.verify.reference.drawn import Rollout
 
@@ -61,9 +61,10 @@ class GivenRollouts(Rollouts):
         return None
 
 
-def sample_of(drawn: Drawn) -> Sample:
-    return Sample(
-        place=drawn.place, prompt=Prompt(drawn.index, drawn.prompt.astype(np.int32), "", None, drawn.origin),
+def sample_of(drawn: Drawn) -> CreditedSample:
+    assert drawn.advantages is not None
+    return CreditedSample(
+        place=drawn.place, example=Example(drawn.index, drawn.prompt.astype(np.int32), origin=drawn.origin),
         number=0, answer=drawn.answer.astype(np.int32), stopped=drawn.stopped, text=drawn.text,
         behaviour=drawn.behaviour, score=drawn.score, terms=drawn.terms, old=drawn.old, reference=drawn.reference,
         values=drawn.values, advantages=drawn.advantages, returns=drawn.returns, counts=drawn.counts,

@@ -14,7 +14,7 @@ from rlexp.training.algos.base import Loss, Sides, Values
 from rlexp.training.algos.base import Losses as LossesOf
 from rlexp.training.algos.build import build_loss
 from rlexp.training.train.rows_task import RowsMicroBatch, RowsStep, Use
-from rlexp.training.types import Answered
+from rlexp.training.types import Example
 from rlexp.verify.recorder import Recorder, array
 from rlexp.verify.records import Applied, Array, Counts, Losses, Micro, TokenAnswer, TokenExample, TokenPair
 
@@ -122,10 +122,10 @@ class RecordedLoss:
         return losses
 
 
-def tokens_of(example: Answered, sides: Sequence[str]) -> TokenExample:
+def tokens_of(example: Example, sides: Sequence[str]) -> TokenExample:
     """Copy an example's tokens, for the comparison."""
     answers: dict[str, Any] = {}
-    for side, (answer, mask) in zip(sides, example.answers, strict=True):
+    for side, (answer, mask) in zip(sides, example.masked, strict=True):
         answers |= {side: answer, f"{side}_mask": mask}
     if len(sides) == 1:
         return TokenAnswer(prompt=example.prompt, origin=example.origin, label=example.label, **answers)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +14,7 @@ from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTerms, PolicyTokens
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.rollout_task import RolloutStep, SamplesMicroBatch
-from rlexp.training.types import Sample
+from rlexp.training.types import ScoredSample
 from rlexp.verify.recorder import Recorder, array
 from rlexp.verify.records import Array, Drawn, Micro, RolloutSeen, Terms, TokenAnswer
 
@@ -45,7 +44,7 @@ class SampleRecorder(Recorder):
         held = Micro(tuple(sample.place for sample in batch.samples))
         if not self.step.trained:
             self.step.micros.append(held)
-        self.step.tokens.update({s.place: TokenAnswer(array_of(s.prompt.tokens), array_of(s.answer), s.prompt.origin)
+        self.step.tokens.update({s.place: TokenAnswer(array_of(s.example.prompt), array_of(s.answer), s.example.origin)
                                  for s in batch.samples})  # fmt: skip
         return held
 
@@ -101,13 +100,13 @@ def array_of(tokens: Any) -> Array:
     return found
 
 
-def drawn_of(sample: Sample) -> Drawn:
+def drawn_of(sample: ScoredSample) -> Drawn:
     return Drawn(
-        place=sample.place, index=sample.prompt.index, prompt=array_of(sample.prompt.tokens),
-        origin=sample.prompt.origin, answer=array_of(sample.answer), stopped=sample.stopped, text=sample.text,
+        place=sample.place, index=sample.example.index, prompt=array_of(sample.example.prompt),
+        origin=sample.example.origin, answer=array_of(sample.answer), stopped=sample.stopped, text=sample.text,
         behaviour=sample.behaviour, terms=dict(sample.terms), score=sample.score, old=sample.old,
-        reference=sample.reference, values=sample.values, advantages=sample.advantages, returns=sample.returns,
-        counts=sample.counts,
+        reference=sample.reference, values=sample.values, counts=sample.counts,
+        advantages=getattr(sample, "advantages", None), returns=getattr(sample, "returns", None),
     )  # fmt: skip
 
 
@@ -138,11 +137,12 @@ class RecordedRollouts(Rollouts):
         self.evaluates = True
         return super().evaluate()
 
-    def _collect(self, mine: Sequence[Sample], model_scores: dict[str, list[float]]) -> None:
-        super()._collect(mine, model_scores)
+    def _collect(self, *args: Any) -> list[ScoredSample]:
+        scored = super()._collect(*args)
         if self.evaluates:
             self.evaluates = False
-            self.recorder.trace.held_rollout = [drawn_of(sample) for sample in mine]
+            self.recorder.trace.held_rollout = [drawn_of(sample) for sample in scored]
+        return scored
 
 
 class RecordedCredit:

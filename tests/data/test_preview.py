@@ -38,7 +38,7 @@ from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Completion, Pair, Prompt
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.browser import chromium, opened
 from tests.helpers.programs import python
@@ -246,7 +246,7 @@ def test_prompts_of_a_run_that_draws(tmp_path: Path) -> None:
     assert found.lengths[0].limit == 11
     assert "each answer with rollout.max_new_tokens=5" in found.sampled
     assert "Each prompt is in 2 samples" in draw.text(found)
-    cfg, prompt = compose_config(["launch.device=cpu"]), Prompt(0, np.arange(3), "abc", None, "row 1")
+    cfg, prompt = compose_config(["launch.device=cpu"]), Example(0, np.arange(3), origin="row 1", text="abc")
     answers = [rings._sequences(cfg, place, prompt)[0][1] for place in (0, 1)]
     assert answers[0][0] != answers[1][0]  # of two samples nothing is shared but the prompt
 
@@ -352,7 +352,7 @@ def test_real_pairs(shared: Path, tmp_path: Path) -> None:
 def test_the_pieces_of_a_sample_are_its_text(prompt: str, answer: str) -> None:
     tokenizer = byte_tokenizer()
     ids = [np.array(tokenizer(text)["input_ids"], np.int32) for text in (f"p{prompt}", f"a{answer}")]
-    sample = sample_of(Completion(0, *ids, "here:1"), tokenizer, special_ids(tokenizer))
+    sample = sample_of(Example(0, ids[0], (ids[1],), origin="here:1"), ("answer",), tokenizer, special_ids(tokenizer))
     for part, own in zip(sample.parts, ids, strict=True):
         assert "".join(piece.text for piece in part.pieces) == tokenizer.decode(own)
         assert [each for piece in part.pieces for each in piece.ids] == own.tolist()
@@ -363,14 +363,14 @@ def test_real_tokens_are_pieces(shared: Path) -> None:
         tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / name)))
         text = "Once upon a time, 日本 🙂 café — the end."
         ids = np.array(tokenizer(text, add_special_tokens=False)["input_ids"], np.int32)
-        sample = sample_of(Completion(0, ids[:4], ids[4:], "x"), tokenizer, special_ids(tokenizer))
+        sample = sample_of(Example(0, ids[:4], (ids[4:],)), ("answer",), tokenizer, special_ids(tokenizer))
         assert "".join(piece.text for part in sample.parts for piece in part.pieces) == tokenizer.decode(ids)
 
 
 def test_long_parts_are_shortened_in_the_middle() -> None:
     tokenizer = byte_tokenizer()
     long = np.array(tokenizer("word\n" * 2000)["input_ids"], np.int32)
-    sample = sample_of(Pair(0, long, long[:3], long[:4], "x:1"), tokenizer, frozenset())
+    sample = sample_of(Example(0, long, (long[:3], long[:4])), ("chosen", "rejected"), tokenizer, frozenset())
     prompt = sample.parts[0]
     assert prompt.tokens == 10_000
     assert sum(piece.hidden or len(piece.ids) for piece in prompt.pieces) == 10_000

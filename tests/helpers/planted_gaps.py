@@ -21,6 +21,7 @@ from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.rollout import sampling
 from rlexp.training.rollout.choose import choose, kept
 from rlexp.training.rollout.deal import Request, deal
+from rlexp.training.types import ScoredSample
 from rlexp.verify.records import Drawn, TensorFiles
 from rlexp.verify.trace_samples import drawn_of
 
@@ -140,12 +141,11 @@ def prompts(change: Callable[[Any, np.ndarray], np.ndarray]) -> Plant:
         drawing = drawer.draw
 
         def draw(parts: Sequence[Sequence[Request]], rollout: int) -> Iterator[Any]:
-            other = [[replace(r, prompt=replace(r.prompt, tokens=change(task, r.prompt))) for r in part]
+            other = [[replace(r, example=replace(r.example, prompt=change(task, r.example))) for r in part]
                      for part in parts]  # fmt: skip
             for asked, samples in zip(parts, drawing(other, rollout), strict=True):
-                for request, sample in zip(asked, samples, strict=True):
-                    sample.prompt = request.prompt
-                yield samples
+                yield [replace(sample, example=request.example)
+                       for request, sample in zip(asked, samples, strict=True)]  # fmt: skip
 
         with mock.patch.object(drawer, "draw", draw):
             yield
@@ -168,8 +168,8 @@ PLANTS: dict[str, Plant] = {
     "positions + 1": positions(lambda _: 1),
     "positions − 1": positions(lambda _: -1),
     "padding in the answer": positions(lambda cache: cache.pads_B.unsqueeze(-1)),
-    "no BOS": prompts(lambda _, prompt: prompt.tokens[1:]),
-    "BOS twice": prompts(lambda _, prompt: np.concatenate((prompt.tokens[:1], prompt.tokens))),
+    "no BOS": prompts(lambda _, prompt: prompt.prompt[1:]),
+    "BOS twice": prompts(lambda _, prompt: np.concatenate((prompt.prompt[:1], prompt.prompt))),
     "no template": prompts(_untemplated),
 }
 
@@ -200,5 +200,7 @@ def _drawn(task: Any, plant: Plant) -> list[Drawn]:
     with plant(task, drawer), torch.no_grad():
         parts = drawer.draw([deal(asked, rollouts.cfg.n_samples, 1)[0]], STEPS)
         samples = sorted((sample for part in parts for sample in part), key=lambda sample: sample.place)
-    rollouts.scorer.score(samples)
-    return [drawn_of(sample) for sample in samples]
+    columns: Any = rollouts.scorer.score(samples)[0]
+    nothing: dict[str, Any] = {"score": 0.0, "terms": {}, "counts": True}
+    return [drawn_of(ScoredSample(**vars(sample), **nothing, **of_tokens))
+            for sample, of_tokens in zip(samples, columns, strict=True)]  # fmt: skip

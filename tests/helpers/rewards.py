@@ -13,7 +13,7 @@ from rlexp.config.schema.rollouts import PythonRewardConfig, RewardConfig
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.rollout.rewards.build import build_reward
 from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from tests.helpers.runs import descendants
 
 TOKENIZER = byte_tokenizer()
@@ -24,8 +24,9 @@ def ids(text: str) -> np.ndarray:
 
 
 def sample(text: str, prompt: str = "ask", answer: str | None = None, number: int = 0) -> Sample:
-    asked = Prompt(number + 10, ids(prompt), prompt, answer, f"rows.jsonl:{number + 1}")
-    return Sample(number, asked, number, ids(text), True, text, np.zeros(len(ids(text))))
+    asked = Example(number + 10, ids(prompt), origin=f"rows.jsonl:{number + 1}", text=prompt, expected=answer)
+    return Sample(place=number, example=asked, number=number, answer=ids(text), stopped=True, text=text,
+                  behaviour=np.zeros(len(ids(text))))  # fmt: skip
 
 
 def samples(*texts: str) -> list[Sample]:
@@ -34,9 +35,7 @@ def samples(*texts: str) -> list[Sample]:
 
 def scored(rewards: Rewards, drawn: Sequence[Sample]) -> list[float]:
     rewards.submit(drawn)
-    rewards.collect()
-    rewards.finish(drawn)
-    return [each.score for each in drawn]
+    return [each.score for each in rewards.judged(drawn, {})]
 
 
 @contextlib.contextmanager

@@ -133,6 +133,8 @@ def ids(examples: Sequence[Any]) -> list[tuple[Any, ...]]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(map(_plain, value))
     return value.tolist() if isinstance(value, np.ndarray) else value
 
 

@@ -42,7 +42,6 @@ from rlexp.verify.records import TokenPrompt
 from rlexp.verify.reference.pairs import Bytes
 from rlexp.verify.reference.reward_rules import last_number, rule_score, value_of_sum
 from rlexp.verify.reference.rewards import Judged, asked_again, ended, ends_of, scored, text_of
-from tests.helpers import rewards as product
 from tests.helpers.rewards import TOKENIZER, built, function, ids, sample, samples
 
 CPU = torch.device("cpu")
@@ -56,10 +55,10 @@ def judged(
     exact: bool = True,
 ) -> Judged:
     """Ask the reference about the product's samples. `terms`: what the run says; by default, what the product does."""
-    prompts = [TokenPrompt(np.asarray(each.prompt.tokens, dtype=np.int64), each.prompt.origin, each.prompt.text,
-                           each.prompt.answer) for each in drawn]  # fmt: skip
+    prompts = [TokenPrompt(np.asarray(each.example.prompt, dtype=np.int64), each.example.origin, each.example.text,
+                           each.example.expected) for each in drawn]  # fmt: skip
     return asked_again(
-        cfg, prompts, [each.prompt.index for each in drawn], [each.text for each in drawn],
+        cfg, prompts, [each.example.index for each in drawn], [each.text for each in drawn],
         [each.answer for each in drawn], by_product(cfg, drawn) if terms is None else terms,
         Bytes() if tokenizer is None else tokenizer, CPU, exact, 512,
     )  # fmt: skip
@@ -67,8 +66,9 @@ def judged(
 
 def by_product(cfg: RewardConfig, drawn: Sequence[Sample]) -> dict[str, np.ndarray]:
     with built(cfg) as rewards:
-        product.scored(rewards, drawn)
-    return {name: np.array([each.terms[name] for each in drawn]) for name in drawn[0].terms}
+        rewards.submit(drawn)
+        scores = rewards.judged(drawn, {})
+    return {name: np.array([each.terms[name] for each in scores]) for name in scores[0].terms}
 
 
 # ---- texts and ends ----
@@ -207,7 +207,7 @@ def test_rules_are_the_products(cfg: RuleRewardConfig) -> None:
         right = f"{right} {chance.choice([1, 12])}" if cfg.rule is RuleName.arithmetic else right
         drawn = sample(text, "3 + 9", chance.choice([right, None]) if cfg.rule is RuleName.arithmetic else right)
         (score,) = judged(cfg, [drawn], {}).terms["rule"]
-        assert score == pytest.approx(rule(text, drawn.prompt), rel=0, abs=2e-16), (text, right)
+        assert score == pytest.approx(rule(text, drawn.example), rel=0, abs=2e-16), (text, right)
         scores.add(score)
     assert len(scores) > 1
 
@@ -357,9 +357,10 @@ def test_a_sum_is_judged_term_by_term(tmp_path: Path) -> None:
     })  # fmt: skip
     drawn = samples("dog", "dog dog", "a cat")
     with built(cfg) as rewards:
-        rewards.add("judge", drawn, [3.1, -1.7, 0.1])
-        scores = product.scored(rewards, drawn)
-    ran = {name: np.array([each.terms[name] for each in drawn]) for name in cfg.terms}
+        rewards.submit(drawn)
+        made = rewards.judged(drawn, {"judge": [3.1, -1.7, 0.1]})
+    scores = [each.score for each in made]
+    ran = {name: np.array([each.terms[name] for each in made]) for name in cfg.terms}
     answer = judged(cfg, drawn, ran)
     assert {name: scores.tolist() for name, scores in answer.terms.items()} == {
         name: ran[name].tolist() for name in ("size", "dogs")

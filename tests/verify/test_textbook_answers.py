@@ -12,7 +12,7 @@ import pytest
 from rlexp.config.load import compose_config
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
-from rlexp.training.types import Completion
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.reference.pairs import examples_of
 from tests.helpers.rows import assistant, cache
@@ -68,7 +68,7 @@ def parts(example: Any) -> tuple[list[int], list[int], list[bool], bool | None]:
     return example.prompt.tolist(), example.ids("answer").tolist(), example.trained("answer").tolist(), example.label
 
 
-def plain(examples: Sequence[Completion]) -> list[tuple[list[int], list[int], list[bool], bool | None]]:
+def plain(examples: Sequence[Example]) -> list[tuple[list[int], list[int], list[bool], bool | None]]:
     return [
         (each.prompt.tolist(), each.answer.tolist(),
          [True] * len(each.answer) if each.mask is None else each.mask.tolist(), each.label)

@@ -18,7 +18,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, TemplateUse, TooLong
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
-from rlexp.training.types import Prompt
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.records import TokenExample, TokenPrompt
 from rlexp.verify.reference.pairs import ExampleSet, examples_of
@@ -99,7 +99,7 @@ def tokenizer_of(template: str | None = None) -> Any:
     return tokenizer
 
 
-def plain(prompts: Sequence[Prompt]) -> list[tuple[list[int], str, str | None, str]]:
+def plain(prompts: Sequence[Example]) -> list[tuple[list[int], str, str | None, str]]:
     return [(each.tokens.tolist(), each.text, each.answer, each.origin) for each in prompts]
 
 
@@ -112,7 +112,7 @@ def meant(prompts: Sequence[TokenExample]) -> list[tuple[list[int], str, str | N
     return said
 
 
-def hold(cfg: Config, tokenizer: Any) -> tuple[Sequence[Prompt], ExampleSet]:
+def hold(cfg: Config, tokenizer: Any) -> tuple[Sequence[Example], ExampleSet]:
     """Read the prompts twice, and require that they are the same."""
     tokenizer.model_max_length = 1 << 60
     ours, theirs = read_examples(cfg, tokenizer, World(0, 1, ALONE)), examples_of(cfg, tokenizer)

@@ -74,7 +74,7 @@ def answers_of(cfg: Config, samples: list[Any]) -> list[Answer]:
             if char in STOPS:
                 text = text[:place]
                 break
-        answers.append(Answer(sample.prompt.tokens.tolist(), tokens, text))
+        answers.append(Answer(sample.example.prompt.tolist(), tokens, text))
     return answers
 
 

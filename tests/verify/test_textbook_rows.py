@@ -22,7 +22,7 @@ from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Pair
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.records import SIDES, TokenPair
 from rlexp.verify.reference import rules
@@ -47,18 +47,18 @@ def configured(*overrides: str) -> Config:
                            *overrides])  # fmt: skip
 
 
-def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Pair], Sequence[Pair], ExampleSet]:
+def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example], ExampleSet]:
     """Read the pairs twice: those to train on and those held out by the product, and all by the textbook."""
     tokenizer.model_max_length = 1 << 60
     examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
     return examples.train, examples.held_out, set_of(cfg.data, Kind.pairs, tokenizer)
 
 
-def differences(ours: Sequence[Pair], meant: Sequence[TokenPair]) -> Iterator[str]:
+def differences(ours: Sequence[Example], meant: Sequence[TokenPair]) -> Iterator[str]:
     if len(ours) != len(meant):
         yield f"{len(ours)} pairs, not {len(meant)}"
     for place, (pair, wanted) in enumerate(zip(ours, meant, strict=False)):
-        got = TokenPair(pair.prompt, pair.chosen, pair.rejected, pair.origin, pair.chosen_mask, pair.rejected_mask)
+        got = TokenPair(pair.prompt, pair.answers[0], pair.answers[1], pair.origin, pair.masks[0], pair.masks[1])
         parts = {side: (got.ids(side), wanted.ids(side)) for side in SIDES}
         if pair.margin != wanted.margin:
             yield f"margin of pair {place} ({wanted.origin}): {pair.margin}, not {wanted.margin}"
@@ -68,7 +68,7 @@ def differences(ours: Sequence[Pair], meant: Sequence[TokenPair]) -> Iterator[st
                 yield f"{part} of pair {place} ({wanted.origin}): {ours_n.tolist()}, not {meant_n.tolist()}"
 
 
-def hold(cfg: Config, tokenizer: Any) -> Sequence[Pair]:
+def hold(cfg: Config, tokenizer: Any) -> Sequence[Example]:
     train, held_out, meant = both(cfg, tokenizer)
     assert next(differences(train, meant.train), None) is None
     assert next(differences(held_out, meant.held_out), None) is None
@@ -84,7 +84,7 @@ def test_real_pairs_in_every_format(write: Callable[[Path, Sequence[Row]], str],
     cfg = configured(f"data.path='{path}'", "data.eval_size=7", "data.max_length=700", "data.too_long=truncate")
     pairs = hold(cfg, AutoTokenizer.from_pretrained(shared / "models" / "stories260K"))
     assert 25 < len(pairs) <= 40 - 7
-    assert any(pair.chosen_mask is not None and not pair.chosen_mask.all() for pair in pairs)
+    assert any(pair.masks[0] is not None and not pair.masks[0].all() for pair in pairs)
 
 
 # ---- templates ----
@@ -127,7 +127,7 @@ def test_real_pairs_by_templates(template: str | None, shared: Path, tmp_path: P
         sources.append(f"data.sources.s{shape}.path={tmp_path}/{shape}.jsonl")
     pairs = hold(configured(*sources), smollm(shared, template))
     assert len(pairs) == 200
-    assert sum(pair.chosen_mask is not None for pair in pairs) > 15
+    assert sum(pair.masks[0] is not None for pair in pairs) > 15
 
 
 @pytest.mark.parametrize("template", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gemma", "phi3"))])
@@ -243,8 +243,8 @@ def test_a_token_with_a_space_of_another_part_is_not_trained_on(shared: Path, tm
         tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
         pairs += hold(configured(f"data.path={tmp_path}/rows.jsonl", f"data.cache={tmp_path}/{trim}"), tokenizer)
     first, second = pairs
-    assert first.chosen.tolist() == second.chosen.tolist()
-    assert tokenizer.decode(first.chosen[first.chosen_mask]) == "yesFine then<|im_end|>"
+    assert first.answers[0].tolist() == second.answers[0].tolist()
+    assert tokenizer.decode(first.answers[0][first.masks[0]]) == "yesFine then<|im_end|>"
 
 
 def test_a_template_may_ask_for_the_day_in_any_way(shared: Path, tmp_path: Path) -> None:

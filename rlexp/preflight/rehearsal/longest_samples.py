@@ -41,7 +41,7 @@ from rlexp.training.train.parts import Run
 from rlexp.training.train.ring_reward_model import ring_reward_model
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.surroundings import UNPROBED, Unprobed
-from rlexp.training.types import Ids, Pack, Sample
+from rlexp.training.types import CreditedSample, Ids, Pack, Sample
 from rlexp.training.world.groups import World
 
 
@@ -163,7 +163,7 @@ class ShortDrawer(LoggedDrawer):
         yield drawn[: self._most]
 
     def _each_kind(self, micro_batches: Sequence[Sequence[Request]]) -> Iterator[Sequence[Request]]:
-        kinds = [(len(part), len({request.prompt.index for request in part})) for part in micro_batches]
+        kinds = [(len(part), len({request.example.index for request in part})) for part in micro_batches]
         for kind, alike in Counter(kinds).items():
             self._alike = alike
             self._log.again(alike)
@@ -244,16 +244,16 @@ class AlikeRollouts(Rollouts):
         super().__init__(**arguments)
         self._lengths = lengths
 
-    def samples(self, batch: Batch) -> list[Sample]:
+    def samples(self, batch: Batch) -> list[CreditedSample]:
         """Return a whole train batch, whose samples begin differently, and fill micro-batches."""
         lengths = [self._lengths[number % len(self._lengths)] for number in range(len(batch.indices))]
         return [_unlike(self.mine[number % len(self.mine)], number, each) for number, each in enumerate(lengths)]
 
 
-def _unlike(sample: Sample, number: int, length: int) -> Sample:
+def _unlike(sample: CreditedSample, number: int, length: int) -> CreditedSample:
     """Return a sample of so many tokens, or of an answer alone with one, whose prompt no other has."""
     tokens = np.full(max(1, length - len(sample.answer)), number, dtype=np.int32)
-    return dataclasses.replace(sample, prompt=dataclasses.replace(sample.prompt, tokens=tokens))
+    return dataclasses.replace(sample, example=dataclasses.replace(sample.example, prompt=tokens))
 
 
 # ---- rewards ----
@@ -270,12 +270,13 @@ def constant_rewards(cfg: RewardConfig) -> Rewards:
 @dataclass(frozen=True)
 class Constant:
     name: str
+    terms: dict[int, float] = field(default_factory=dict)
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            sample.terms[self.name] = 1.0
+        self.terms.update({sample.place: 1.0 for sample in samples})
 
-    def collect(self) -> None: ...
+    def collect(self) -> dict[int, float]:
+        return self.terms
 
     def close(self) -> None: ...
 

@@ -12,8 +12,8 @@ from rlexp.training.dataset.messages import FieldError
 from rlexp.training.dataset.row_files import Part, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import Shape
 from rlexp.training.dataset.store import Block, StoreFacts, block_of, labels_of
-from rlexp.training.dataset.tokens import Dropped, Encoder, Example, Refused
-from rlexp.training.types import Row
+from rlexp.training.dataset.tokens import Dropped, Encoder, Refused
+from rlexp.training.types import Example, Row
 
 UNUSABLE = "unusable, and left out by data.bad_rows=drop"
 Place = tuple[int, int]  # a file's number and a row's
@@ -88,7 +88,7 @@ class Recipe:
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
         problems = [Problem(place, each.said, each.bad) for place, each in refused if not (self.drop_bad and each.bad)]
-        labels = labels_of(example.row for _, _, example in kept)
+        labels = labels_of(example for _, _, example in kept)
         facts = StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept), labels)
         return block_of(kept, lines, facts), problems
 
@@ -110,5 +110,5 @@ def _highest(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
 
 
 def _no_margin(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
-    without = [(file, row) for file, row, example in kept if example.row.margin is None]
+    without = [(file, row) for file, row, example in kept if example.margin is None]
     return (len(without), *without[0]) if without else (0, 0, 0)

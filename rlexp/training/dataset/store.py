@@ -19,9 +19,7 @@ import orjson
 
 from rlexp.base.made_once import Appending, mapped, meta_of
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset.messages import as_text
-from rlexp.training.dataset.tokens import Example, typed
-from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt, Row
+from rlexp.training.types import Example, Ids, Mask
 
 TYPES = {"tokens": np.int32, "ends": np.int64, "rows": np.int64, "extra": np.uint8, "extra_ends": np.int64,
          "bad": np.uint8}  # fmt: skip
@@ -81,21 +79,20 @@ def block_of(kept: Sequence[tuple[int, int, Example]], bad: Sequence[Mapping[str
     )
 
 
-def labels_of(rows: Iterable[Row]) -> tuple[int, int]:
-    """Count the good answers, and the bad ones, of rows that have labels."""
-    labels = [row.label for row in rows if row.label is not None]
+def labels_of(examples: Iterable[Example]) -> tuple[int, int]:
+    """Count the good answers, and the bad ones, of examples that have labels."""
+    labels = [example.label for example in examples if example.label is not None]
     return labels.count(True), labels.count(False)
 
 
 def _extra(example: Example) -> bytes:
-    row = example.row
     held: dict[str, Any] = {}
     if not example.answers:
-        held = {"text": as_text(row.prompt), "expected": row.expected}
-    if row.label is not None:
-        held["label"] = row.label
-    if row.margin is not None:
-        held["margin"] = row.margin
+        held = {"text": example.text, "expected": example.expected}
+    if example.label is not None:
+        held["label"] = example.label
+    if example.margin is not None:
+        held["margin"] = example.margin
     if any(mask is not None for mask in example.masks):
         held["masks"] = [None if mask is None else _runs(mask) for mask in example.masks]
     return orjson.dumps(held) if held else b""
@@ -113,7 +110,7 @@ def _mask(runs: Sequence[int] | None) -> Mask | None:
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
 
-class Store(Sequence[Pair | Completion | Prompt]):
+class Store(Sequence[Example]):
     """The examples of a folder. `first` is the place of its first example in the whole data set."""
 
     def __init__(self, folder: Path, origin: Origin, first: int = 0) -> None:
@@ -126,15 +123,15 @@ class Store(Sequence[Pair | Completion | Prompt]):
         return len(self._arrays["rows"]) // 2
 
     @overload
-    def __getitem__(self, index: int) -> Pair | Completion | Prompt: ...
+    def __getitem__(self, index: int) -> Example: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Pair | Completion | Prompt]: ...
+    def __getitem__(self, index: slice) -> list[Example]: ...
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return typed(self.kind, self.first + index % len(self), self._example(index % len(self)))
+        return self._example(index % len(self))
 
     def _example(self, index: int) -> Example:
         arrays, parts = self._arrays, PARTS[self.kind]
@@ -145,9 +142,8 @@ class Store(Sequence[Pair | Completion | Prompt]):
         ]
         extra = self._extra(index)
         masks = tuple(map(_mask, extra.get("masks", [None] * (parts - 1))))
-        said: dict[str, Any] = {name: extra.get(name) for name in ("label", "expected", "margin")}
-        row = Row(extra.get("text", ""), (), self.origin_of(index), **said)
-        return Example(row, ids[0], tuple(ids[1:]), masks)
+        facts = {name: extra[name] for name in ("label", "margin", "text", "expected") if name in extra}
+        return Example(self.first + index, ids[0], tuple(ids[1:]), masks, self.origin_of(index), **facts)
 
     def _extra(self, index: int) -> dict[str, Any]:
         ends = self._arrays["extra_ends"]

@@ -15,12 +15,12 @@ import numpy as np
 
 from rlexp.base.errors import DataError
 from rlexp.config.schema.data import TooLong
-from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.chat import Chat
 from rlexp.training.dataset.messages import as_text
 from rlexp.training.dataset.seam import Seam, Text, Tokens
-from rlexp.training.types import Completion, Ids, Mask, Pair, Prompt, Row
+from rlexp.training.types import Example, Ids, Mask, Row
 
+UNPLACED = -1  # the index of an example until its place in the data set is known
 TRUNCATED = "kept, but truncated"
 APART = "kept, but tokenized apart where a token would span the edge of an answer"
 CHANGED = "kept, but the template calls for the answer in other words than it writes it"
@@ -29,25 +29,7 @@ UNTRAINED = "no token to train on is left after truncation"
 
 
 @dataclass(frozen=True)
-class Example:
-    """A tokenized row: its prompt, its answers, and which tokens of each are trained on (None: all)."""
-
-    row: Row
-    prompt: Ids
-    answers: tuple[Ids, ...]
-    masks: tuple[Mask | None, ...]
-    notes: tuple[str, ...] = ()
-
-    def longest(self) -> int:
-        return len(self.prompt) + max((len(answer) for answer in self.answers), default=0)
-
-    def highest(self) -> int:
-        return max(int(part.max(initial=0)) for part in (self.prompt, *self.answers))
-
-
-@dataclass(frozen=True)
 class Dropped:
-    row: Row
     reason: str
 
 
@@ -117,7 +99,11 @@ class RowTokenizer:
         notes = [APART] if any(each.apart for each in tokens) else []
         notes += [CHANGED] if any(text.changed for text in texts) else []
         answers = tuple(each.answer for each in ended)
-        return Example(row, prompt, answers, tuple(each.mask for each in ended), tuple(notes))
+        return Example(
+            index=UNPLACED, prompt=prompt, answers=answers, masks=tuple(each.mask for each in ended), origin=row.origin,
+            label=row.label, margin=row.margin, text="" if answers else as_text(row.prompt), expected=row.expected,
+            notes=tuple(notes),
+        )  # fmt: skip
 
     def _ended(self, tokens: Tokens) -> Tokens:
         """Append the end-of-sequence token, unless the answer has it, or the template ended the turn with a special
@@ -155,21 +141,21 @@ class Encoder:
         return [self._fitted(each) if isinstance(each, Example) else each for each in self.rows.sequences(rows)]
 
     def _fitted(self, example: Example) -> Outcome:
-        row, most = example.row, self.max_length - self.room
+        most = self.max_length - self.room
         if example.longest() > most:
             match self.too_long:
                 case TooLong.error:
-                    return Refused(row.origin, self._too_long(example), bad=False)
+                    return Refused(example.origin, self._too_long(example), bad=False)
                 case TooLong.drop:
-                    return Dropped(row, f"longer than data.max_length{' − rollout.max_new_tokens' * bool(self.room)}")
+                    return Dropped(f"longer than data.max_length{' − rollout.max_new_tokens' * bool(self.room)}")
                 case TooLong.truncate:
                     example = truncated(example, most, self.rows.tokenizer.bos_token_id)
         if len(example.answers) == 2 and np.array_equal(*example.answers):
-            return Dropped(row, SAME)
+            return Dropped(SAME)
         if not all(len(answer) for answer in example.answers) or any(
             mask is not None and not mask.any() for mask in example.masks
         ):
-            return Dropped(row, UNTRAINED)
+            return Dropped(UNTRAINED)
         return example
 
     def _too_long(self, example: Example) -> str:
@@ -209,19 +195,6 @@ def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
     if len(prompt) <= longest or bos_id is None or prompt[0] != bos_id:
         return prompt[-longest:]
     return np.concatenate((prompt[:1], prompt[1:][len(prompt) - longest :]))
-
-
-def typed(kind: Kind, index: int, example: Example) -> Pair | Completion | Prompt:
-    """Return an example as the run takes it; `index` is its place in the whole data set."""
-    row = example.row
-    match kind:
-        case Kind.pairs:
-            (chosen, rejected), (ours, theirs) = example.answers, example.masks
-            return Pair(index, example.prompt, chosen, rejected, row.origin, ours, theirs, row.margin)
-        case Kind.prompts:
-            return Prompt(index, example.prompt, as_text(row.prompt), row.expected, row.origin)
-        case Kind.unpaired | Kind.supervised:
-            return Completion(index, example.prompt, example.answers[0], row.origin, example.masks[0], row.label)
 
 
 def counted(outcomes: Sequence[Outcome]) -> Counter[str]:

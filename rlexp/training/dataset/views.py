@@ -11,7 +11,7 @@ from typing import Any, overload
 
 import numpy as np
 
-from rlexp.training.types import Completion, Pair
+from rlexp.training.types import Example
 
 DRAW = 20261123  # seeds the draw of held-out rows: the same in every run, whatever its seed
 
@@ -64,17 +64,17 @@ class Joined(View):
 class Halves(View):
     """Pairs as two answers each: the chosen one, which is good, then the rejected one."""
 
-    def __init__(self, pairs: Sequence[Pair]) -> None:
+    def __init__(self, pairs: Sequence[Example]) -> None:
         self.pairs = pairs
 
     def __len__(self) -> int:
         return 2 * len(self.pairs)
 
-    def at(self, index: int) -> Completion:
+    def at(self, index: int) -> Example:
         pair, second = self.pairs[index // 2], index % 2
-        answer, mask = pair.answers[second]
+        answer, mask = pair.masked[second]
         origin = f"{pair.origin} ({'rejected' if second else 'chosen'})"
-        return Completion(index, pair.prompt, answer, origin, mask, label=not second)
+        return Example(index, pair.prompt, (answer,), (mask,), origin, label=not second)
 
 
 @dataclass(frozen=True)

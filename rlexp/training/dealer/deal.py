@@ -14,14 +14,14 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
 
-from rlexp.training.dealer.forest import Share, common, shared
+from rlexp.training.dealer.forest import Forest, Share, common, copied, shared
 from rlexp.training.ring.slices import seen
-from rlexp.training.types import Answered, Ids
+from rlexp.training.types import Example, Ids
 
 Unit = Sequence[Ids]  # the sequences that a loss reads together
 Places = tuple[int, ...]  # of units in their batch
@@ -29,9 +29,9 @@ AT_ONCE = 1 << 24  # tokens that are dealt together, where they are no train bat
 EVEN = 1.02  # the busiest replica's work over the mean of all, with which we are content
 
 
-def unit_of(example: Answered) -> Unit:
+def unit_of(example: Example) -> Unit:
     """Return the sequences of an example, each a prompt with an answer."""
-    return [np.concatenate((example.prompt, answer)) for answer, _ in example.answers]
+    return [np.concatenate((example.prompt, answer)) for answer in example.answers]
 
 
 class TooLargeError(Exception):
@@ -96,12 +96,13 @@ class Dealer:
         return dealt if count else self.deal([])
 
     def deal(self, units: Sequence[Unit]) -> Dealt:
-        sizes = [self._size(unit) for unit in units]
+        given = _Given(units, self.share)
+        sizes = [given.size((place,)) for place in range(len(units))]
         for place, size in enumerate(sizes):
             if not self.room.has(1, size):
                 raise TooLargeError(place, size.tokens)
-        runs = self._measured(self._cut(self._runs(units), sizes), units)
-        return self._dealt(self._heaviest_first(runs), units)
+        runs = self._measured(self._cut(self._runs(units), sizes), given)
+        return self._dealt(self._heaviest_first(runs), given)
 
     def with_room_for(self, tokens: int) -> Dealer:
         """Return a dealer whose packs have room for so many tokens at least."""
@@ -111,17 +112,6 @@ class Dealer:
 
     def work(self, size: Size) -> int:
         return self.token * size.tokens + size.pairs
-
-    def _size(self, unit: Unit) -> Size:
-        if len(unit) == 1 or self.share is None:
-            return sum((Size.of(range(len(each))) for each in unit), Size())
-        size, forest = Size(), shared(unit, self.share)
-        ends: list[int] = []
-        for branch in forest.branches:
-            begin = 0 if branch.parent is None else ends[branch.parent]
-            ends.append(begin + len(branch.tokens))
-            size += Size.of(range(begin, ends[-1]))
-        return size
 
     # ---- what begins alike ----
 
@@ -154,7 +144,7 @@ class Dealer:
                 run = longer
             yield run
 
-    def _measured(self, runs: Iterable[_Run], units: Sequence[Unit]) -> Iterator[_Run]:
+    def _measured(self, runs: Iterable[_Run], given: _Given) -> Iterator[_Run]:
         """Give each run the size that its forest has, which may share less than each unit with the one before it. Cut
         one that is larger than a pack."""
         waiting = [*runs][::-1]
@@ -163,7 +153,7 @@ class Dealer:
             if len(run.places) == 1 or self.room.tokens is None:
                 yield run
                 continue
-            size = self._size([each for place in run.places for each in units[place]])
+            size = given.size(run.places)
             if self.room.has(0, size):
                 yield dataclasses.replace(run, size=size)
             else:
@@ -171,63 +161,63 @@ class Dealer:
 
     # ---- packs ----
 
-    def _dealt(self, runs: Sequence[_Run], units: Sequence[Unit]) -> Dealt:
+    def _dealt(self, runs: Sequence[_Run], given: _Given) -> Dealt:
         """Give runs out to few packs, equally many for each replica. Where the busiest replica has less to do for it,
         runs are cut, which share less then."""
         if self.room.units is not None:
-            share = -(-len(units) // self.replicas)
-            dealt = self._filled(runs, max(1, -(-share // self.room.units)), units)
+            share = -(-len(given.units) // self.replicas)
+            dealt = self._filled(runs, max(1, -(-share // self.room.units)), given)
             assert dealt is not None  # there is a place for each unit, and runs may be cut
             return dealt
         mean = sum(self.work(run.size) for run in runs) / self.replicas
-        best = self._by_tokens(runs, units, mean)
+        best = self._by_tokens(runs, given, mean)
         for parts in (1, 2, 4):  # of a replica's work
             if max(best.work) <= EVEN * mean:
                 break
-            dealt = self._by_tokens(self._lighter(runs, mean / parts, units), units, mean)
+            dealt = self._by_tokens(self._lighter(runs, mean / parts, given), given, mean)
             best = dealt if max(dealt.work) < max(best.work) else best
         return best
 
-    def _lighter(self, runs: Sequence[_Run], most: float, units: Sequence[Unit]) -> list[_Run]:
+    def _lighter(self, runs: Sequence[_Run], most: float, given: _Given) -> list[_Run]:
         """Cut runs that have more work than a limit."""
         found, waiting = list[_Run](), [*runs]
         while waiting:
             run = waiting.pop()
             halves = run.halves() if self.work(run.size) > most else ()
-            waiting += self._measured(halves, units)
+            waiting += self._measured(halves, given)
             found += () if halves else (run,)
         return self._heaviest_first(found)
 
     def _heaviest_first(self, runs: Iterable[_Run]) -> list[_Run]:
         return sorted(runs, key=lambda run: (-self.work(run.size), run.places))
 
-    def _by_tokens(self, runs: Sequence[_Run], units: Sequence[Unit], mean: float) -> Dealt:
+    def _by_tokens(self, runs: Sequence[_Run], given: _Given, mean: float) -> Dealt:
         """Give runs out to as few packs as can be; a replica has one more, or one in eight more, if that is more
         even."""
-        fewest, best = self._fewest(runs, units)
+        fewest, best = self._fewest(runs, given)
         for each in range(fewest + 1, fewest + max(1, fewest // 8) + 1):
             if max(best.work) <= EVEN * mean:
                 break
-            dealt = self._filled(runs, each, units)
+            dealt = self._filled(runs, each, given)
             best = dealt if dealt is not None and max(dealt.work) < max(best.work) else best
         return best
 
-    def _fewest(self, runs: Sequence[_Run], units: Sequence[Unit]) -> tuple[int, Dealt]:
+    def _fewest(self, runs: Sequence[_Run], given: _Given) -> tuple[int, Dealt]:
         """Return how many packs each replica needs, and the deal."""
         assert self.room.tokens is not None
         least = max(1, -(-sum(run.size.tokens for run in runs) // (self.room.tokens * self.replicas)))
         most = least
-        while (found := self._filled(runs, most, units)) is None:
+        while (found := self._filled(runs, most, given)) is None:
             least, most = most + 1, most + max(1, most // 8)
         while least < most:
             middle = (least + most) // 2
-            if (fewer := self._filled(runs, middle, units)) is not None:
+            if (fewer := self._filled(runs, middle, given)) is not None:
                 found, most = fewer, middle
             else:
                 least = middle + 1
         return most, found
 
-    def _filled(self, runs: Sequence[_Run], each: int, units: Sequence[Unit]) -> Dealt | None:
+    def _filled(self, runs: Sequence[_Run], each: int, given: _Given) -> Dealt | None:
         """Give runs out from the heaviest on: each to the replica with the least work so far, there to the pack with
         the least work, if these have room. None if no pack has. Where units are counted, runs are cut to fit.
 
@@ -249,18 +239,38 @@ class Dealer:
                 waiting += halves
             for one in passed:
                 heapq.heappush(lightest, one)
-        measured = [
-            [(self._size([each for place in pack.places for each in units[place]]), pack.places) for pack in hand.packs]
-            for hand in hands
-        ]
+        measured = [[(given.size(pack.places), pack.places) for pack in hand.packs] for hand in hands]
         if any(not self.room.has(0, size) for of_replica in measured for size, _ in of_replica):
             return None
         ordered = [sorted(each, key=lambda pack: (-self.work(pack[0]), pack[1])) for each in measured]
         return Dealt(
             packs=tuple(tuple(places for _, places in of_replica) for of_replica in ordered),
             sizes=tuple(tuple(size for size, _ in of_replica) for of_replica in ordered),
+            forests=tuple(tuple(given.forest(places) for _, places in of_replica) for of_replica in ordered),
             work=tuple(sum(self.work(size) for size, _ in of_replica) for of_replica in ordered),
         )
+
+
+class _Given:
+    """The units of a batch, and what some of them share, which is found once."""
+
+    def __init__(self, units: Sequence[Unit], share: Share | None) -> None:
+        self.units, self.share = units, share
+        self._forests: dict[Places, Forest] = {}
+
+    def forest(self, places: Places) -> Forest:
+        if places not in self._forests:
+            sequences = [each for place in places for each in self.units[place]]
+            self._forests[places] = copied(sequences) if self.share is None else shared(sequences, self.share)
+        return self._forests[places]
+
+    def size(self, places: Places) -> Size:
+        size, ends = Size(), list[int]()
+        for branch in self.forest(places).branches:
+            begin = 0 if branch.parent is None else ends[branch.parent]
+            ends.append(begin + len(branch.tokens))
+            size += Size.of(range(begin, ends[-1]))
+        return size
 
 
 class _Hand:
@@ -297,6 +307,8 @@ class Dealt:
     packs: tuple[tuple[Places, ...], ...]
     sizes: tuple[tuple[Size, ...], ...]  # of each pack
     work: tuple[int, ...]
+    # of each pack; none where units were read in parts
+    forests: tuple[tuple[Forest, ...], ...] = field(default=(), compare=False)
 
     @staticmethod
     def nothing(replicas: int) -> Dealt:

@@ -10,7 +10,7 @@ from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of
 from rlexp.training.dealer.forest import Share
-from rlexp.training.types import Answered
+from rlexp.training.types import Example
 
 # A layer of a common model has as many operations for a token as for 6 × heads × head size pairs of a query and a key;
 # and the width of heads where it is not known.
@@ -28,7 +28,7 @@ def room_of(cfg: Config, most: AtOnce) -> Room:
     return Room(most.samples, None if most.tokens is None else most.tokens * cfg.parallel.ring_size)
 
 
-def without_room(cfg: Config, examples: Iterable[Answered]) -> str | None:
+def without_room(cfg: Config, examples: Iterable[Example]) -> str | None:
     """Say which is the largest example that no pack of a run has room for; None if all fit."""
     given = cfg.train.max_tokens_per_micro_batch
     if given is None or given >= longest_sample(cfg):
@@ -37,7 +37,7 @@ def without_room(cfg: Config, examples: Iterable[Answered]) -> str | None:
     room = dealer.room.tokens or 0
     largest, origin = TooLargeError(0, 0), ""
     for example in examples:
-        answers = [len(answer) for answer, _ in example.answers]
+        answers = [len(answer) for answer in example.answers]
         if sum(answers) + len(answers) * len(example.prompt) <= room:
             continue  # even if they share nothing
         try:

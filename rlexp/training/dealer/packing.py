@@ -10,22 +10,24 @@ import torch
 from torch import Tensor
 
 from rlexp.training.dealer.forest import Forest, Share, copied, shared
-from rlexp.training.types import Answered, Floats, Ids, Mask, Pack, Segment
+from rlexp.training.types import Example, Floats, Ids, Mask, Pack, Segment
 
 
 def pack_examples(
-    examples: Sequence[Answered], multiple: int, *, unit: int = 1, packing: bool = True, share: Share | None = None,
-    pad_id: int = 0,
+    examples: Sequence[Example], multiple: int, *, unit: int = 1, packing: bool = True, share: Share | None = None,
+    pad_id: int = 0, forest: Forest | None = None,
 ) -> Pack:  # fmt: skip
     """Pack the answers of each example, one after the other, each after its prompt.
 
     The pack is padded to a multiple of `multiple`, which the layout can share out, and each segment to a multiple of
     `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
-    Sequences share the beginnings that they have in common where `share` says so; None: nothing.
+    Sequences share the beginnings that they have in common where `share` says so; None: nothing. A `forest` that the
+    dealer has made says it already.
     """
-    sequences = [(example.prompt, answer) for example in examples for answer, _ in example.answers]
-    masks = [mask for example in examples for _, mask in example.answers]
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share, pad_id=pad_id, masks=masks)
+    sequences = [(example.prompt, answer) for example in examples for answer in example.answers]
+    masks = [mask for example in examples for _, mask in example.masked]
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share, pad_id=pad_id, masks=masks,
+                          forest=forest)  # fmt: skip
 
 
 def pack_sequences(
@@ -37,11 +39,12 @@ def pack_sequences(
     share: Share | None = None,
     pad_id: int = 0,
     masks: Sequence[Mask | None] = (),
+    forest: Forest | None = None,
 ) -> Pack:
     """Pack (prompt, answer) sequences. An empty micro-batch becomes a pack of padding: its rank takes part in every
     collective and adds nothing. `masks` says which tokens of each answer are trained on; None: all."""
     whole = [np.concatenate(each) for each in sequences]
-    forest = copied(whole) if share is None else shared(whole, share)
+    forest = forest or (copied(whole) if share is None else shared(whole, share))
     segments = _segments(forest, multiple, unit=unit, packing=packing)
     total = segments[-1].start + segments[-1].padded
     tokens, targets = np.full(total, pad_id, dtype=np.int64), np.full(total, pad_id, dtype=np.int64)

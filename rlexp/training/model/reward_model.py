@@ -66,12 +66,12 @@ class RewardModel(nn.Module):
         one that is too long loses the beginning of its prompt.
         """
         if self.texts is None:
-            return sample.prompt.tokens, sample.answer
-        prompt, answer = self.texts.with_answer(sample.prompt.text, sample.text, sample.prompt.origin)
+            return sample.example.prompt, sample.answer
+        prompt, answer = self.texts.with_answer(sample.example.text, sample.text, sample.example.origin)
         room = self.max_length - len(answer)
         if room < 1:
             raise RewardError(
-                f"{self.key}.path={self.cfg.path}: sample {sample.number} of {sample.prompt.origin} is an answer of "
+                f"{self.key}.path={self.cfg.path}: sample {sample.number} of {sample.example.origin} is an answer of "
                 f"{len(answer)} of its tokens, and {self.key}.max_length={self.max_length} counts the prompt too. "
                 f"Raise {self.key}.max_length."
             )

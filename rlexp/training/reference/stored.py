@@ -28,7 +28,7 @@ from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.training.dealer.packing import listed
 from rlexp.training.reference.base import Reference
-from rlexp.training.types import Answered, Floats, Pack, Shard
+from rlexp.training.types import Example, Floats, Pack, Shard
 
 FORMAT = 3  # of the folders, and of the code that computes what is in them
 NO_WEIGHTS = ("freeze", "chat_template", "fused")  # keys of a model
@@ -83,11 +83,11 @@ def key_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
 
 
-def digest_of(examples: Iterable[Answered]) -> bytes:
+def digest_of(examples: Iterable[Example]) -> bytes:
     """Hash the tokens of examples, with what is trained on of each answer."""
     digest = hashlib.sha256()
     for example in examples:
-        for part, mask in ((example.prompt, None), *example.answers):
+        for part, mask in ((example.prompt, None), *example.masked):
             digest.update(f"{len(part)} {mask is not None}\n".encode())
             digest.update(np.asarray(part, dtype=np.int32).tobytes())
             if mask is not None:
@@ -146,13 +146,13 @@ class Rows:
     """The examples whose values are kept, in order: all, or those at some places."""
 
     held_out: bool
-    examples: Sequence[Answered]
+    examples: Sequence[Example]
     places: np.ndarray | None = None  # sorted; None: all
 
     def __len__(self) -> int:
         return len(self.examples) if self.places is None else len(self.places)
 
-    def __getitem__(self, number: int) -> Answered:
+    def __getitem__(self, number: int) -> Example:
         return self.examples[number if self.places is None else int(self.places[number])]
 
     def number(self, place: int) -> int:

@@ -10,7 +10,7 @@ from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.rollout.draws import Draws, Weights
 from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from rlexp.training.world.groups import World
 
 
@@ -22,7 +22,7 @@ class Colocated:
         self.staleness = 0
         self.waited = 0.0
 
-    def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
+    def draw(self, number: int, prompts: Sequence[Example], n_samples: int, rewards: Rewards) -> list[Sample]:
         cfg, began, clock = self._cfg, time.monotonic(), time.time()
         hand = deal(prompts, n_samples, self._world.size)[self._world.rank]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlexp.training.types import Prompt
+from rlexp.training.types import Example
 
 
 @dataclass(frozen=True)
@@ -16,14 +16,14 @@ class Request:
     """A sample to draw. `place` is (the prompt's place in the rollout) × n_samples + `number`."""
 
     place: int
-    prompt: Prompt
+    example: Example
     number: int
 
 
-def deal(prompts: Sequence[Prompt], n_samples: int, ranks: int) -> list[list[Request]]:
+def deal(prompts: Sequence[Example], n_samples: int, ranks: int) -> list[list[Request]]:
     """Return the requests of each rank, longest prompts first."""
     unit = _together(len(prompts), n_samples, ranks)
-    longest_first = sorted(range(len(prompts)), key=lambda place: (-len(prompts[place].tokens), place))
+    longest_first = sorted(range(len(prompts)), key=lambda place: (-len(prompts[place].prompt), place))
     hands: list[list[Request]] = [[] for _ in range(ranks)]
     turn = 0
     for place in longest_first:
@@ -52,7 +52,7 @@ def micro_batches(requests: Sequence[Request], size: int, tokens: int | None, lo
     parts: list[list[Request]] = []
     for request in requests:
         rows = len(parts[-1]) + 1 if parts else size + 1
-        width = max(len(each.prompt.tokens) for each in (*parts[-1], request)) + longest if parts else 0
+        width = max(len(each.example.prompt) for each in (*parts[-1], request)) + longest if parts else 0
         if rows > size or (tokens is not None and rows * width > tokens):
             parts.append([])
         parts[-1].append(request)

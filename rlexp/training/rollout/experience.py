@@ -6,6 +6,7 @@ Shape letters: N samples of a rollout, or trained tokens of a pack; n those of o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,19 +16,19 @@ from rlexp.training.dealer.packing import parted
 from rlexp.training.rollout.host import Host
 from rlexp.training.types import Floats, Pack, Sample, Shard
 
+S = TypeVar("S", bound=Sample)
 Table = dict[str, Tensor]  # columns by name, each (N,) in float64, in the order of the samples' places
 
 
 def table_of(
-    mine: Sequence[Sample], total: int, host: Host, row_of: Callable[[Sample], Mapping[str, float]],
-    names: Sequence[str],
-) -> Table:  # fmt: skip
+    samples: Sequence[S], total: int, host: Host, row_of: Callable[[S], Mapping[str, float]], names: Sequence[str]
+) -> Table:
     """Return the table of `row_of` for all samples, on every rank.
 
     Each place belongs to exactly one rank, so the sum over the ranks is exact.
     """
     numbers = torch.zeros(len(names) + 1, total, dtype=torch.float64)
-    for sample in mine:
+    for sample in samples:
         row = row_of(sample)
         numbers[:, sample.place] = torch.tensor([*(row[name] for name in names), 1.0], dtype=torch.float64)
     host.sum(numbers)
@@ -35,10 +36,10 @@ def table_of(
     return dict(zip(names, numbers[:-1], strict=True))
 
 
-def fetch(mine: Sequence[Sample], places: Sequence[int], host: Host) -> list[Sample]:
+def fetch(local: Sequence[S], places: Sequence[int], host: Host) -> list[S]:
     """Return the samples at these places, in this order, on every rank. A collective call."""
     wanted = set(places)
-    parts = host.gathered([sample for sample in mine if sample.place in wanted])
+    parts = host.gathered([sample for sample in local if sample.place in wanted])
     by_place = {sample.place: sample for part in parts for sample in part}
     return [by_place[place] for place in places]
 

@@ -15,7 +15,7 @@ import torch
 
 from rlexp.base.errors import DrawError
 from rlexp.training.rollout.experience import Table
-from rlexp.training.types import Sample
+from rlexp.training.types import ScoredSample
 
 # A token is beyond this gap if its importance weight leaves e^±0.2 (0.82 to 1.22). That is about as far as the usual
 # clipping (loss.clip_low and loss.clip_high: 0.2) lets all steps on a rollout move its probability.
@@ -25,7 +25,7 @@ ANOTHER_MODEL = 0.5
 COLUMNS = ("gap_sum", "gap_max", "gap_beyond", "gap_whole", "gap_weights", "gap_squares")
 
 
-def gap_of(sample: Sample) -> dict[str, float]:
+def gap_of(sample: ScoredSample) -> dict[str, float]:
     """Return a sample's row in the rollout's table. Sums of weights are logarithms: a weight may be huge."""
     assert sample.old is not None
     gap_L = sample.old.astype(np.float64) - sample.behaviour

@@ -23,7 +23,7 @@ from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.deal import deal, micro_batches
 from rlexp.training.rollout.draws import Draws, Weights
 from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from rlexp.training.world.groups import World
 
 STOP = -1
@@ -53,7 +53,7 @@ class Pipelined:
     staleness: int = 0  # rollouts trained on since its weights were current
     _ahead: Ahead | None = None
 
-    def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
+    def draw(self, number: int, prompts: Sequence[Example], n_samples: int, rewards: Rewards) -> list[Sample]:
         if number >= self.rollouts:  # held-out prompts: the sampling ranks are busy
             return self.alone.draw(number, prompts, n_samples, rewards)
         self.staleness = 1
@@ -122,20 +122,20 @@ class Pipelined:
             self.bridge.tell(STOP)
 
 
-def refuse_other_prompts(samples: Sequence[Sample], prompts: Sequence[Prompt], n_samples: int) -> None:
+def refuse_other_prompts(samples: Sequence[Sample], prompts: Sequence[Example], n_samples: int) -> None:
     """Refuse answers to other prompts than this rank has: another machine reads other rows, or tokenizes otherwise."""
     for sample in samples:
-        prompt = prompts[sample.place // n_samples]
-        if not np.array_equal(sample.prompt.tokens, prompt.tokens):
+        asked = prompts[sample.place // n_samples]
+        if not np.array_equal(sample.example.prompt, asked.prompt):
             raise DrawError(
-                f"{prompt.origin}: a sampling rank drew an answer to another prompt ({sample.prompt.origin}). Give all "
+                f"{asked.origin}: a sampling rank drew an answer to another prompt ({sample.example.origin}). Give all "
                 f"machines the same rows and the same tokenizer."
             )
 
 
 def serve(
     bridge: Bridge, drawer: Draws, handed_over: dict[str, Any], weights: Weights, cfg: RolloutConfig,
-    prompts_of: Callable[[int], Sequence[Prompt]],
+    prompts_of: Callable[[int], Sequence[Example]],
 ) -> None:  # fmt: skip
     """On a sampling rank: draw the rollouts that rank 0 requests, until it says stop. What is trained is handed over
     before each; `weights` is all that the policy is made of."""

@@ -92,7 +92,7 @@ class Drawer:
 
     def _drawn(self, requests: Sequence[Request], rollout: int) -> Drawn:
         cfg, drawn = self._cfg, Drawn(requests, [[] for _ in requests], [[] for _ in requests], [False] * len(requests))
-        streams_B = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
+        streams_B = stream(self._seed, rollout, [r.example.index for r in requests], [r.number for r in requests])
         cache, logits_BV, lengths_B = self._read(requests)
         rows = list(range(len(requests)))  # the request that each row of the batch answers
         for position in self._walk(cache, range(cfg.max_new_tokens)):
@@ -170,7 +170,7 @@ class Drawer:
 def sample_of(request: Request, answer: Ids, behaviour: Floats, *, stopped: bool, text: str) -> Sample:
     return Sample(
         place=request.place,
-        prompt=request.prompt,
+        example=request.example,
         number=request.number,
         answer=answer,
         stopped=stopped,
@@ -181,8 +181,8 @@ def sample_of(request: Request, answer: Ids, behaviour: Floats, *, stopped: bool
 
 def refuse_not_finite(request: Request, tokens: int) -> NoReturn:
     raise DrawError(
-        f"{request.prompt.origin}: the policy's log-probabilities are not finite after {tokens} tokens of an answer. A "
-        f"smaller optim.lr or a warm-up may help."
+        f"{request.example.origin}: the policy's log-probabilities are not finite after {tokens} tokens of an answer. "
+        f"A smaller optim.lr or a warm-up may help."
     )
 
 
@@ -198,8 +198,8 @@ def _distinct(requests: Sequence[Request]) -> tuple[list[Ids], list[int]]:
     prompts: list[Ids] = []
     of_row = []
     for request in requests:
-        if request.prompt.index not in places:
-            places[request.prompt.index] = len(prompts)
-            prompts.append(request.prompt.tokens)
-        of_row.append(places[request.prompt.index])
+        if request.example.index not in places:
+            places[request.example.index] = len(prompts)
+            prompts.append(request.example.prompt)
+        of_row.append(places[request.example.index])
     return prompts, of_row

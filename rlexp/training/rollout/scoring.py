@@ -25,6 +25,7 @@ from rlexp.training.world.objects import gather_objects
 
 Sequences = list[tuple[Ids, Ids]]  # prompt and answer
 Scores = dict[str, list[float]]  # of this rank's samples, by the name of the reward model
+Columns = list[dict[str, Floats]]  # of each sample, values of its tokens: `old`, `values` and `reference`
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,17 @@ class Scorer:
     together: bool  # a forward pass is a collective call of all ranks, not of one ring
 
     @torch.no_grad()
-    def score(self, mine: Sequence[Sample]) -> Scores:
-        """Fill in `old`, `values` and `reference` of this rank's samples, and return the reward models' scores."""
-        sequences = [(sample.prompt.tokens, sample.answer) for sample in mine]
+    def score(self, samples: Sequence[Sample]) -> tuple[Columns, Scores]:
+        """Return what the models say of this rank's samples, and the reward models' scores."""
+        columns: Columns = [{} for _ in samples]
+        sequences = [(sample.example.prompt, sample.answer) for sample in samples]
         for whole, own in self._packs(sequences, together=self.together):
-            self._fill_in(whole, [(at, mine[place]) for at, place in own])
-        return self.score_rewards(mine)
+            for field, arrays in self._computed(whole, [at for at, _ in own]).items():
+                places = [place for _, place in own]
+                kept = self._keep([samples[place] for place in places], field, arrays)
+                for place, values in zip(places, kept, strict=True):
+                    columns[place][field] = values
+        return columns, self.score_rewards(samples)
 
     @torch.no_grad()
     def score_rewards(self, mine: Sequence[Sample]) -> Scores:
@@ -83,23 +89,23 @@ class Scorer:
         parts = gather_objects(mine, ring.size, ring.group)
         return [each for part in parts for each in part], sum(map(len, parts[: ring.rank]))
 
-    def _fill_in(self, sequences: Sequences, own: Sequence[tuple[int, Sample]]) -> None:
+    def _computed(self, sequences: Sequences, own: Sequence[int]) -> dict[str, list[Floats]]:
+        """Run the models on a pack, and return columns of the sequences at some places."""
         pack = self.pack(sequences)
         shard = self.hold(pack)
-        said = self.policy(shard)
-        columns = {"old": said.logps_n}
-        if said.values_n is not None:
-            columns["values"] = said.values_n
+        outputs = self.policy(shard)
+        columns = {"old": outputs.logps_n}
+        if outputs.values_n is not None:
+            columns["values"] = outputs.values_n
         if self.reference is not None:
             columns["reference"] = self.reference.logps(shard)
-        for field, values_n in columns.items():
-            of_sequences = off_pack(pack, shard, values_n)
-            self._keep([sample for _, sample in own], field, [of_sequences[at] for at, _ in own])
+        whole = {field: off_pack(pack, shard, values_n) for field, values_n in columns.items()}
+        return {field: [of_sequences[at] for at in own] for field, of_sequences in whole.items()}
 
-    def _keep(self, samples: Sequence[Sample], field: str, arrays: Sequence[Floats]) -> None:
+    def _keep(self, samples: Sequence[Sample], field: str, arrays: Sequence[Floats]) -> list[Floats]:
         for sample, values in zip(samples, arrays, strict=True):
             assert len(values) == len(sample.answer), f"{field}: {len(values)} values of {len(sample.answer)} tokens"
-            setattr(sample, field, values.astype(self.dtype))
+        return [values.astype(self.dtype) for values in arrays]
 
     def _scored(self, model: RingRewardModel, mine: Sequence[Sample]) -> list[float]:
         """Return the scores of this rank's samples. A ring runs its own reward model: no other waits for it."""

@@ -15,7 +15,7 @@ import torch
 from rlexp.base.wilson import wilson
 from rlexp.training.algos.base import Losses
 from rlexp.training.metrics.meter import REPLICATED, Meter
-from rlexp.training.types import Answered, moved
+from rlexp.training.types import Example, moved
 
 ACCURACIES = ("rewards/accuracies", "mean_token_accuracy")  # the metrics that are an accuracy
 
@@ -33,9 +33,9 @@ class Buckets:
         ends = [0, *self.bounds]
         return [*(f"{one}-{other}" for one, other in zip(ends, self.bounds, strict=False)), f"{self.bounds[-1]}+"]
 
-    def note(self, meter: Meter, examples: Sequence[Answered], losses: Losses) -> None:
+    def note(self, meter: Meter, examples: Sequence[Example], losses: Losses) -> None:
         """Meter a micro-batch."""
-        places = np.searchsorted(self.bounds, [longest(each) for each in examples], side="left")
+        places = np.searchsorted(self.bounds, [each.longest() for each in examples], side="left")
         one_E = torch.ones_like(losses.losses_E)
         shares_E = losses.weights_E.get("loss", one_E)
         accuracy = next((name for name in ACCURACIES if name in losses.metrics_E), None)
@@ -61,8 +61,3 @@ class Buckets:
                 low, high = wilson(values[f"{name}/accuracy"], judged)
                 values |= {f"{name}/accuracy_low": low, f"{name}/accuracy_high": high}
         return values
-
-
-def longest(example: Answered) -> int:
-    """Return the tokens of an example's longest sequence."""
-    return len(example.prompt) + max(len(answer) for answer, _ in example.answers)

@@ -25,9 +25,9 @@ from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
 from rlexp.training.dataset.store import Store, labels_of
 from rlexp.training.dataset.store_making import store_of
-from rlexp.training.dataset.tokens import Encoder, Example, Outcome, Refused, RowTokenizer, counted, typed
+from rlexp.training.dataset.tokens import Encoder, Outcome, Refused, RowTokenizer, counted
 from rlexp.training.dataset.views import Halves, Joined, Places, drawn
-from rlexp.training.types import Row
+from rlexp.training.types import Example, Row
 from rlexp.training.world.groups import World
 from rlexp.training.world.machines import leaders_of
 from rlexp.training.world.objects import gather_objects, some_do
@@ -56,8 +56,8 @@ class Margins:
 class Examples:
     """Tokenized examples: those to train on, and those held out."""
 
-    train: Sequence[Any]
-    held_out: Sequence[Any]
+    train: Sequence[Example]
+    held_out: Sequence[Example]
     dropped: Counter[str]
     held_out_dropped: Counter[str]
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
@@ -113,34 +113,31 @@ def sampler_of(cfg: Config, kind: Kind, size: int, mixture: Mixture | None = Non
     return Sampler(size, cfg.train.batch_size, drop_last=cfg.data.drop_last, **common)
 
 
-def longest_examples(cfg: Config) -> list[Any]:
+def longest_examples(cfg: Config) -> list[Example]:
     """Make one train batch of the longest examples: half of an answer is trained on, and no two sequences have a token
     in common but for the prompt's only one."""
-    kind, lengths = cfg.loss.rows, fullest_micro_batch(cfg)
-    sides = len(SIDES[kind])
-    row = Row("", ("",) * sides, "", label=True, margin=0.0)
+    lengths, sides = fullest_micro_batch(cfg), len(SIDES[cfg.loss.rows])
 
     def example(index: int) -> Example:
         length = lengths[index % len(lengths)]
         mask = np.arange(length - 1) >= length // 2 - 1
         answers = tuple(np.full(length - 1, index * sides + side, dtype=np.int32) for side in range(sides))
-        return Example(row, np.full(1, index, dtype=np.int32), answers, (mask,) * sides)
+        return Example(index, np.full(1, index, dtype=np.int32), answers, (mask,) * sides, label=True, margin=0.0)
 
-    return [typed(kind, index, example(index)) for index in range(cfg.train.batch_size)]
+    return [example(index) for index in range(cfg.train.batch_size)]
 
 
 def sharing_examples(cfg: Config, answers: int) -> Examples:
     """Make one train batch of the longest pairs whose answers have so many tokens, all of them trained on. The answers
     of a pair share its prompt, and nothing else is shared."""
     prompt = cfg.data.max_length - answers
-    row = Row("", ("", ""), "", label=True, margin=0.0)
 
     def example(index: int) -> Example:
-        said = tuple(np.full(answers, 2 * index + side, dtype=np.int32) for side in range(2))
-        return Example(row, np.full(prompt, 2 * index, dtype=np.int32), said, (np.ones(answers, dtype=np.bool_),) * 2)
+        both = tuple(np.full(answers, 2 * index + side, dtype=np.int32) for side in range(2))
+        masks = (np.ones(answers, dtype=np.bool_),) * 2
+        return Example(index, np.full(prompt, 2 * index, dtype=np.int32), both, masks, margin=0.0)
 
-    pairs = [typed(cfg.loss.rows, index, example(index)) for index in range(cfg.train.batch_size)]
-    return Examples(pairs, [], Counter(), Counter())
+    return Examples([example(index) for index in range(cfg.train.batch_size)], [], Counter(), Counter())
 
 
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:
@@ -268,13 +265,13 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World, *, t
     rows = rows if trains else []
     outcomes, held = (encode_shared(encoder, each, world) for each in (rows, held_rows))
     train, held_out = (
-        [typed(kind, index, each) for index, each in enumerate(one for one in part if isinstance(one, Example))]
+        [replace(each, index=index) for index, each in enumerate(one for one in part if isinstance(one, Example))]
         for part in (outcomes, held)
     )
     kept = [each for each in (*outcomes, *held) if isinstance(each, Example)]
-    highest = max(((each.highest(), each.row.origin) for each in kept), default=(-1, ""))
-    margins = Margins.of([(1, each.row.origin) for each in kept if each.row.margin is None], len(kept))
-    labels = labels_of(each.row for each in outcomes if isinstance(each, Example))
+    highest = max(((each.highest(), each.origin) for each in kept), default=(-1, ""))
+    margins = Margins.of([(1, each.origin) for each in kept if each.margin is None], len(kept))
+    labels = labels_of(each for each in outcomes if isinstance(each, Example))
     return Examples(train, held_out, counted(outcomes), counted(held), highest, margins, labels)
 
 

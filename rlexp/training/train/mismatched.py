@@ -5,18 +5,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from rlexp.training.dataset.tokens import fitted
-from rlexp.training.types import Answered, Completion
+from rlexp.training.types import Example
 
 
 @dataclass(frozen=True)
 class Mismatched:
     """Each prompt of a batch, with the answer of its partner."""
 
-    examples: Sequence[Answered]
+    examples: Sequence[Example]
     max_length: int
     begin: int | None  # the token that begins a text
 
@@ -24,11 +24,12 @@ class Mismatched:
     def partners(self) -> list[int]:
         return partners_of([example.prompt.tobytes() for example in self.examples])
 
-    def at(self, place: int) -> Completion:
+    def at(self, place: int) -> Example:
         own, other = self.examples[place], self.examples[self.partners[place]]
-        answer, mask = other.answers[0]
-        prompt, (answer,), (mask,) = fitted(own.prompt, (answer,), (mask,), self.max_length, self.begin)
-        return Completion(own.index, prompt, answer, f"{own.origin} with the answer of {other.origin}", mask, own.label)
+        answer, mask = other.masked[0]
+        prompt, answers, masks = fitted(own.prompt, (answer,), (mask,), self.max_length, self.begin)
+        origin = f"{own.origin} with the answer of {other.origin}"
+        return replace(own, prompt=prompt, answers=answers, masks=masks, origin=origin)
 
 
 def partners_of(prompts: Sequence[Hashable]) -> list[int]:

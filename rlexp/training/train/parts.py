@@ -11,6 +11,7 @@ import torch
 from rlexp.config.checks.layout import Choice
 from rlexp.config.schema import BackendName, Config, TransportName
 from rlexp.training.dealer.deal import Dealer
+from rlexp.training.dealer.forest import Forest
 from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.base import Engine
@@ -76,9 +77,9 @@ class Setting:
             "share": self.dealer.share,
         }
 
-    def pack(self, sequences: Sequence[tuple[Ids, Ids]]) -> Pack:
+    def pack(self, sequences: Sequence[tuple[Ids, Ids]], forest: Forest | None = None) -> Pack:
         """Pack prompts with their answers."""
-        return pack_sequences(sequences, **self.padding)
+        return pack_sequences(sequences, **self.padding, forest=forest)
 
     def shard(self, pack: Pack) -> Shard:
         """Return this rank's part of a pack, in the host's memory."""

@@ -6,9 +6,8 @@ epoch), and the tokens drawn from (seed, rollout, prompt, sample, position): not
 
 from __future__ import annotations
 
-import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,10 +28,10 @@ from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Table, fetch, table_of
 from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
 from rlexp.training.rollout.host import Host
-from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.rollout.scoring import Scorer
+from rlexp.training.rollout.rewards.weighted import Judged, Rewards
+from rlexp.training.rollout.scoring import Columns, Scorer, Scores
 from rlexp.training.sinks.base import RolloutFacts, Shown
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import CreditedSample, Example, Sample, ScoredSample
 from rlexp.training.world.groups import World
 
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
@@ -48,7 +47,7 @@ class Source(Protocol):
     spans: list[tuple[float, float]]  # when the rollout was drawn, by the clock
     staleness: int  # rollouts trained on between the weights that drew it and now
 
-    def draw(self, number: int, prompts: Sequence[Prompt], n_samples: int, rewards: Rewards) -> list[Sample]:
+    def draw(self, number: int, prompts: Sequence[Example], n_samples: int, rewards: Rewards) -> list[Sample]:
         """Return this rank's samples of rollout `number`, handing them to the rewards as they come.
 
         All ranks together get the same samples, whichever rank draws them.
@@ -68,7 +67,7 @@ class Made:
     """A new rollout's values for the row of its first step, and its samples for the sinks."""
 
     number: int
-    samples: list[Sample]  # this rank's
+    samples: list[CreditedSample]  # this rank's
     values: dict[str, float]
     seconds: dict[str, float]  # this rank's, by phase
     spans: dict[str, list[tuple[float, float]]]  # by the clock: when it was drawn, taken in and scored
@@ -92,8 +91,8 @@ class Rollouts:
     loss: PolicyLoss
     seed: int
     train_batch: int
-    prompts: Sequence[Prompt]
-    eval_prompts: Sequence[Prompt]
+    prompts: Sequence[Example]
+    eval_prompts: Sequence[Example]
     sampler: Sampler
     source: Source
     rewards: Rewards
@@ -103,7 +102,7 @@ class Rollouts:
     phases: Phases
     controller: KLController = field(init=False)
     number: int = -1  # the rollout at hand
-    mine: list[Sample] = field(default_factory=list)
+    mine: list[CreditedSample] = field(default_factory=list)  # this rank's samples
     kl_coef: float = 0.0  # the coefficient the rollout was made with
     made: Made | None = None  # the last rollout, until `told` has shown it
 
@@ -124,7 +123,7 @@ class Rollouts:
     def batch(self, step: int) -> Batch:
         return samples_of_step(self.cfg, self.seed, self.train_batch, step)
 
-    def samples(self, batch: Batch) -> list[Sample]:
+    def samples(self, batch: Batch) -> list[CreditedSample]:
         """Return a whole train batch on every rank. A collective call."""
         return fetch(self.mine, batch.indices, self.host)
 
@@ -136,24 +135,23 @@ class Rollouts:
         began = time.monotonic()
         prompts = [self.prompts[index] for index in self.sampler.batch(number + 1).indices]
         with self.phases("rollout"):
-            self.mine = self.source.draw(number, prompts, self.cfg.n_samples, self.rewards)
+            samples = self.source.draw(number, prompts, self.cfg.n_samples, self.rewards)
             self.host.meet()
         drawn = time.monotonic()
         with self.phases("score"):
-            model_scores = self.scorer.score(self.mine)
-            self._collect(self.mine, model_scores)
+            scored = self._collect(samples, *self.scorer.score(samples))
             self.kl_coef, self.number = self.controller.beta, number
-            table = self._table(self.mine, self.size, scored=True)
-            self._give_credit(table)
+            table = self._table(scored, self.size, scored=True)
+            self.mine = self._give_credit(scored, table)
         values = self._values(table)
         self._refuse(values)
         self.controller.update(values["objective/kl"], self.size)
         seconds = {"rollout": drawn - began, "score": time.monotonic() - drawn}
         seconds |= {"sampling": self.source.seconds, "waited": self.source.waited}
         now = time.time()
-        scored = now - (time.monotonic() - drawn)
-        spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), scored)],
-                 "scoring": [(scored, now)]}  # fmt: skip
+        began_to_score = now - (time.monotonic() - drawn)
+        spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), began_to_score)],
+                 "scoring": [(began_to_score, now)]}  # fmt: skip
         self.made = Made(number, self.mine, values, seconds, spans)
         return self.made
 
@@ -161,18 +159,18 @@ class Rollouts:
         if self.cfg.engine is RolloutEngine.vllm and self.source.staleness == 0:
             refuse_another_model(values, self.number + 1)
 
-    def _collect(self, mine: Sequence[Sample], model_scores: dict[str, list[float]]) -> None:
-        self.rewards.collect()
-        for name, scores in model_scores.items():
-            self.rewards.add(name, mine, scores)
-        self.rewards.finish(mine)
-        for sample in mine:
-            if self.cfg.overlong is Overlong.penalty and not sample.stopped:
-                sample.score -= self.cfg.overlong_penalty
-            sample.counts = sample.stopped or self.cfg.overlong is not Overlong.mask
+    def _collect(self, samples: Sequence[Sample], columns: Columns, by_models: Scores) -> list[ScoredSample]:
+        judged = self.rewards.judged(samples, by_models)
+        return [self._scored(*each) for each in zip(samples, judged, columns, strict=True)]
 
-    def _table(self, mine: Sequence[Sample], total: int, *, scored: bool) -> Table:
-        def row(sample: Sample) -> dict[str, float]:
+    def _scored(self, sample: Sample, judged: Judged, columns: Mapping[str, Any]) -> ScoredSample:
+        less = self.cfg.overlong_penalty if self.cfg.overlong is Overlong.penalty and not sample.stopped else 0.0
+        counts = sample.stopped or self.cfg.overlong is not Overlong.mask
+        score = judged.score - less
+        return ScoredSample(**vars(sample), **columns, score=score, terms=judged.terms, counts=counts)
+
+    def _table(self, samples: Sequence[ScoredSample], total: int, *, scored: bool) -> Table:
+        def row(sample: ScoredSample) -> dict[str, float]:
             numbers = {"score": sample.score, "length": float(len(sample.answer)), "stopped": float(sample.stopped)}
             numbers |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
             if scored:
@@ -184,9 +182,9 @@ class Rollouts:
 
         names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
         names += ["surprise", "kl", "kl_estimate", *COLUMNS] if scored else []
-        return table_of(mine, total, self.host, row, names)
+        return table_of(samples, total, self.host, row, names)
 
-    def _log_ratio(self, sample: Sample) -> Tensor:
+    def _log_ratio(self, sample: ScoredSample) -> Tensor:
         """Return log(policy / reference) of each token, in float64; zeros without a reference."""
         assert sample.old is not None
         old_L = torch.from_numpy(sample.old).double()
@@ -197,20 +195,23 @@ class Rollouts:
     def _kl(self, d_L: Tensor) -> Tensor:
         return estimate(self.loss_cfg.kl, d_L)
 
-    def _give_credit(self, table: Table) -> None:
+    def _give_credit(self, samples: Sequence[ScoredSample], table: Table) -> list[CreditedSample]:
         """Give this rank's samples their advantages by token, from the outcomes of all samples."""
         group_N = torch.arange(self.size) // self.cfg.n_samples
         credit_N = self.loss.credit(Outcomes(table["score"], table["kl_estimate"], group_N), self.kl_coef)
         without_signal = without_signal_of(table["score"], self.cfg.n_samples)
-        for sample in self.mine:
+        credited = []
+        for sample in samples:
             values_L = None if sample.values is None else torch.from_numpy(sample.values).double()
             kl_L = self._kl(self._log_ratio(sample))
             spread = self.loss.spread(float(credit_N[sample.place]), kl_L, values_L, self.kl_coef)
-            sample.advantages = spread.advantages_L.numpy().astype(self.scorer.dtype)
-            if spread.returns_L is not None:
-                sample.returns = spread.returns_L.numpy().astype(self.scorer.dtype)
-            if self.loss_cfg.filter and bool(without_signal[sample.place]):
-                sample.counts = False
+            counts = sample.counts and not (self.loss_cfg.filter and bool(without_signal[sample.place]))
+            returns = None if spread.returns_L is None else spread.returns_L.numpy().astype(self.scorer.dtype)
+            credited.append(CreditedSample(
+                **vars(sample) | {"counts": counts}, advantages=spread.advantages_L.numpy().astype(self.scorer.dtype),
+                returns=returns,
+            ))  # fmt: skip
+        return credited
 
     def _values(self, table: Table) -> dict[str, float]:
         """Return the rollout's values under TRL's names, where it has one: means over samples of sums over tokens."""
@@ -239,7 +240,7 @@ class Rollouts:
     def _explained_variance(self) -> float:
         """Return 1 − Var(returns − values) / Var(returns) over the rollout's tokens; 0 where all returns are equal."""
 
-        def sums(sample: Sample) -> dict[str, float]:
+        def sums(sample: CreditedSample) -> dict[str, float]:
             assert sample.returns is not None
             assert sample.values is not None
             returns = sample.returns.astype(np.float64)
@@ -273,10 +274,10 @@ class Rollouts:
     def evaluate(self) -> dict[str, float]:
         """Answer each held-out prompt once, with the same random numbers every time. A collective call."""
         with self.phases("eval"):
-            mine = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
+            samples = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
             self.host.meet()
-            self._collect(mine, self.scorer.score_rewards(mine))
-            table = self._table(mine, len(self.eval_prompts), scored=False)
+            scored = self._collect(samples, [{} for _ in samples], self.scorer.score_rewards(samples))
+            table = self._table(scored, len(self.eval_prompts), scored=False)
         mean = {name: float(column.mean()) for name, column in table.items()}
         renamed = {"score": "objective/scores", "length": "response/length", "stopped": "response/stopped"}
         return {renamed.get(name, name): value for name, value in mean.items()}
@@ -287,13 +288,10 @@ class Rollouts:
         return {"number": self.number, "kl_coef": self.kl_coef, "beta": self.controller.beta, **sizes}
 
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
-        """Return this rank's samples that steps after `step` will take, by the name of their file in a checkpoint.
-
-        Samples drawn ahead are copied: they may be scored while the checkpoint is being written.
-        """
+        """Return this rank's samples that steps after `step` will take, by the name of their file in a checkpoint."""
         waiting = self.source.waiting()
-        ahead = {} if waiting is None else {NEXT: [dataclasses.replace(sample) for sample in waiting]}
-        return ahead | ({NOW: list(self.mine)} if step % self.steps_each else {})
+        now: list[Sample] = list(self.mine)
+        return ({} if waiting is None else {NEXT: waiting}) | ({NOW: now} if step % self.steps_each else {})
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
         rank, ranks = self.world.rank, self.world.size
@@ -307,9 +305,9 @@ class Rollouts:
         self.controller.beta = position["beta"]
         if step % self.steps_each:
             self.number, self.kl_coef = position["number"], position["kl_coef"]
-            self.mine = saved.read(folder, NOW, self.prompts, rank, ranks)
+            self.mine = saved.credited(folder, NOW, self.prompts, rank, ranks)
         if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
-            waiting = saved.read(folder, NEXT, self.prompts, rank, ranks)
+            waiting = saved.drawn(folder, NEXT, self.prompts, rank, ranks)
             self.source.restore(position["number"] + 1, waiting)
 
     def finish(self) -> None:
@@ -321,9 +319,9 @@ class Rollouts:
         self.rewards.close()
 
 
-def shown(sample: Sample) -> Shown:
+def shown(sample: ScoredSample) -> Shown:
     length = len(sample.answer)
-    return Shown(sample.prompt.text, sample.text, sample.score, sample.terms, length, sample.stopped)
+    return Shown(sample.example.text, sample.text, sample.score, sample.terms, length, sample.stopped)
 
 
 def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:

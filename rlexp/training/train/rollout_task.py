@@ -38,7 +38,7 @@ from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.surroundings import HERE, Surroundings
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
-from rlexp.training.types import Ids, Prompt, Sample, Shard, TokenLogps, Wanted, moved
+from rlexp.training.types import CreditedSample, Example, Ids, Sample, Shard, TokenLogps, Wanted, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -73,7 +73,7 @@ class RolloutTask(Task):
         """Make the prompts of one rollout, each as long as its answers leave room for."""
         length = cfg.data.max_length - cfg.rollout.max_new_tokens
         prompts = [
-            Prompt(index, np.full(length, index, dtype=np.int32), "", None, f"prompt {index}")
+            Example(index, np.full(length, index, dtype=np.int32), origin=f"prompt {index}")
             for index in range(cfg.rollout.batch_size)
         ]
         return Examples(prompts, [], Counter(), Counter())
@@ -155,7 +155,7 @@ class RolloutTask(Task):
 class SamplesMicroBatch(MicroBatch):
     """The samples of a micro-batch, and what is known of their tokens beside the policy's answers."""
 
-    samples: tuple[Sample, ...]
+    samples: tuple[CreditedSample, ...]
     known: dict[str, Tensor | None]
 
 
@@ -174,7 +174,8 @@ class RolloutStep(Step):
         run, indices = self.task.run, self.micro_batches[number]
         with run.phases("data"):
             samples = [self.weighed.samples[index] for index in indices]
-            pack = run.pack([(sample.prompt.tokens, sample.answer) for sample in samples])
+            sequences = [(sample.example.prompt, sample.answer) for sample in samples]
+            pack = run.pack(sequences, self.forests[number])
             shard = run.shard(pack)
             known = laid_out(self.task, self.weighed, indices, shard)
             columns = {name: None if column is None else moved(column, run.device) for name, column in known.items()}
@@ -196,7 +197,7 @@ class RolloutStep(Step):
         return (terms.loss + 0.0 * everything) * run.world.size
 
     def samples(self) -> list[str]:
-        return [sample.prompt.origin for sample in self.weighed.samples]
+        return [sample.example.origin for sample in self.weighed.samples]
 
     def measure(self, meter: Meter) -> None:
         """Meter the seconds of the slowest rank by phase; of sampling, the fastest rank's too, with its sign turned."""
@@ -218,25 +219,25 @@ class RolloutStep(Step):
 
 def whole(sample: Sample) -> Ids:
     """Return the tokens of a sample, with its prompt's."""
-    return np.concatenate((sample.prompt.tokens, sample.answer))
+    return np.concatenate((sample.example.prompt, sample.answer))
 
 
 @dataclass(frozen=True)
 class Weighed:
     """A train batch, with the weights of its tokens and samples in the loss."""
 
-    samples: Sequence[Sample]
+    samples: Sequence[CreditedSample]
     advantages: Sequence[Tensor]
     token_B: Tensor
     sequence_B: Tensor
 
     @staticmethod
-    def of(task: RolloutTask, samples: Sequence[Sample]) -> Weighed:
+    def of(task: RolloutTask, samples: Sequence[CreditedSample]) -> Weighed:
         """Every rank has the whole train batch before its first micro-batch, and comes to the same numbers."""
         cfg = task.loss_cfg
         counts_B = torch.tensor([sample.counts for sample in samples])
         lengths_B = torch.tensor([len(sample.answer) for sample in samples])
-        advantages = [torch.from_numpy(_there(sample.advantages)).double() for sample in samples]
+        advantages = [torch.from_numpy(sample.advantages).double() for sample in samples]
         if cfg.whiten:
             advantages = whiten(advantages, counts_B)
         token_B = token_weight(cfg.normalize, lengths_B, counts_B, task.cfg.max_new_tokens)
@@ -302,8 +303,3 @@ def note(terms: PolicyTerms, tokens: PolicyTokens, meter: Meter) -> None:
     for name, value_n in terms.peaks_n.items():
         there_n = value_n.masked_fill(trained_n <= 0, -math.inf)
         meter.add_max(name, there_n.max() if len(there_n) else -math.inf)
-
-
-def _there(array: np.ndarray | None) -> np.ndarray:
-    assert array is not None
-    return array

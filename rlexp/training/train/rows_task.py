@@ -47,7 +47,7 @@ from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
-from rlexp.training.types import Answered, Floats, SequenceName, moved
+from rlexp.training.types import Example, Floats, SequenceName, moved
 from rlexp.training.world.objects import gather_objects
 
 
@@ -143,7 +143,7 @@ class Use(Enum):
 class RowsMicroBatch(MicroBatch):
     """The examples of a micro-batch, and what is known of them beside the models' answers."""
 
-    examples: tuple[Answered, ...]
+    examples: tuple[Example, ...]
     places: tuple[int, ...]  # of the examples in their batch
     use: Use
     number: int | None  # of those of the step; None for any other
@@ -171,7 +171,7 @@ class RowsStep(Step):
     prepared: Prepared = Prepared()
 
     def __init__(
-        self, task: RowsTask, batch: Batch, examples: Sequence[Answered], watch: Watch = NOTHING, *,
+        self, task: RowsTask, batch: Batch, examples: Sequence[Example], watch: Watch = NOTHING, *,
         held_out: bool = False,
     ) -> None:  # fmt: skip
         self.task, self.batch, self.examples = task, batch, examples
@@ -181,7 +181,7 @@ class RowsStep(Step):
         self.carried: Mapping[str, float] = task.carried
         self.take(task.held_out_dealt if held_out else self.deal(examples.__getitem__), task.run.world.replica)
 
-    def deal(self, example: Callable[[int], Answered]) -> Dealt:
+    def deal(self, example: Callable[[int], Example]) -> Dealt:
         """Deal one example for each place of the batch."""
         dealer = self.task.run.dealer
         try:
@@ -207,8 +207,8 @@ class RowsStep(Step):
         """
         parts: list[tuple[Sequence[int], Values]] = []
         with self.task.run.phases("collect"):
-            for places in self.micro_batches:
-                values, _ = self.values(self.packed(places, Use.collecting), prepared)
+            for number, places in enumerate(self.micro_batches):
+                values, _ = self.values(self.packed(places, Use.collecting, number), prepared)
                 parts.append((places, values))
             whole = self.whole_batch(parts)
         reference = {number: values.reference for number, (_, values) in enumerate(parts)}
@@ -240,7 +240,7 @@ class RowsStep(Step):
 
     def packed(
         self, places: Sequence[int], use: Use, number: int | None = None, *,
-        others: Callable[[int], Answered] | None = None,
+        others: Callable[[int], Example] | None = None,
     ) -> RowsMicroBatch:  # fmt: skip
         """Return this rank's part of some examples, on its way to the device, with what is known of them.
 
@@ -250,7 +250,8 @@ class RowsStep(Step):
         examples = tuple(map(others or self.examples.__getitem__, places))
         names = [SequenceName(self.held_out, self.batch.indices[place], answer)
                  for place in places for answer in range(len(sides))] if others is None else []  # fmt: skip
-        pack = replace(pack_examples(examples, **run.padding), names=tuple(names))
+        forest = None if number is None or not self.forests else self.forests[number]
+        pack = replace(pack_examples(examples, **run.padding, forest=forest), names=tuple(names))
         shard = run.shard(pack)
         if wanted.scores:
             shard = with_ends(shard, pack)
@@ -260,7 +261,7 @@ class RowsStep(Step):
         if wanted.tail_weight < 1:
             weights = [part for each in examples for part in tail_weights(each, wanted.tail_weight)]
             tail_n = moved(listed(weights, torch.float64)[shard.listed_n], run.device)
-        counts = np.array([[trained_tokens(*answer) for answer in each.answers] for each in examples])
+        counts = np.array([[trained_tokens(*answer) for answer in each.masked] for each in examples])
         tokens_ES = moved(torch.from_numpy(counts.reshape(len(examples), len(sides))).double(), run.device)
         margin_E = self.column([each.margin or 0.0 for each in examples]) if wanted.margins else None
         label_E = self.column([each.label for each in examples]) if wanted.labels else None
@@ -403,16 +404,16 @@ def note(meter: Meter, values: Values, losses: Losses) -> None:
         meter.add_difference(name, one, other)
 
 
-def mean_tokens(examples: Sequence[Answered]) -> float:
+def mean_tokens(examples: Sequence[Example]) -> float:
     """Return the mean number of trained tokens of the examples' first answers."""
-    return sum(trained_tokens(*example.answers[0]) for example in examples) / len(examples)
+    return sum(trained_tokens(*example.masked[0]) for example in examples) / len(examples)
 
 
 def trained_tokens(answer: Any, mask: Any) -> int:
     return len(answer) if mask is None else int(np.count_nonzero(mask))
 
 
-def tail_weights(example: Answered, weight: float) -> list[Floats]:
+def tail_weights(example: Example, weight: float) -> list[Floats]:
     """Return the weight of each trained token of an example's answers: less beyond the length of the shortest."""
-    lengths = [trained_tokens(*answer) for answer in example.answers]
+    lengths = [trained_tokens(*answer) for answer in example.masked]
     return [np.where(np.arange(length) < min(lengths), 1.0, weight) for length in lengths]

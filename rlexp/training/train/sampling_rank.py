@@ -21,7 +21,7 @@ from rlexp.training.train.build import build_policy
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.surroundings import HERE
-from rlexp.training.types import Prompt, Wanted
+from rlexp.training.types import Example, Wanted
 from rlexp.training.world.groups import ALONE, World
 
 
@@ -41,7 +41,7 @@ def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
     policy.eval().requires_grad_(False)
     drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
 
-    def prompts_of(number: int) -> list[Prompt]:
+    def prompts_of(number: int) -> list[Example]:
         return [examples.train[index] for index in sampler.batch(number + 1).indices]
 
     with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn

@@ -19,6 +19,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt
+from rlexp.training.dealer.forest import Forest
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.reference.base import Reference
 from rlexp.training.rollout.bridge import Bridge
@@ -67,12 +68,14 @@ class Step(ABC):
     dealt: Dealt  # the samples of all replicas
     micro_batches: Sequence[Sequence[int]]  # this replica's samples
     tokens: Sequence[int]  # of each micro-batch
+    forests: Sequence[Forest]  # of each, where the dealer keeps them
     prepared: Any = None  # what `prepare` has returned
 
     def take(self, dealt: Dealt, replica: int) -> None:
         """Take this replica's share of the train batch."""
         self.dealt = dealt
         self.micro_batches, self.tokens = self.dealt.packs[replica], self.dealt.tokens(replica)
+        self.forests = self.dealt.forests[replica] if self.dealt.forests else ()
 
     def prepare(self) -> Any:
         """Run the passes without gradient that come before the first micro-batch; return what they find, frozen. A

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from rlexp.training.dataset.tokens import Example
-from rlexp.training.types import Pair
+from rlexp.training.types import Example
 from tests.helpers.faults.base import (
     CUT,
     CUT_ANSWERS,
@@ -38,10 +37,9 @@ def swapped(example: Example) -> Example:
     return replace(example, answers=example.answers[::-1])
 
 
-def rejected_first(pair: Pair) -> Pair:
+def rejected_first(pair: Example) -> Example:
     """Swap the answers of a pair, with their masks."""
-    return replace(pair, chosen=pair.rejected, rejected=pair.chosen, chosen_mask=pair.rejected_mask,
-                   rejected_mask=pair.chosen_mask)  # fmt: skip
+    return replace(pair, answers=pair.answers[::-1], masks=pair.masks[::-1])
 
 
 def longer(original: Any, self: Any, rows: Any) -> Any:

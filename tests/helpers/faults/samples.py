@@ -62,8 +62,8 @@ def of_micro_batch(original: Any, task: Any, batch: Any, indices: Sequence[int],
 def kept(field: str, values: Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]) -> Change:
     """Keep other values of the scoring pass."""
 
-    def change(original: Any, self: Any, chunk: Any, name: str, arrays: Any) -> None:
-        original(self, chunk, name, values(chunk, arrays) if name == field else arrays)
+    def change(original: Any, self: Any, chunk: Any, name: str, arrays: Any) -> Any:
+        return original(self, chunk, name, values(chunk, arrays) if name == field else arrays)
 
     return change
 
@@ -84,24 +84,21 @@ def all_count(weights: Any) -> Callable[..., Any]:
     return lambda normalize, lengths_B, counts_B, fixed: weights(normalize, lengths_B, torch.ones_like(counts_B), fixed)
 
 
-def counting_again(original: Any, self: Any, mine: Any, scores: Any) -> None:
-    original(self, mine, scores)
-    for sample in mine:
-        sample.counts = True
+def counting_again(original: Any, *args: Any) -> Any:
+    return [replace(sample, counts=True) for sample in original(*args)]
 
 
-def of_the_neighbour(original: Any, self: Any, samples: Sequence[Any]) -> None:
-    original(self, samples)
-    terms = [sample.terms[self.name] for sample in samples]
-    for sample, term in zip(samples, [*terms[1:], *terms[:1]], strict=True):
-        sample.terms[self.name] = term
+def of_the_neighbour(original: Any, self: Any) -> dict[int, float]:
+    terms = original(self)
+    return dict(zip(terms, [*terms.values()][1:] + [*terms.values()][:1], strict=True))
 
 
-def without_penalty(original: Any, self: Any, mine: Any, scores: Any) -> None:
+def without_penalty(original: Any, self: Any, *args: Any) -> Any:
     held, self.cfg = self.cfg, copy.copy(self.cfg)
     self.cfg.overlong_penalty = 0.5
-    original(self, mine, scores)
+    scored = original(self, *args)
     self.cfg = held
+    return scored
 
 
 def a_step_more(_original: Any, self: Any, step: int) -> int:
@@ -207,7 +204,7 @@ def sample(name: str, target: str, change: Change | Seeing, stage: str, module: 
 
 TASK, SUPPLY, SCORER = "train.rollout_task", "train.rollout_supply:Rollouts", "rollout.scoring:Scorer"
 SAMPLE_FAULTS = (
-    sample("a reward given to the neighbour", "rollout.rewards.rule:RuleReward.submit", of_the_neighbour, "rewards",
+    sample("a reward given to the neighbour", "rollout.rewards.rule:RuleReward.collect", of_the_neighbour, "rewards",
            ROLLOUT),
     sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", TRAIN,
            "rollout.overlong=penalty"),

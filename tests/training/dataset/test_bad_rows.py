@@ -319,7 +319,7 @@ def test_calls_of_tools_may_be_json_and_must_be_calls(tmp_path: Path) -> None:
     )
     for calls in ([call], json.dumps([call])):
         made = read(write_lines(tmp_path, [row(calls)]), tokenizer=tokenizer).train[0]
-        assert "(add)" in tokenizer.decode(made.chosen)
+        assert "(add)" in tokenizer.decode(made.answers[0])
     for calls in (True, 3, "add", '{"name": "add"}', [json.dumps(call)]):
         with pytest.raises(DataError, match=r":1: field `chosen` has a message \(number 1\) whose `tool_calls` is no"):
             read(write_lines(tmp_path, [row(calls)]), tokenizer=tokenizer)
@@ -449,7 +449,7 @@ def test_any_texts_are_kept_whole_or_named(rows: list[tuple[str, str, str]], tmp
         return
     pairs = read(path, "data.bad_rows=drop").train
     decode = byte_tokenizer().decode
-    assert [(decode(p.prompt), decode(p.chosen), decode(p.rejected)) for p in pairs] == [
+    assert [(decode(p.prompt), decode(p.answers[0]), decode(p.answers[1])) for p in pairs] == [
         (prompt, f"{chosen}<eos>", f"{rejected}<eos>") for prompt, chosen, rejected in different
     ]
     if len(usable) < len(rows):
@@ -460,5 +460,5 @@ def test_any_texts_are_kept_whole_or_named(rows: list[tuple[str, str, str]], tmp
 def test_answers_of_one_token_and_of_a_hundred_thousand(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "chosen": "x" * 100_000, "rejected": "y"}] * 2
     one, same = read(write_lines(tmp_path, rows)).train
-    assert (len(one.chosen), len(one.rejected)) == (100_001, 2)
+    assert (len(one.answers[0]), len(one.answers[1])) == (100_001, 2)
     assert ids([one])[0][1:] == ids([same])[0][1:]

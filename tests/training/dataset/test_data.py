@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.sampler import Sampler, total_steps
-from rlexp.training.dataset.tokens import Encoder, Example, Refused, RowTokenizer, counted, truncated, typed
+from rlexp.training.dataset.tokens import Encoder, Refused, RowTokenizer, counted, truncated
 from rlexp.training.dealer.deal import Dealer, Room
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
-from rlexp.training.types import Pair, Row
+from rlexp.training.types import Example, Row
 
 
 def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:
@@ -48,10 +49,12 @@ def encoded(
         if isinstance(each, Refused):
             raise DataError(each.said)
     kept = [each for each in outcomes if isinstance(each, Example)]
-    return [typed(kind, index, each) for index, each in enumerate(kept)], counted(outcomes)
+    return [replace(each, index=index) for index, each in enumerate(kept)], counted(outcomes)
 
 
-def pairs_of(tokenizer: Any, rows: Sequence[Row], longest: int = 100, too_long: TooLong = TooLong.error) -> list[Pair]:
+def pairs_of(
+    tokenizer: Any, rows: Sequence[Row], longest: int = 100, too_long: TooLong = TooLong.error
+) -> list[Example]:
     return encoded(Kind.pairs, tokenizer, rows, longest, too_long)[0]
 
 
@@ -73,11 +76,11 @@ def test_too_long_and_identical_pairs_follow_the_policy() -> None:
     assert len(kept) == 1
     assert dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
     cut, counts = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.truncate)
-    lengths = [len(pair.prompt) + max(len(pair.chosen), len(pair.rejected)) for pair in cut]
+    lengths = [len(pair.prompt) + max(len(pair.answers[0]), len(pair.answers[1])) for pair in cut]
     assert lengths == [34, 100]  # the last became identical by its truncation
     assert tokenizer.decode(cut[1].prompt) == "p" * 96
     assert counts == {"kept, but truncated": 1, "chosen and rejected are the same": 2}
-    assert tokenizer.decode(cut[1].chosen) == "yes<eos>"
+    assert tokenizer.decode(cut[1].answers[0]) == "yes<eos>"
 
 
 def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> None:
@@ -96,7 +99,7 @@ def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> Non
 
 def test_an_end_token_within_an_answer_does_not_end_it() -> None:
     tokenizer = byte_tokenizer()
-    chosen = pairs_of(tokenizer, [row("a", "one<eos>two three", "b")])[0].chosen
+    chosen = pairs_of(tokenizer, [row("a", "one<eos>two three", "b")])[0].answers[0]
     assert chosen.tolist().count(tokenizer.eos_token_id) == 2
     assert chosen[-1] == tokenizer.eos_token_id
 
@@ -112,7 +115,7 @@ def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:
     tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
     (pair,) = pairs_of(tokenizer, [row("Hello", "Good day.", "Hm.")])
     assert tokenizer.decode(pair.prompt).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(pair.chosen) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
+    assert tokenizer.decode(pair.answers[0]) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
 
 
 def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
@@ -170,7 +173,7 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     assert pack.place_N.tolist() == [1, 2, 3, 4, 7, 8, 10, 11, 13, 14, 15]
     assert pack.sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
     assert pack.end_S.tolist() == [5, 9, 12, 16]
-    assert pack.targets_T[1:5].tolist() == pairs[0].chosen.tolist()
+    assert pack.targets_T[1:5].tolist() == pairs[0].answers[0].tolist()
     assert [s.padded for s in pack_examples(pairs, 8, packing=False).segments] == [6, 6, 6, 6]
     assert [s.padded for s in pack_examples(pairs, 16, packing=False).segments] == [6, 6, 6, 14]
     assert [s.padded for s in pack_examples(pairs, 1, packing=False).segments] == [6, 6, 6, 6]
@@ -181,7 +184,7 @@ def test_each_answer_of_a_pack_has_its_own_mask() -> None:
     prompt, chosen, rejected = (np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3))
     ours, theirs = np.array([False, True, True, False]), np.array([True, False, True])
     pack = pack_examples(
-        [Pair(0, prompt, chosen, rejected, "", ours, theirs), Pair(1, prompt, chosen, rejected, "")], 1
+        [Example(0, prompt, (chosen, rejected), (ours, theirs)), Example(1, prompt, (chosen, rejected))], 1
     )
     predicting = [pack.place_N[pack.sequence_N == sequence].tolist() for sequence in range(4)]
     assert predicting == [
@@ -208,12 +211,12 @@ def test_a_prompt_longer_than_the_answer_leaves_room_for() -> None:
     ):
         encoded(Kind.prompts, tokenizer, rows, 14, room=4)
     kept, dropped = encoded(Kind.prompts, tokenizer, rows, 14, TooLong.drop, room=4)
-    assert [len(prompt.tokens) for prompt in kept] == [5, 10]
+    assert [len(prompt.prompt) for prompt in kept] == [5, 10]
     assert dropped == {"longer than data.max_length − rollout.max_new_tokens": 1}
     assert [prompt.index for prompt in kept] == [0, 1]
     long = [Row("<bos>" + "a" * 9 + "b" * 4, (), "here")]
     (cut,), counts = encoded(Kind.prompts, tokenizer, long, 14, TooLong.truncate, room=4)
-    assert tokenizer.decode(cut.tokens) == "<bos>" + "a" * 5 + "b" * 4
+    assert tokenizer.decode(cut.prompt) == "<bos>" + "a" * 5 + "b" * 4
     assert counts == {"kept, but truncated": 1}
     with pytest.raises(DataError, match="here: field `prompt` has no tokens"):
         encoded(Kind.prompts, tokenizer, [Row("", (), "here")], 14, room=4)

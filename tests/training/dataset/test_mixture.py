@@ -19,7 +19,7 @@ from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Prompt
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.rows import cache, read, write_lines
 
@@ -135,7 +135,7 @@ def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:
 
 
 def test_sets_are_joined_and_numbered() -> None:
-    sets = [[Prompt(0, np.zeros(1, np.int32), name, None, "") for name in names] for names in ("ab", "", "cde")]
+    sets = [[Example(0, np.zeros(1, np.int32), text=name) for name in names] for names in ("ab", "", "cde")]
     joined = Joined(sets)
     assert [(each.index, each.text) for each in joined] == [(0, "a"), (1, "b"), (2, "c"), (3, "d"), (4, "e")]
     assert [each.text for each in joined[1:4]] == ["b", "c", "d"]

@@ -176,7 +176,7 @@ def test_any_rows_of_other_kinds_are_read_back_the_same(rows: Any, kind: Kind, t
     for write in FILES[1:]:
         assert ids(read(write(tmp_path, written), kind=kind).train) == expected
     if kind is Kind.unpaired:
-        assert [each[-1] for each in expected] == [label for _, _, label in rows]
+        assert [each[4] for each in expected] == [label for _, _, label in rows]
 
 
 def test_a_pair_has_the_margin_that_its_row_says(tmp_path: Path) -> None:
@@ -277,4 +277,4 @@ def test_columns_are_named_and_a_system_prompt_comes_first(tmp_path: Path) -> No
         "System: Be kind.\n\nUser: Hi\n\nAssistant: ",
         "System: Be brief.\n\nUser: Oh\n\nAssistant: ",
     ]
-    assert [decode(pair.chosen) for pair in pairs] == ["a<eos>", "c<eos>"]
+    assert [decode(pair.answers[0]) for pair in pairs] == ["a<eos>", "c<eos>"]

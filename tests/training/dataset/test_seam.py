@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from rlexp.base.errors import DataError
 from rlexp.training.dataset.chat import TODAY, Chat
 from rlexp.training.dataset.seam import Seam, Text
-from rlexp.training.dataset.tokens import APART, Example, Refused, RowTokenizer
-from rlexp.training.types import Row
+from rlexp.training.dataset.tokens import APART, Refused, RowTokenizer
+from rlexp.training.types import Example, Row
 from tests.helpers.paths import ROOT
 from tests.helpers.rows import assistant, user
 

@@ -29,10 +29,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset import row_files
 from rlexp.training.dataset.store import TYPES, StoreFacts, StoreInTheMaking, _mask, _runs, block_of
 from rlexp.training.dataset.tokenize_worker import Worker
-from rlexp.training.dataset.tokens import Example
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import examples
-from rlexp.training.types import Row
+from rlexp.training.types import Example
 from rlexp.training.world import machines
 from rlexp.training.world.groups import build_world
 from tests.helpers.ranks import on_ranks
@@ -420,14 +419,14 @@ def test_masks_are_kept_as_the_lengths_of_their_runs() -> None:
 def test_a_block_without_examples_and_one_without_tokens_fit_in(tmp_path: Path) -> None:
     making = StoreInTheMaking(tmp_path / "making")
     empty = np.zeros(0, np.int32)
-    example = Example(Row("", (), "", expected="x"), np.array([5], np.int32), (), ())
+    example = Example(0, np.array([5], np.int32), expected="x")
     for kept in ([], [(0, 3, example)], [], [(0, 9, dataclasses.replace(example, prompt=empty))]):
         making.add(block_of(kept, [], StoreFacts(read=2)))
     making.complete(Kind.prompts, {})
     from rlexp.training.dataset.store import Store
 
     store = Store(tmp_path / "making", lambda file, row: f"{file}:{row}")
-    assert [(prompt.tokens.tolist(), prompt.answer, prompt.origin) for prompt in store] == [
+    assert [(each.prompt.tolist(), each.expected, each.origin) for each in store] == [
         ([5], "x", "0:3"),
         ([], "x", "0:9"),
     ]

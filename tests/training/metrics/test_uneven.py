@@ -32,7 +32,7 @@ from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.rows_task import note as note_losses
 from rlexp.training.train.rows_task import tail_weights
 from rlexp.training.train.step import note_balance, note_sharing, note_tokens, row_of
-from rlexp.training.types import Pair
+from rlexp.training.types import Example
 from rlexp.training.world.groups import World
 from tests.helpers.played_ranks import Played
 
@@ -139,7 +139,7 @@ def test_trained_tokens_beyond_the_shorter_answer_count_less() -> None:
     """They are those of docs/losses.md for `loss.ld_alpha`, by which `logps` are weighted."""
     chosen, rejected = np.arange(6), np.arange(3)
     mask: Any = np.array([True, False, True, True, True, True])
-    pair = Pair(0, np.arange(2), chosen, rejected, "row 1", chosen_mask=mask)
+    pair = Example(0, np.arange(2), (chosen, rejected), (mask, None), "row 1")
     assert [part.tolist() for part in tail_weights(pair, 0.3)] == [[1.0, 1.0, 1.0, 0.3, 0.3], [1.0, 1.0, 1.0]]
 
 

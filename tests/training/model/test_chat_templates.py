@@ -16,10 +16,10 @@ from rlexp.base.errors import ConfigError, ModelError
 from rlexp.config.chat_templates import NAMED, names_like, template_text
 from rlexp.config.identity import changes, identity
 from rlexp.config.load import compose_config
-from rlexp.training.dataset.tokens import Example, RowTokenizer
+from rlexp.training.dataset.tokens import RowTokenizer
 from rlexp.training.model.loading import byte_tokenizer, end_with_template, load_tokenizer
 from rlexp.training.train.build_rollouts import ends_of
-from rlexp.training.types import Row
+from rlexp.training.types import Example, Row
 from rlexp.verify.reference import model as textbook
 from tests.conftest import ROOT, Shell
 from tests.helpers import warm

@@ -32,28 +32,28 @@ from rlexp.training.reference.stored import (
 )
 from rlexp.training.ring.kernels.plain import Plain
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.types import Floats, Pair, SequenceName
+from rlexp.training.types import Example, Floats, SequenceName
 from rlexp.training.world.groups import Ring
 from tests.helpers.models import saved
 
 FLOAT64 = np.dtype(np.float64)
 
 
-def pairs(count: int, seed: int = 0) -> list[Pair]:
+def pairs(count: int, seed: int = 0) -> list[Example]:
     """Return pairs of other lengths each, of which some answers are trained on in part."""
     draw = np.random.default_rng(seed)
 
     def tokens() -> np.ndarray:
         return draw.integers(0, 99, size=draw.integers(2, 9)).astype(np.int32)
 
-    made = [Pair(index, tokens(), tokens(), tokens(), "") for index in range(count)]
-    return [replace(pair, chosen_mask=np.arange(len(pair.chosen)) % 2 == 0) if pair.index % 2 else pair
+    made = [Example(index, tokens(), (tokens(), tokens()), (None, None)) for index in range(count)]
+    return [replace(pair, masks=(np.arange(len(pair.answers[0])) % 2 == 0, None)) if pair.index % 2 else pair
             for pair in made]  # fmt: skip
 
 
-def marked(examples: Sequence[Pair], *, held_out: bool = False) -> list[Floats]:
+def marked(examples: Sequence[Example], *, held_out: bool = False) -> list[Floats]:
     """Return values for all sequences, each of which says where it belongs."""
-    counts = [len(answer) if mask is None else int(mask.sum()) for each in examples for answer, mask in each.answers]
+    counts = [len(answer) if mask is None else int(mask.sum()) for each in examples for answer, mask in each.masked]
     return [1000.0 * (number + 1) + np.arange(count) + 0.5 * held_out for number, count in enumerate(counts)]
 
 
@@ -135,13 +135,14 @@ def test_a_folder_of_another_name_is_noticed(tmp_path: Path) -> None:
 def test_another_token_or_mask_is_another_key() -> None:
     whole = pairs(4)
     first = whole[0]
+    one, other = first.answers
     others = [
         whole[:3],
         [*whole[::-1]],
-        [replace(first, chosen=first.rejected, rejected=first.chosen), *whole[1:]],
+        [replace(first, answers=first.answers[::-1]), *whole[1:]],
         [replace(first, prompt=first.prompt + 1), *whole[1:]],
-        [replace(first, chosen_mask=np.arange(len(first.chosen)) > 0), *whole[1:]],
-        [replace(first, prompt=np.append(first.prompt, first.chosen[0]), chosen=first.chosen[1:]), *whole[1:]],
+        [replace(first, masks=(np.arange(len(first.answers[0])) > 0, None)), *whole[1:]],
+        [replace(first, prompt=np.append(first.prompt, one[0]), answers=(one[1:], other)), *whole[1:]],
     ]  # fmt: skip
     found = {digest_of(each) for each in (whole, *others)}
     assert len(found) == len(others) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from rlexp.training.rollout.gap import ANOTHER_MODEL, BEYOND, gap_of, gap_values
 from rlexp.training.train.build import build
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.surroundings import UNPROBED
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample, ScoredSample
 from tests.helpers.ranks import on_ranks
 
 SIZE = ("launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp64", "loss=grpo", "reward.rule=length",
@@ -25,18 +26,19 @@ SIZE = ("launch.device=cpu", "logger=none", "engine=torch", "train.precision=fp6
         "rollout.max_new_tokens=6", "train.batch_size=8", "parallel=ring1")  # fmt: skip
 
 
-def sample_with(place: int, old: list[float], behaviour: list[float]) -> Sample:
-    prompt = Prompt(0, np.zeros(1, dtype=np.int32), "", None, "")
+def sample_with(place: int, old: list[float], behaviour: list[float]) -> ScoredSample:
+    prompt = Example(0, np.zeros(1, dtype=np.int32))
     answer = np.zeros(len(old), dtype=np.int32)
-    return Sample(place, prompt, place, answer, stopped=True, text="", behaviour=np.array(behaviour), old=np.array(old))
+    return ScoredSample(place=place, example=prompt, number=place, answer=answer, stopped=True, text="",
+                        behaviour=np.array(behaviour), old=np.array(old), score=0.0, terms={}, counts=True)  # fmt: skip
 
 
-def values_of(samples: list[Sample]) -> dict[str, float]:
+def values_of(samples: list[ScoredSample]) -> dict[str, float]:
     rows = [gap_of(sample) | {"length": float(len(sample.answer))} for sample in samples]
     return gap_values({name: torch.tensor([row[name] for row in rows], dtype=torch.float64) for name in rows[0]})
 
 
-def by_hand(samples: list[Sample]) -> dict[str, float]:
+def by_hand(samples: list[ScoredSample]) -> dict[str, float]:
     gaps = [[float(a) - float(b) for a, b in zip(s.old, s.behaviour, strict=True)] for s in samples]  # type: ignore[arg-type]
     flat = [gap for each in gaps for gap in each]
     weights, of_answers = [math.exp(gap) for gap in flat], [math.exp(sum(each)) for each in gaps]
@@ -87,13 +89,11 @@ class Astray:
         return getattr(self.source, name)
 
     def draw(self, *args: Any) -> list[Sample]:
-        samples: list[Sample] = self.source.draw(*args)
-        for sample in samples:
-            sample.behaviour = sample.behaviour + 0.3 * np.sin(sample.place + np.arange(len(sample.answer)))
-        return samples
+        return [replace(each, behaviour=each.behaviour + 0.3 * np.sin(each.place + np.arange(len(each.answer))))
+                for each in self.source.draw(*args)]  # fmt: skip
 
 
-def astray_rank(_spec: RankSpec, cfg: Config) -> tuple[dict[str, float], list[Sample]]:
+def astray_rank(_spec: RankSpec, cfg: Config) -> tuple[dict[str, float], list[ScoredSample]]:
     task = build(cfg, around=UNPROBED)
     assert isinstance(task, RolloutTask)
     rollouts = task.rollouts

@@ -26,7 +26,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.pipelined import Ahead, Pipelined, Showing, refuse_other_prompts
 from rlexp.training.rollout.rewards.weighted import Rewards
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from rlexp.training.world.groups import ALONE, World
 from tests.conftest import Shell
 from tests.helpers import warm
@@ -168,11 +168,12 @@ def test_what_cannot_come_of_it_is_refused(overrides: tuple[str, ...], said: str
 def test_answers_to_other_prompts_than_this_rank_has_are_refused() -> None:
     """A sampling node with other rows, or another tokenizer, would answer other prompts under the same numbers."""
 
-    def prompt(*tokens: int) -> Prompt:
-        return Prompt(0, np.array(tokens, np.int32), "", None, f"rows.jsonl:{tokens[0]}")
+    def prompt(*tokens: int) -> Example:
+        return Example(0, np.array(tokens, np.int32), origin=f"rows.jsonl:{tokens[0]}")
 
-    def sample(place: int, asked: Prompt) -> Sample:
-        return Sample(place, asked, place % 2, np.zeros(1, np.int32), True, "", np.zeros(1))
+    def sample(place: int, asked: Example) -> Sample:
+        return Sample(place=place, example=asked, number=place % 2, answer=np.zeros(1, np.int32), stopped=True, text="",
+                      behaviour=np.zeros(1))  # fmt: skip
 
     mine = [prompt(1, 2), prompt(3)]
     refuse_other_prompts([sample(1, prompt(1, 2)), sample(2, prompt(3))], mine, 2)
@@ -223,9 +224,18 @@ def test_what_ends_the_showing_reaches_the_rank() -> None:
 
 
 def test_samples_are_judged_as_they_come() -> None:
-    prompts = [Prompt(index, np.array([0, index], dtype=np.int32), "p", None, f"row {index}") for index in range(4)]
+    prompts = [Example(index, np.array([0, index], dtype=np.int32), origin=f"row {index}") for index in range(4)]
     samples = [
-        Sample(place, prompts[place], 0, np.array([1], dtype=np.int32), True, "", np.zeros(1)) for place in range(4)
+        Sample(
+            place=place,
+            example=prompts[place],
+            number=0,
+            answer=np.array([1], dtype=np.int32),
+            stopped=True,
+            text="",
+            behaviour=np.zeros(1),
+        )
+        for place in range(4)
     ]
     judged: list[list[int]] = []
 

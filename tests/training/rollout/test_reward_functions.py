@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,14 @@ def test_a_function_judges_every_sample_in_its_place() -> None:
     drawn = [sample("x" * n, "p" * (n % 3), number=n) for n in range(7)]
     with built(function("by_length", workers=3)) as rewards:
         assert scored(rewards, drawn) == [n + 0.25 * (n % 3) for n in range(7)]
-        assert [each.terms for each in drawn] == [{"python": each.score} for each in drawn]
         assert scored(rewards, []) == []
         two, three = samples("ab", "c"), samples("", "é" * 100_000)
         rewards.submit(two)  # one micro-batch is judged while the next is drawn
+        three = [replace(each, place=each.place + 2) for each in three]
         rewards.submit(three)
-        rewards.collect()
-        rewards.finish(two + three)
-        assert [each.score for each in two + three] == [2.75, 1.75, 0.75, 100_000.75]
+        judged = rewards.judged(two + three, {})
+        assert [each.score for each in judged] == [2.75, 1.75, 0.75, 100_000.75]
+        assert [each.terms for each in judged] == [{"python": each.score} for each in judged]
 
 
 def test_a_function_is_told_of_the_row() -> None:
@@ -84,9 +85,8 @@ def test_the_processes_of_functions_import_no_torch() -> None:
 )  # fmt: skip
 def test_a_fault_of_a_function_is_told_with_its_sample(name: str, said: str) -> None:
     with built(function(name)) as rewards:
-        rewards.submit(samples("good", "bad", "good"))
         with pytest.raises(RewardError) as error:
-            rewards.collect()
+            scored(rewards, samples("good", "bad", "good"))
         assert str(error.value).startswith(f"reward.function=tests.helpers.reward_functions:{name}: ")
         assert re.search(said, str(error.value)), str(error.value)
         assert "worker.py" not in str(error.value)
@@ -109,10 +109,9 @@ def test_a_function_that_hangs_is_killed_in_its_time_and_the_next_call_has_a_new
     monkeypatch.setattr(python, "request_of", request_of)
     monkeypatch.setattr(python, "receive", receive)
     with built(function("hangs", timeout=0.5, workers=2)) as rewards:
-        rewards.submit(samples("good", "slow"))
         with pytest.raises(RewardError, match=r"reward.timeout_seconds=0.5: .*hangs has not returned.*rows.jsonl:2"):
-            rewards.collect()
-        rewards.collect()  # nothing of the failed call is left
+            scored(rewards, samples("good", "slow"))
+        assert rewards.judged([], {}) == []  # nothing of the failed call is left
         assert scored(rewards, samples("good", "fine", "well")) == [1.0, 1.0, 1.0]
 
 
@@ -159,13 +158,14 @@ import sys
 import numpy as np
 from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.training.rollout.rewards.build import build_reward
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 none = np.zeros(0)
-drawn = Sample(0, Prompt(0, none, "", None, "here"), 0, none, True, sys.argv[1], none)
+drawn = Sample(place=0, example=Example(0, none, origin="here"), number=0, answer=none, stopped=True,
+               text=sys.argv[1], behaviour=none)
 rewards = build_reward(PythonRewardConfig(function="tests.helpers.reward_functions:hangs_and_holds_the_interpreter"))
 rewards.submit([drawn])
 print("submitted", flush=True)
-rewards.collect()
+rewards.judged([drawn], {})
 """
 
 

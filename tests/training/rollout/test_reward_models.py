@@ -113,7 +113,7 @@ def test_a_foreign_tokenizer_reads_the_texts(llama: Path) -> None:
         model.encode(sample("y" * 30))
     same = reward_model(llama)
     drawn = sample("yes", "abc")
-    assert same.encode(drawn) == (drawn.prompt.tokens, drawn.answer)
+    assert same.encode(drawn) == (drawn.example.prompt, drawn.answer)
     with pytest.raises(ModelError, match=r"reward.max_length=20: .* the policy's tokens, .* data.max_length=512"):
         reward_model(llama, max_length=20)
 

@@ -163,7 +163,7 @@ def test_the_last_number_is_read_as_it_is_written(value: Fraction, before: str) 
 @given(st.text(max_size=200), st.sampled_from(list(RuleName)), st.booleans())
 def test_every_rule_is_from_0_to_1(text: str, name: RuleName, ignore_case: bool) -> None:
     cfg = RuleRewardConfig(rule=name, text="a", most=3, target=7, pattern=r"\w*|\d", ignore_case=ignore_case)
-    assert 0 <= rule_of(cfg, "reward")(text, sample("", "1 + 1", "2").prompt) <= 1
+    assert 0 <= rule_of(cfg, "reward")(text, sample("", "1 + 1", "2").example) <= 1
 
 
 @given(st.text(alphabet="ab1", max_size=50))

@@ -34,25 +34,22 @@ def test_a_sum_weighs_its_terms_and_keeps_them() -> None:
     with built(SumRewardConfig(terms=terms)) as rewards:
         drawn = samples("dog", "dog dog")
         rewards.submit(drawn)
-        rewards.collect()
         (judge,) = rewards.models
         assert (judge.name, judge.key, judge.cfg.path) == ("judge", "reward.terms.judge", "somewhere")
-        rewards.add("judge", drawn, [3.0, -1.0])
-        rewards.finish(drawn)
-    assert [each.terms for each in drawn] == [
+        judged = rewards.judged(drawn, {"judge": [3.0, -1.0]})
+    assert [each.terms for each in judged] == [
         {"dogs": 0.5, "judge": 3.0, "size": 3.75},
         {"dogs": 1.0, "judge": -1.0, "size": 7.75},
     ]
-    assert [list(each.terms) for each in drawn] == [list(terms)] * 2
-    assert [each.score for each in drawn] == [1.0 + 1.5 - 0.9375, 2.0 - 0.5 - 1.9375]
+    assert [list(each.terms) for each in judged] == [list(terms)] * 2
+    assert [each.score for each in judged] == [1.0 + 1.5 - 0.9375, 2.0 - 0.5 - 1.9375]
 
 
 def test_a_reward_model_that_overflows_is_named_with_its_sample() -> None:
     with built(SumRewardConfig(terms={"judge": {"kind": "model", "path": "somewhere"}})) as rewards:
         drawn = samples("a", "b")
-        rewards.add("judge", drawn, [1.0, math.inf])
         with pytest.raises(RewardError, match=r"reward judge: is inf for rows.jsonl:2 \(sample 1\)"):
-            rewards.finish(drawn)
+            rewards.judged(drawn, {"judge": [1.0, math.inf]})
 
 
 @pytest.mark.parametrize(

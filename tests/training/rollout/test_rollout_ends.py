@@ -6,7 +6,6 @@ import dataclasses
 import signal
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,10 +20,10 @@ from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.training.rollout import saved
 from rlexp.training.train.build import build
-from rlexp.training.train.rollout_supply import NEXT, Rollouts
+from rlexp.training.train.rollout_supply import NEXT
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
@@ -52,32 +51,19 @@ def test_a_pipelined_run_that_is_asked_to_stop_saves_what_is_being_drawn(tmp_pat
 
 
 def sample(place: int) -> Sample:
-    prompt = Prompt(place, np.array([1, 2], dtype=np.int32), "p", None, "test")
+    prompt = Example(place, np.array([1, 2], dtype=np.int32), origin="test", text="p")
     answer = np.array([3, 4, 5], dtype=np.int32)
-    return Sample(place, prompt, 0, answer, stopped=True, text="a", behaviour=np.zeros(3))
-
-
-def test_what_waits_is_saved_as_it_was_while_it_is_scored(tmp_path: Path) -> None:
-    """A thread writes the files while training goes on to score the samples, one after the other."""
-    waiting = [sample(place) for place in range(3)]
-    run: Any = SimpleNamespace(source=SimpleNamespace(waiting=lambda: waiting), mine=[], steps_each=4)
-    unfinished = Rollouts.unfinished(run, 4)
-    waiting[0].old = np.zeros(3)
-    saved.write(tmp_path, NEXT, 0, 1, unfinished[NEXT])
-    again = saved.read(tmp_path, NEXT, [each.prompt for each in waiting], 0, 1)
-    assert [each.place for each in again] == [0, 1, 2]
-    assert all(each.old is None for each in again)
+    return Sample(place=place, example=prompt, number=0, answer=answer, stopped=True, text="a", behaviour=np.zeros(3))
 
 
 def test_texts_take_what_they_take(tmp_path: Path) -> None:
     """One long answer does not pad all others to its length, and every text that a tokenizer decodes is restored."""
     texts = ["x" * 10_000, "", "\0 a\0", "é\ud800", *["short"] * 996]
-    samples = [dataclasses.replace(sample(place), text=text, score=place / 3) for place, text in enumerate(texts)]
+    samples = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
     path = saved.write(tmp_path, NEXT, 0, 1, samples)
     assert path.stat().st_size < 200_000
-    again = saved.read(tmp_path, NEXT, [each.prompt for each in samples], 0, 1)
+    again = saved.drawn(tmp_path, NEXT, [each.example for each in samples], 0, 1)
     assert [each.text for each in again] == texts
-    assert [each.score for each in again] == [place / 3 for place in range(len(texts))]
 
 
 def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:

@@ -37,7 +37,7 @@ from rlexp.training.rollout.deal import Request, deal, micro_batches
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.rollout.noise import stream, uniform
 from rlexp.training.rollout.sampling import Drawer
-from rlexp.training.types import Prompt, Wanted
+from rlexp.training.types import Example, Wanted
 from rlexp.training.world.groups import ALONE
 from tests.helpers.ranks import seeded
 
@@ -46,9 +46,9 @@ VOCABULARY = 23
 EXACT = 1e-13
 
 
-def prompt_of(index: int, length: int) -> Prompt:
+def prompt_of(index: int, length: int) -> Example:
     tokens = np.random.default_rng(index).integers(VOCABULARY, size=length).astype(np.int32)
-    return Prompt(index, tokens, "", None, f"prompt {index}")
+    return Example(index, tokens, origin=f"prompt {index}")
 
 
 def rows_of(lengths, n_samples: int = 1) -> list[Request]:
@@ -203,11 +203,11 @@ def test_every_sample_is_dealt_once_and_all_hands_are_alike_large(lengths, n_sam
     requests = [request for hand in hands for request in hand]
     assert sorted(request.place for request in requests) == list(range(len(lengths) * n_samples))
     for request in requests:
-        assert request.place == request.prompt.index * n_samples + request.number
+        assert request.place == request.example.index * n_samples + request.number
     sizes = [len(hand) for hand in hands]
     assert max(sizes) - min(sizes) <= 1  # so they are equal where that is possible
     for hand in hands:
-        assert [len(r.prompt.tokens) for r in hand] == sorted((len(r.prompt.tokens) for r in hand), reverse=True)
+        assert [len(r.example.prompt) for r in hand] == sorted((len(r.example.prompt) for r in hand), reverse=True)
 
 
 @given(LENGTHS, st.integers(1, 5), st.integers(1, 6), st.one_of(st.none(), st.integers(1, 200)), st.integers(1, 30))
@@ -218,10 +218,10 @@ def test_a_part_is_within_both_limits(lengths, n_samples: int, size: int, tokens
     assert [request for part in parts for request in part] == hand
     for part in parts:
         assert 1 <= len(part) <= size
-        width = max(len(request.prompt.tokens) for request in part) + longest
+        width = max(len(request.example.prompt) for request in part) + longest
         assert tokens is None or len(part) == 1 or len(part) * width <= tokens  # a single row cannot be cut
     for part, after in itertools.pairwise(parts):  # no part is smaller than it must be
-        width = max(len(request.prompt.tokens) for request in [*part, after[0]]) + longest
+        width = max(len(request.example.prompt) for request in [*part, after[0]]) + longest
         assert len(part) == size or (tokens is not None and (len(part) + 1) * width > tokens)
 
 
@@ -242,7 +242,7 @@ def test_a_row_reads_the_same_with_others_beside_it_in_pieces_and_after_they_lef
     policy: Policy, plain: PreTrainedModel, lengths, most: int | None
 ) -> None:
     """Left padding; prompts in pieces; two rows for each prompt; then rows leave in turn while the cache grows."""
-    rows, longest = [prompt_of(at, n).tokens.tolist() for at, n in enumerate(lengths)], max(lengths)
+    rows, longest = [prompt_of(at, n).prompt.tolist() for at, n in enumerate(lengths)], max(lengths)
     pads = torch.tensor([longest - n for n in lengths])
     tokens = torch.tensor([[0] * (longest - len(row)) + row for row in rows])
     positions = (torch.arange(longest) - pads[:, None]).clamp(min=0)
@@ -306,7 +306,7 @@ def test_log_probabilities_are_those_of_scoring(policy: Policy) -> None:
     drawer = drawer_of(hot, temperature=0.7, top_k=4)
     samples = [sample for part in drawer.draw([requests], 0) for sample in part]
     layout, kernel = get_layout("zigzag"), get_kernel("auto", "cpu")
-    pack = pack_sequences([(s.prompt.tokens, s.answer) for s in samples], layout.multiple(1))
+    pack = pack_sequences([(s.example.prompt, s.answer) for s in samples], layout.multiple(1))
     shard = shard_pack(pack, ALONE, layout, kernel, 64)
     with torch.no_grad():
         scored = off_pack(pack, shard, hot(shard).logps_n)
@@ -354,7 +354,7 @@ def test_answers_are_as_often_drawn_as_they_are_probable(policy: Policy, plain: 
     prompt = prompt_of(3, 6)
     requests = [Request(number, prompt, number) for number in range(draws)]
     samples = drawn(drawer_of(policy, max_new_tokens=2), [requests])
-    text = prompt.tokens.tolist()
+    text = prompt.prompt.tolist()
     first = at_once(plain, text).softmax(-1)
     second = torch.stack([at_once(plain, [*text, token]).softmax(-1) for token in range(VOCABULARY)])
     expected = draws * (first[:, None] * second).flatten().numpy()

@@ -35,11 +35,11 @@ from rlexp.training.rollout.deal import Request
 from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.rollout.vllm import weights as handing_over
 from rlexp.training.rollout.vllm.engine import SETTINGS
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 from tests.helpers import mock_vllm
 from tests.helpers.mock_vllm import LLM, ROWS, WORDS, Table
 
-PROMPTS = [Prompt(index, np.array([0, 5 + index], dtype=np.int32), "p", None, f"row {index}") for index in range(4)]
+PROMPTS = [Example(index, np.array([0, 5 + index], dtype=np.int32), origin=f"row {index}") for index in range(4)]
 REQUESTS = [Request(place, PROMPTS[place // 3], place % 3) for place in range(12)]
 ONE = torch.ones(1)
 ENDS = [1, *range(100, 140)]
@@ -106,7 +106,7 @@ def test_it_draws_what_native_draws(make: Callable[..., Any], keys: dict[str, An
     assert len({sample.answer.tobytes() for sample in natives}) > 9
     assert {sample.stopped for sample in natives} == {True, False}
     for one, other in zip(ours, natives, strict=True):
-        assert (one.place, one.prompt, one.number) == (other.place, other.prompt, other.number)
+        assert (one.place, one.example, one.number) == (other.place, other.example, other.number)
         assert one.answer.tolist() == other.answer.tolist()
         assert (one.stopped, one.text) == (other.stopped, other.text)
         np.testing.assert_array_equal(one.behaviour, other.behaviour)

@@ -12,16 +12,16 @@ from rlexp.base.wilson import wilson
 from rlexp.training.algos.base import Losses
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.train.by_length import Buckets
-from rlexp.training.types import Pair
+from rlexp.training.types import Example
 from rlexp.training.world.groups import World
 from tests.helpers.played_ranks import Played
 
 PROMPT = np.zeros(3, dtype=np.int32)
 
 
-def pair_of(chosen: int, rejected: int) -> Pair:
+def pair_of(chosen: int, rejected: int) -> Example:
     answers = (np.zeros(length, dtype=np.int32) for length in (chosen, rejected))
-    return Pair(0, PROMPT, *answers, "row 1")
+    return Example(0, PROMPT, tuple(answers), origin="row 1")
 
 
 TOKENS = [1.0, 3.0, 2.0, 4.0, 5.0]  # by which supervised training weighs its examples

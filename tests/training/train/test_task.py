@@ -35,7 +35,7 @@ from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.build import build
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.loop import train_loop
-from rlexp.training.types import Completion, Wanted
+from rlexp.training.types import Example, Wanted
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.report import scope
 from rlexp.verify.verification import Verification, verify
@@ -110,15 +110,15 @@ def first_losses(cfg: Config) -> tuple[float, float]:
     model = load_model(cfg.model, load_config(cfg.model, cfg.data.max_length), cfg.data.max_length, float64=True)
     model.set_attn_implementation("sdpa")
 
-    def mean(rows: Sequence[Completion]) -> float:
+    def mean(rows: Sequence[Example]) -> float:
         total = 0.0
         for row in rows:
-            tokens = torch.tensor([[*row.prompt.tolist(), *row.answer.tolist()]])
+            tokens = torch.tensor([[*row.prompt.tolist(), *row.answers[0].tolist()]])
             with torch.no_grad(), precise(torch.float64):
                 logps = model.double()(input_ids=tokens).logits[0, :-1].log_softmax(-1)
             targets = tokens[0, len(row.prompt) :]
             total -= float(logps[len(row.prompt) - 1 :].gather(1, targets[:, None]).sum())
-        return total / sum(len(row.answer) for row in rows)
+        return total / sum(len(row.answers[0]) for row in rows)
 
     batch = sampler_of(cfg, Kind.supervised, len(examples.train)).batch(1)
     return mean([examples.train[index] for index in batch.indices]), mean(examples.held_out)

@@ -16,17 +16,20 @@ class Reward(Protocol):
     `submit` or `collect` raises RewardError for a sample that cannot be judged.
     """
 
+    @property
+    def name(self) -> str: ...
+
     def submit(self, samples: Sequence[Sample]) -> None:
         """Begin to judge new samples. If that takes long, return while it goes on."""
 
-    def collect(self) -> None:
-        """Wait until all submitted samples have their term in `terms`."""
+    def collect(self) -> dict[int, float]:
+        """Wait until all samples that were submitted are judged, and return their terms by the samples' places."""
 
     def close(self) -> None: ...
 
 
 def named(samples: Sequence[Sample]) -> str:
     """Return the names of samples for an error: `rows.jsonl:3 (sample 0), …`."""
-    names = [f"{sample.prompt.origin} (sample {sample.number})" for sample in samples]
+    names = [f"{sample.example.origin} (sample {sample.number})" for sample in samples]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(names[:NAMED]) + more

@@ -29,7 +29,7 @@ class PythonReward:
     def __init__(self, name: str, cfg: PythonRewardConfig, key: str) -> None:
         self.name = name
         self._calls: queue.SimpleQueue[list[Sample] | None] = queue.SimpleQueue()
-        self._outcomes: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Exception | dict[int, float]] = queue.SimpleQueue()
         self._open = 0
         self._workers = [Worker(cfg, key) for _ in range(cfg.workers)]
         try:
@@ -55,15 +55,19 @@ class PythonReward:
             self._open += 1
             self._calls.put(list(samples[first : first + share]))
 
-    def collect(self) -> None:
+    def collect(self) -> dict[int, float]:
         """Wait for all calls, then raise the first error, so that no call is left for later."""
-        errors = []
+        errors, terms = list[Exception](), dict[int, float]()
         while self._open:
-            error = self._outcomes.get()
+            outcome = self._outcomes.get()
             self._open -= 1
-            errors += [] if error is None else [error]
+            if isinstance(outcome, Exception):
+                errors.append(outcome)
+            else:
+                terms |= outcome
         if errors:
             raise errors[0]
+        return terms
 
     def close(self) -> None:
         """Give up calls that were not collected, and end their processes."""
@@ -82,12 +86,10 @@ class PythonReward:
         """Run in the worker's thread: pass calls to the worker. No other thread uses the worker until this one ends."""
         while (samples := self._calls.get()) is not None:
             try:
-                for sample, score in zip(samples, worker.scores(samples), strict=True):
-                    sample.terms[self.name] = score
+                scores = worker.scores(samples)
+                self._outcomes.put({sample.place: score for sample, score in zip(samples, scores, strict=True)})
             except Exception as error:  # `collect` raises it again
                 self._outcomes.put(error)
-            else:
-                self._outcomes.put(None)
 
 
 class CallFailed(Exception):
@@ -234,10 +236,10 @@ class Worker:
 def request_of(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the arguments of the function."""
     return {
-        "prompts": [sample.prompt.text for sample in samples],
+        "prompts": [sample.example.text for sample in samples],
         "answers": [sample.text for sample in samples],
         "rows": [
-            {"answer": sample.prompt.answer, "origin": sample.prompt.origin, "index": sample.prompt.index}
+            {"answer": sample.example.expected, "origin": sample.example.origin, "index": sample.example.index}
             for sample in samples
         ],
     }

@@ -9,24 +9,24 @@ from functools import partial
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
 from rlexp.training.rollout.rewards.numbers_in_text import last_number, value_of_prompt
-from rlexp.training.types import Prompt, Sample
+from rlexp.training.types import Example, Sample
 
-Rule = Callable[[str, Prompt], float]
+Rule = Callable[[str, Example], float]
 
 
 class RuleReward:
     """Judges in `submit`: a rule takes less time than a message to another process."""
 
     def __init__(self, name: str, rule: Rule) -> None:
-        self.name = name
-        self.rule = rule
+        self.name, self.rule = name, rule
+        self._terms: dict[int, float] = {}
 
     def submit(self, samples: Sequence[Sample]) -> None:
-        for sample in samples:
-            sample.terms[self.name] = self.rule(sample.text, sample.prompt)
+        self._terms |= {sample.place: self.rule(sample.text, sample.example) for sample in samples}
 
-    def collect(self) -> None:
-        """Do nothing: no judging is under way."""
+    def collect(self) -> dict[int, float]:
+        terms, self._terms = self._terms, {}
+        return terms
 
     def close(self) -> None:
         """Do nothing: a rule holds no resource."""
@@ -62,31 +62,31 @@ def share_matched(text: str, pattern: re.Pattern[str]) -> float:
     return sum(len(match[0]) for match in pattern.finditer(text)) / len(text) if text else 0.0
 
 
-def exact(text: str, prompt: Prompt, *, ignore_case: bool, key: str) -> float:
+def exact(text: str, example: Example, *, ignore_case: bool, key: str) -> float:
     """Return 1 if the answer equals the row's answer, without white space around either, else 0."""
-    if prompt.answer is None:
+    if example.expected is None:
         raise RewardError(
-            f"{prompt.origin}: has no field `answer`, which {key}.rule=exact compares answers with. Give rows that "
+            f"{example.origin}: has no field `answer`, which {key}.rule=exact compares answers with. Give rows that "
             f"have one, or choose another {key}.rule."
         )
-    given, right = text.strip(), prompt.answer.strip()
+    given, right = text.strip(), example.expected.strip()
     return float(given.casefold() == right.casefold() if ignore_case else given == right)
 
 
-def arithmetic(text: str, prompt: Prompt, *, key: str) -> float:
+def arithmetic(text: str, example: Example, *, key: str) -> float:
     """Return 1 if the answer's last number equals that of the row's answer, else 0. Exactly: 1/3 is not 0.333.
 
     If the row has no answer, the value of its prompt's last sum takes its place.
     """
-    if prompt.answer is None:
-        right = value_of_prompt(prompt.text)
+    if example.expected is None:
+        right = value_of_prompt(example.text)
         missing = "has no field `answer`, and its prompt has no sum that can be computed"
     else:
-        right = last_number(prompt.answer)
-        missing = f"has no number in its field `answer` ({prompt.answer!r})"
+        right = last_number(example.expected)
+        missing = f"has no number in its field `answer` ({example.expected!r})"
     if right is None:
         raise RewardError(
-            f"{prompt.origin}: {missing}; {key}.rule=arithmetic needs one of the two. Give rows with the number as "
+            f"{example.origin}: {missing}; {key}.rule=arithmetic needs one of the two. Give rows with the number as "
             f"`answer`, or choose another {key}.rule."
         )
     return float(last_number(text) == right)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rlexp.base.errors import RewardError
@@ -15,21 +15,21 @@ from rlexp.training.types import Sample
 
 @dataclass(frozen=True)
 class ModelTerm:
-    """A term from a reward model. The scoring pass computes it over the ring and passes it to `Rewards.add`."""
+    """A term from a reward model. The scoring pass computes it over the ring and passes it to `Rewards.judged`."""
 
     name: str
     key: str  # key of its configuration: `reward` or `reward.terms.NAME`
     cfg: ModelRewardConfig
 
 
-class Rewards:
-    """All terms of the score. Call the methods in this order, with the samples of one rank:
+@dataclass(frozen=True)
+class Judged:
+    score: float
+    terms: Mapping[str, float]
 
-    rewards.submit(samples)            when they are drawn; returns at once
-    rewards.collect()                  waits for the rank's own terms
-    rewards.add(name, samples, scores) for each of `rewards.models`
-    rewards.finish(samples)            sets every `score`
-    """
+
+class Rewards:
+    """All terms of the score, of the samples of one rank."""
 
     def __init__(self, own: Sequence[Reward], models: Sequence[ModelTerm], weights: dict[str, float]) -> None:
         self.own = tuple(own)
@@ -37,32 +37,31 @@ class Rewards:
         self.weights = weights
 
     def submit(self, samples: Sequence[Sample]) -> None:
+        """Begin to judge samples that were drawn; return at once."""
         for reward in self.own:
             reward.submit(samples)
 
-    def collect(self) -> None:
-        with watch.elsewhere():  # a call has a limit of its own, and there may be many
-            for reward in self.own:
-                reward.collect()
+    def judged(self, samples: Sequence[Sample], by_models: Mapping[str, Sequence[float]]) -> list[Judged]:
+        """Wait until all samples are judged, and return their scores, with what the reward models say of each.
 
-    def add(self, name: str, samples: Sequence[Sample], scores: Sequence[float]) -> None:
-        for sample, score in zip(samples, scores, strict=True):
-            sample.terms[name] = score
-
-    def finish(self, samples: Sequence[Sample]) -> None:
-        """Set the score of each sample, and raise RewardError if a term is not finite.
-
-        Terms are added in the order of the configuration, so the sum rounds the same on every layout.
+        Terms are added in the order of the configuration, so the sum rounds the same on every layout. A term that is
+        not finite raises RewardError.
         """
+        with watch.elsewhere():  # a call has a limit of its own, and there may be many
+            by_place = {reward.name: reward.collect() for reward in self.own}
+        places = [sample.place for sample in samples]
+        by_place |= {name: dict(zip(places, scores, strict=True)) for name, scores in by_models.items()}
+        judged = []
         for sample in samples:
-            sample.terms = {name: sample.terms[name] for name in self.weights}
-            for name, value in sample.terms.items():
+            terms = {name: by_place[name][sample.place] for name in self.weights}
+            for name, value in terms.items():
                 if not math.isfinite(value):
                     raise RewardError(
                         f"reward {name}: is {value} for {named([sample])}. A finite number is needed; a reward model "
                         f"may need precision: fp32."
                     )
-            sample.score = sum(weight * sample.terms[name] for name, weight in self.weights.items())
+            judged.append(Judged(sum(weight * terms[name] for name, weight in self.weights.items()), terms))
+        return judged
 
     def close(self) -> None:
         for reward in self.own:

@@ -109,7 +109,7 @@ class VLLMDrawer:
         from vllm.sampling_params import RequestOutputKind
 
         cfg = self._cfg
-        keys = stream(self._seed, rollout, [r.prompt.index for r in requests], [r.number for r in requests])
+        keys = stream(self._seed, rollout, [r.example.index for r in requests], [r.number for r in requests])
         for request, key in zip(requests, keys.tolist(), strict=True):
             asked = SamplingParams(
                 temperature=0.0,  # the token that the chooser leaves
@@ -122,14 +122,14 @@ class VLLMDrawer:
                 extra_args={OWN: {"request": request.place, "key": key}},
             )
             self._llm.llm_engine.add_request(
-                str(request.place), {"prompt_token_ids": request.prompt.tokens.tolist()}, asked
+                str(request.place), {"prompt_token_ids": request.example.prompt.tolist()}, asked
             )
 
     def _sample(self, request: Request, output: Any) -> Sample:
         answer, logps = self._notes.taken(request.place, len(output.token_ids))
         if answer.tolist() != list(output.token_ids):
             raise DrawError(
-                f"{request.prompt.origin}: vLLM returned other tokens than were chosen for it. This version of vLLM "
+                f"{request.example.origin}: vLLM returned other tokens than were chosen for it. This version of vLLM "
                 f"does not fit; docs/reinforcement.md says which do. Use rollout.engine=native."
             )
         if not np.isfinite(logps).all():
