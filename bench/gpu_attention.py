@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed, timed
+from bench.simulate import Alone, Clock, Sizes, Trace, call_of, in_ring, packed, timed
 from bench.tables import put
 from bench.together import whole_ring
 from rlexp.training.ring.kernels import available, get_kernel
@@ -229,14 +229,18 @@ def kernel_call(
 ) -> list[Tensor]:
     """One causal call over a whole pack, as in a ring of one."""
     q, k, v, dout = inputs
-    apart = None if window is None else (0,) * len(lengths)
-    call = Call(tuple(lengths), tuple(lengths), window is None, sizes.scale, window, apart)
-    out, lse = kernel.forward(q, k, v, call)
+    call = _causal(tuple(lengths), window)
+    out, lse = kernel.forward(q, k, v, call, sizes.scale)
     rounded = out.to(q.dtype)
     if not backward:
         return [rounded]
-    grads = kernel.backward(dout, q, k, v, rounded, lse, call)
+    grads = kernel.backward(dout, q, k, v, rounded, lse, call, sizes.scale)
     return [rounded, *(grad.to(q.dtype) for grad in grads)]
+
+
+@functools.lru_cache(maxsize=1)  # all layers of a model share it
+def _causal(lengths: tuple[int, ...], window: int | None) -> Call:
+    return call_of(lengths, lengths, window is None, window, window and (0,) * len(lengths))
 
 
 # ---- windows ----

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_here import Machine
-from bench.simulate import Clock, Sizes, timed
+from bench.simulate import Clock, Sizes, call_of, timed
 from rlexp.base import kernel_rates
 from rlexp.base.kernel_rates import BACKWARD, FORWARD, Row
 from rlexp.config.elsewhere import compose_elsewhere
@@ -171,17 +171,16 @@ class Timing:
         import torch
 
         from rlexp.preflight.rehearsal.kernel_cost import pairs
-        from rlexp.training.ring.kernels.base import Call
 
         s, peak = self.scale, self.hardware.bf16_tflops
         sizes = Sizes(s.heads, s.kv_heads, size, torch.bfloat16, self.device)
         q, k, v, dout = sizes.drawn(length)
-        call = Call((length,), (length,), causal=True, scale=sizes.scale)
-        out, lse = kernel.forward(q, k, v, call)
-        given = (dout, q, k, v, out.to(q.dtype), lse, call)
-        work = float(pairs(call)) * s.heads * size
+        call = call_of((length,), (length,), True)
+        out, lse = kernel.forward(q, k, v, call, sizes.scale)
+        given = (dout, q, k, v, out.to(q.dtype), lse, call, sizes.scale)
+        inputs, work = (q, k, v, call, sizes.scale), float(pairs(call)) * s.heads * size
         what = f"`{kernel.name}`, heads of {size}, {length:,} tokens"
-        one = self.computing(f"{what}, forward", "ATTENTION", lambda: kernel.forward(q, k, v, call), FORWARD * work)
+        one = self.computing(f"{what}, forward", "ATTENTION", lambda: kernel.forward(*inputs), FORWARD * work)
         other = self.computing(f"{what}, backward", "ATTENTION", lambda: kernel.backward(*given), BACKWARD * work)
         if kernel.generation is None:  # of a CPU, which stands in for a GPU
             yield from (one, other)

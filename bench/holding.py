@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from bench.pictures import save
-from rlexp.training.ring.kernels import Plain
-from rlexp.training.ring.kernels.base import Rows, segments
+from rlexp.training.ring.kernels.base import segments
 from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.layouts.ringwise import Ringwise
 from rlexp.training.ring.layouts.ulysses import Ulysses
-from rlexp.training.ring.plan import RingPlan
+from rlexp.training.ring.slices import slices_of
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
 
@@ -82,8 +82,9 @@ def wrong(panels: dict[str, list[Panel]]) -> list[str]:
 
 def panels_of(layout: Layout) -> list[Panel]:
     """One panel for each group of ranks that compute the same heads."""
-    if not isinstance(layout, Ulysses):
+    if isinstance(layout, Ringwise):
         return [panel(f"0 – {HEADS - 1}", {rank: [*computed(layout, rank, RING)] for rank in range(RING)})]
+    assert isinstance(layout, Ulysses)
     inner = layout.shared(RING)
     panels = []
     for place in range(inner):
@@ -94,26 +95,16 @@ def panels_of(layout: Layout) -> list[Panel]:
     return panels
 
 
-def computed(layout: Layout, rank: int, ring_size: int) -> Iterator[Computed]:
-    """Yield the segments of each call that a rank's plan makes."""
-    places = layout.deal(SEGMENTS, ring_size).places
-    plan = layout.plan(SEGMENTS, Ring(rank, tuple(range(ring_size))), Plain())
-    assert isinstance(plan, RingPlan)
-    for step, (meetings, arrival) in enumerate(zip(plan.steps, plan.transport.arrivals, strict=True)):
-        here: dict[int, int] = {}
-        for source, (ranges, begin) in arrival.sent.items():
-            rows = (row for each in ranges for row in each)
-            here |= {begin + number: int(places[source][row]) for number, row in enumerate(rows)}
-        for meeting in meetings:
-            of_rank, of_source = places[rank][plan.parts[meeting.part].queries.index], rows_of(meeting.keys.index)
-            for at, keys, seen in segments(plan.call(meeting, 1.0)):
-                yield Computed(
-                    of_rank[at], torch.tensor([here[row] for row in of_source[keys]]), seen == (0, None), step
-                )
-
-
-def rows_of(rows: Rows) -> list[int]:
-    return [*range(rows.start, rows.stop)] if isinstance(rows, slice) else rows.tolist()
+def computed(layout: Ringwise, rank: int, ring_size: int) -> Iterator[Computed]:
+    """Yield the segments of each call that a rank makes."""
+    placement = layout.place(SEGMENTS, ring_size)
+    ring, places = Ring(rank, tuple(range(ring_size))), torch.cat(placement.places)
+    _, steps = layout.way(slices_of(SEGMENTS), placement, ring)
+    for step, (calls, _) in enumerate(steps):
+        for call in calls:
+            of_rank, of_ring = placement.places[rank][call.queries.index], places[call.keys.index]
+            for at, keys, seen in segments(call):
+                yield Computed(of_rank[at], of_ring[keys], seen == (0, None), step)
 
 
 def panel(heads: str, blocks: dict[int, list[Computed]]) -> Panel:
@@ -153,7 +144,7 @@ def draw(panels: dict[str, list[Panel]], path: Path) -> None:
         part.suptitle(TITLES[name], fontsize=11)
         grid = {1: (1, 1), 2: (1, 2), 4: (2, 2)}[len(shown)]
         axes = part.subplots(*grid, squeeze=False).ravel()
-        held = get_layout(name, INNER if name == "hybrid" else RING).deal(SEGMENTS, RING).places
+        held = get_layout(name, INNER if name == "hybrid" else RING).place(SEGMENTS, RING).places
         for each, one in zip(axes, shown, strict=True):
             draw_panel(each, one, held, alone=len(shown) == 1)
     explain(parts[-1].subplots())

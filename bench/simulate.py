@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,8 +26,9 @@ import torch
 from torch import Tensor
 
 from rlexp.training.ring.collectives import Posted
-from rlexp.training.ring.kernels.base import Ask, BlockKernel
+from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call
 from rlexp.training.ring.layouts import Layout
+from rlexp.training.ring.selection import Selection
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
 
@@ -63,6 +65,13 @@ def packed(lengths: Sequence[int], multiple: int) -> list[Segment]:
         segments.append(Segment(start, length, padded))
         start += padded
     return segments
+
+
+def call_of(q_lengths: Sequence[int], k_lengths: Sequence[int], *how: Any) -> Call:
+    """A call of a kernel, whose queries and keys lie segment by segment."""
+    ends = (itertools.pairwise(itertools.accumulate(lengths, initial=0)) for lengths in (q_lengths, k_lengths))
+    queries, keys = (Selection(tuple((range(*each),) for each in pairs)) for pairs in ends)
+    return Call(queries, keys, *how)
 
 
 # ---- A rank's work, piece by piece ----
@@ -270,7 +279,7 @@ class Alone:
         ring = Ring(rank, tuple(range(ring_size)))
         self.sizes, self.clock = sizes, Clock(sizes.device)
         self.plan = layout.plan(segments, ring, kernel).to(sizes.device)
-        *inputs, self.dout = sizes.drawn(len(layout.deal(segments, ring_size).places[rank]), seed=rank)
+        *inputs, self.dout = sizes.drawn(len(layout.place(segments, ring_size).places[rank]), seed=rank)
         self.inputs = [tensor.requires_grad_() for tensor in inputs]
         self.runs: list[list[Noted]] = []
         self.passed = 0  # pieces of the forward pass

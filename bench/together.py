@@ -132,7 +132,7 @@ def whole_ring(
     window: int | None = None,
 ) -> list[Tensor]:
     """Take q, k, v and the output's gradient of a whole pack; return the output, dq, dk and dv of the whole ring."""
-    post, places = Post(), layout.deal(segments, ring_size).places
+    post, places = Post(), layout.place(segments, ring_size).places
 
     def of_rank(rank: int) -> list[Tensor]:
         try:

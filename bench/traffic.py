@@ -249,15 +249,15 @@ def by_rank(case: Case, rank: int) -> OfRank:
 
 def copied(plan: RingPlan) -> float:
     """Return the rows of keys that are selected by index for a rank's calls, over those that it holds."""
-    selected = [meeting.keys for step in plan.steps for meeting in step]
+    selected = [call.keys for step in plan.steps for call in step]
     selected += plan.transport.orders if isinstance(plan.transport, Travel) else []
-    held = sum(part.queries.count for part in plan.parts if part.first)
+    held = sum(order.count for order, first in plan.orders.items() if first)
     return sum(each.count for each in selected if isinstance(each.index, Tensor)) / held
 
 
 def wide(plan: RingPlan) -> bool:
     """Say whether gradients of keys are sent as sums."""
-    return not isinstance(plan.transport, Travel) or any(not step.once for step in plan.transport.steps)
+    return not isinstance(plan.transport, Travel) or any(not leg.once for leg in plan.transport.legs)
 
 
 def watching(sent: list[int]) -> Iterator[mock._patch[object]]:

@@ -148,16 +148,16 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
             continue
-        deals = {
-            window: shape.layout.deal(pack.segments, shape.size, window) for window in dict.fromkeys(shape.windows)
+        works = {
+            window: shape.layout.work(pack.segments, shape.size, window) for window in dict.fromkeys(shape.windows)
         }
-        deal = deals[shape.windows[0]]
-        work = np.mean([deals[window].work for window in shape.windows], axis=0)  # of a layer
+        work = np.mean([works[window] for window in shape.windows], axis=0)  # of a layer
+        real = shape.layout.place(pack.segments, shape.size).real
         seen.sequences += sum(pack.lengths)
         seen.most_work += float(work.max())
         seen.mean_work += float(work.mean())
-        seen.most_tokens += max(deal.real)
-        seen.mean_tokens += sum(deal.real) / shape.size
+        seen.most_tokens += max(real)
+        seen.mean_tokens += sum(real) / shape.size
 
 
 def _unit(cfg: Config, place: int, example: Example) -> Unit:

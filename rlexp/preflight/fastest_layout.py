@@ -82,7 +82,7 @@ def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, c
             cfg.hardware.generation or None,
         )  # fmt: skip
         plan = layout.plan(segments, ring, kernel, window).to(device)
-        tokens = len(layout.deal(segments, ring_size).places[rank])
+        tokens = len(layout.place(segments, ring_size).places[rank])
         q, k, v = (
             torch.empty(tokens, count, heads.size, device=device, dtype=dtype, requires_grad=True)
             for count in (heads.queries, heads.keys, heads.keys)

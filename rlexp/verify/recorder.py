@@ -94,8 +94,8 @@ class Recorder(Sink, Watch):
         )
         held.target_n = array(shard.by_token(shard.targets_t[shard.trained_u]))
         held.real_tokens, held.sequence_tokens = shard.real_tokens, shard.sequence_tokens
-        placed = shard.attention.layout.deal(shard.attention.segments, shard.ring.size)
-        held.placed_tokens = placed.real[shard.ring.rank]
+        placement = shard.attention.layout.place(shard.attention.segments, shard.ring.size)
+        held.placed_tokens = placement.real[shard.ring.rank]
 
     def compared(self, batch: Any, logps_n: Tensor) -> None:
         self.of_shard[id(batch.shard)].reference_n = array(logps_n)

@@ -12,7 +12,6 @@ import torch
 
 from bench import attention, gpu_attention, simulate, together
 from rlexp.training.ring.kernels import CpuFlash, Plain
-from rlexp.training.ring.kernels.base import Call
 from rlexp.training.ring.layouts import get_layout
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import bench, python
@@ -159,9 +158,9 @@ def test_ranks_together_compute_attention(one_thread: None) -> None:
     sizes = simulate.Sizes(8, 2, 8, torch.float64, torch.device("cpu"))
     lengths = [37, 3, 24]
     inputs = [seeded(64, heads, 8, seed=number) for number, heads in enumerate((8, 2, 2, 8))]
-    call = Call(tuple(lengths), tuple(lengths), causal=True, scale=sizes.scale)
-    out, lse = Plain().forward(*inputs[:3], call)
-    expected = [out, *Plain().backward(inputs[3], *inputs[:3], out, lse, call)]
+    how = (simulate.call_of(lengths, lengths, True), sizes.scale)
+    out, lse = Plain().forward(*inputs[:3], *how)
+    expected = [out, *Plain().backward(inputs[3], *inputs[:3], out, lse, *how)]
     for name, inner in (("zigzag", 1), ("contiguous", 1), ("allgather", 1), ("ulysses", 4), ("hybrid", 2)):
         layout = get_layout(name, inner)
         segments = simulate.packed(lengths, layout.multiple(4))

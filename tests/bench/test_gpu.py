@@ -22,6 +22,7 @@ from bench.gpu import ON_CPU
 from bench.gpu_foretell import foretell
 from bench.gpu_here import machine, stand_in
 from bench.gpu_longest import Option
+from bench.simulate import call_of
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.kernel_needs import built, installed, takes
 from rlexp.config.hardware import visible_gpus
@@ -31,9 +32,9 @@ from rlexp.launch.joining import RankSpec, join, launch_on
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.training.model.head import HeadLogps
 from rlexp.training.ring.kernels import Plain, available
-from rlexp.training.ring.kernels.base import BlockKernel, Call, merge_plain
+from rlexp.training.ring.kernels.base import BlockKernel, merge_plain
 from rlexp.training.types import Wanted
-from tests.helpers.attention import CALLS, call_of
+from tests.helpers.attention import CALLS, named_call
 from tests.helpers.beside_library import gaps
 from tests.helpers.faults.plant import plant
 from tests.helpers.fused_pieces import TOLERANCES as PIECES
@@ -155,16 +156,16 @@ def test_flash_attn_4_holds_what_a_rehearsal_counts(size: int, causal: bool) -> 
     for kv_heads, exact in ((HEADS, False), (2, False), (2, True)):
         torch.use_deterministic_algorithms(exact)
         try:
-            kernel, call = of_this_gpu("flash_attn_4", size), Call((1000, 3000), (1000, 3000), causal, 1.0)
+            kernel, call = of_this_gpu("flash_attn_4", size), call_of((1000, 3000), (1000, 3000), causal)
             q, k = (torch.randn(4000, each, size, device=DEVICE).bfloat16() for each in (HEADS, kv_heads))
-            out, lse = kernel.forward(q, k, k, call)
-            (spans,) = spans_of(call, DEVICE)
-            options = (spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, 1.0, causal, None, None)
+            out, lse = kernel.forward(q, k, k, call, 1.0)
+            (spans,) = spans_of(call, q.device)
+            options = (*spans.bounds, 1.0, causal, None, None)
             own = workspace(q, q, k, k, out, lse, *options, exact, kernel.generation)
-            kernel.backward(out, q, k, k, out, lse, call)  # compiles
+            kernel.backward(out, q, k, k, out, lse, call, 1.0)  # compiles
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_stats()["requested_bytes.all.current"]
-            kernel.backward(out, q, k, k, out, lse, call)
+            kernel.backward(out, q, k, k, out, lse, call, 1.0)
             held = torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
         finally:
             torch.use_deterministic_algorithms(False)
@@ -189,10 +190,9 @@ def blocks(call: str, kv_heads: int, size: int) -> list[Tensor]:
 
 
 def both_passes(kernel: BlockKernel, name: str, size: int, given: list[Tensor]) -> list[Tensor]:
-    call = call_of(name, size**-0.5)
-    q, k, v, out, dout, lse = given
-    kernel.prepare(call, q.device)
-    return [*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, out, lse, call)]
+    how, (q, k, v, out, dout, lse) = (named_call(name), size**-0.5), given
+    kernel.prepare(how[:1], q.device)
+    return [*kernel.forward(q, k, v, *how), *kernel.backward(dout, q, k, v, out, lse, *how)]
 
 
 def close(got: Tensor, exact: Tensor, tolerance: float) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bench.simulate import call_of
 from rlexp.launch.joining import RankSpec
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.kernels.base import Ask, Call
@@ -46,14 +47,13 @@ CALLS: dict[str, Any] = {
 }
 
 
-def call_of(name: str, scale: float) -> Call:
-    q_lengths, k_lengths, causal, *band = CALLS[name]
-    return Call(q_lengths, k_lengths, causal, scale, *band)
+def named_call(name: str) -> Call:
+    return call_of(*CALLS[name])
 
 
 def launches_of(call: Call) -> int:
     """Return how often a kernel for GPUs is launched: once, or once for all segments that are equally far apart."""
-    met = [bool(q and k) for q, k in zip(call.q_lengths, call.k_lengths, strict=True)]
+    met = [bool(q and k) for q, k in zip(call.queries.lengths, call.keys.lengths, strict=True)]
     return int(any(met)) if call.apart is None else len(dict.fromkeys(call.apart))
 
 
@@ -108,7 +108,7 @@ def attend_part(ring: Ring, lengths: tuple[int, ...], case: Case, dtype: torch.d
     """Return the places in the pack that this rank holds, and its part of out, dq, dk, dv."""
     layout, kv_heads = case.get(), case.kv_heads
     segments = forest(lengths, layout.multiple(ring.size))
-    index = layout.deal(segments, ring.size, case.window).places[ring.rank]
+    index = layout.place(segments, ring.size).places[ring.rank]
     total = sum(segment.padded for segment in segments)
     packed = []
     for part, heads in enumerate((HEADS, kv_heads, kv_heads, HEADS)):

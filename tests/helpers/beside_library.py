@@ -99,7 +99,7 @@ def attended(
     """Return out, dq, dk and dv of the sequences' tokens, end to end, on the CPU. A collective call of the ring."""
     segments = _segments([len(q) for q, *_ in drawn], layout, ring.size)
     total = sum(segment.padded for segment in segments)
-    places = layout.deal(segments, ring.size).places[ring.rank]
+    places = layout.place(segments, ring.size).places[ring.rank]
     mine = []
     for part in range(4):
         first = drawn[0][part]

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from bench.simulate import call_of
 from rlexp.base import kernel_rates
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
@@ -26,7 +27,6 @@ from rlexp.preflight.rehearsal.rehearse import rehearse
 from rlexp.training.model.loading import load_config
 from rlexp.training.ring import kernels
 from rlexp.training.ring.kernels import USUAL, flash_attn_4
-from rlexp.training.ring.kernels.base import Call
 from tests.helpers.rehearsals import MODELS, alone, elsewhere, summary
 
 H200 = ("hardware=h200", "launch.nproc=1", "parallel=ring1", "train.batch_size=1")
@@ -99,13 +99,13 @@ def _attended(kernel: str, cfg: Config) -> tuple[list[int], float, list[str]]:
     peaks = []
     with Rehearsing(log):
         block = rehearsed_kernel(log, kernel, "rehearsed", torch.bfloat16, 128, *_usual(), 8192, 9)
-        call = Call((8192,), (8192,), causal=True, scale=1.0)
+        call = call_of((8192,), (8192,), True)
         q, k = (torch.empty(8192, each, 128, dtype=torch.bfloat16, device=rehearsed_device()) for each in (32, 8))
-        block.prepare(call, q.device)
+        block.prepare([call], q.device)
         for _ in range(2):
             log.sizes.clear()
-            out, lse = block.forward(q, k, k, call)
-            block.backward(out, q, k, k, out, lse, call)
+            out, lse = block.forward(q, k, k, call, 1.0)
+            block.backward(out, q, k, k, out, lse, call, 1.0)
             peaks.append(peak_of(log))
             del out, lse
     return peaks, log.clock.now, [name for name in sys.modules if name.startswith("flash_attn")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rates import Attending
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, segments
-from rlexp.training.ring.kernels.torch_flash import TorchFlash
+from rlexp.training.ring.kernels.flash import TorchFlash
 from rlexp.training.ring.slices import Slice
 
 BY_TORCH = ("flash_attn", "flash_attn_3")  # torch's copy of flash-attn 2 stands in for them in a rehearsal
@@ -36,22 +37,23 @@ class CountedKernel(BlockKernel):
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.kernel.gradient_dtype(dtype)
 
-    def prepare(self, call: Call, device: torch.device) -> None:
-        self.kernel.prepare(call, device)
+    def prepare(self, calls: Iterable[Call], device: torch.device) -> None:
+        self.kernel.prepare(calls, device)
 
     def ready(self, x: Tensor) -> Tensor:
         return self.kernel.ready(x)
 
-    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         self._count(FORWARD, q_qHD, call)
         self.log.attending.add(self.log.module)
-        return self.kernel.forward(q_qHD, k_kGD, v_kGD, call)
+        return self.kernel.forward(q_qHD, k_kGD, v_kGD, call, scale)
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
-    ) -> Grads:
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
+        call: Call, scale: float,
+    ) -> Grads:  # fmt: skip
         self._count(BACKWARD, q_qHD, call)
-        return self.kernel.backward(dout_qHD, q_qHD, k_kGD, v_kGD, out_qHD, lse_qH, call)
+        return self.kernel.backward(dout_qHD, q_qHD, k_kGD, v_kGD, out_qHD, lse_qH, call, scale)
 
     def _count(self, operations: int, q_qHD: Tensor, call: Call) -> None:
         _, heads, size = q_qHD.shape

@@ -25,7 +25,6 @@ from rlexp.preflight.rehearsal.device import NAME
 from rlexp.preflight.rehearsal.log import BUFFERS, REFERENCE, Log
 from rlexp.preflight.rehearsal.memo import Cost, Memo
 from rlexp.training.metrics.live_tensors import LiveTensors, wraps
-from rlexp.training.ring.kernels.varlen import made_spans
 
 aten = torch.ops.aten
 PAGE = 512  # bytes: the allocator of CUDA rounds every block up to a multiple
@@ -115,7 +114,6 @@ class Rehearsing(Counting):
         return -(-size // PAGE) * PAGE if device == NAME else size
 
     def __enter__(self) -> Rehearsing:
-        made_spans.cache_clear()  # those of another rehearsal are not counted in this one
         self.fake.__enter__()
         super().__enter__()
         self._propagate = ShardingPropagator._propagate_tensor_meta_non_cached

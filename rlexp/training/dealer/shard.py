@@ -18,13 +18,13 @@ def shard_pack(
     pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int, windows: Sequence[Window] = (None,)
 ) -> Shard:
     """`windows` are those of the model's layers: attention is planned once for each kind, work is the layers' mean."""
-    deals = {window: layout.deal(pack.segments, ring.size, window) for window in dict.fromkeys(windows)}
+    placement = layout.place(pack.segments, ring.size)
     attention = RingBatch(layout, pack.segments, ring, kernel, max_length)
-    for window in deals:
+    works = {window: layout.work(pack.segments, ring.size, window) for window in dict.fromkeys(windows)}
+    for window in works:
         attention.plan(window)
-    deal = deals[windows[0]]
-    work = [sum(deals[window].work[rank] for window in windows) / len(windows) for rank in range(ring.size)]
-    index = deal.places[ring.rank]
+    work = [sum(works[window][rank] for window in windows) / len(windows) for rank in range(ring.size)]
+    index = placement.places[ring.rank]
     listed_n, row_n = _held(pack, index)
     trained_u, reads_n = np.unique(row_n, return_inverse=True)
     listed = torch.from_numpy(listed_n)
@@ -38,7 +38,7 @@ def shard_pack(
         sequence_n=pack.sequence_N[listed],
         listed_n=listed,
         sequences=pack.sequences,
-        real_tokens=deal.real[ring.rank],
+        real_tokens=placement.real[ring.rank],
         sequence_tokens=sum(pack.lengths),
         most_work=max(work),
         mean_work=sum(work) / ring.size,

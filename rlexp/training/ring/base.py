@@ -1,4 +1,4 @@
-"""The interface of a layout: how it deals a pack to the ranks of a ring, and the plan by which a rank attends.
+"""The interface of a layout: how it places a pack on the ranks of a ring, and the plan by which a rank attends.
 
 Shape letters: t tokens of this rank, H query heads, G key/value heads, D head size.
 """
@@ -7,26 +7,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Ask, BlockKernel
+from rlexp.training.ring.placement import Placement, Window
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
 
-Window = int | None  # positions that a query sees, its own included; None: all up to its own
-
-
-@dataclass(frozen=True)
-class Deal:
-    """Shares of a pack: each field has one entry per rank."""
-
-    places: tuple[Tensor, ...]  # the places in the pack that the rank holds, in the order in which it holds them
-    real: tuple[int, ...]  # tokens without padding
-    work: tuple[float, ...]  # query-key pairs summed over heads: a rank that computes half of the heads counts half
+HOST = torch.device("cpu")
 
 
 class AttentionPlan(Protocol):
@@ -55,7 +46,11 @@ class Layout(ABC):
         return 1
 
     @abstractmethod
-    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal: ...
+    def place(self, segments: Sequence[Segment], ring_size: int) -> Placement: ...
+
+    @abstractmethod
+    def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
+        """Return by rank the pairs of a query and a key that it sees, summed over heads: half of them count half."""
 
     @abstractmethod
     def plan(
@@ -74,19 +69,19 @@ class RingBatch:
     ) -> None:
         self.max_length = max_length  # of any sequence of the run: a longer window is none
         self.layout, self.segments, self.ring, self.kernel = layout, segments, ring, kernel
-        self._device, self.plans = torch.device("cpu"), dict[Window, AttentionPlan]()
+        self._device, self.plans = HOST, dict[Window, AttentionPlan]()
 
     def plan(self, window: Window) -> AttentionPlan:
         """Return the plan of all layers with this window. It is made once."""
         if window not in self.plans:
             plan = self.layout.plan(self.segments, self.ring, self.kernel, window)
-            self.plans[window] = plan.to(self._device)
+            self.plans[window] = plan if self._device == HOST else plan.to(self._device)
         return self.plans[window]
 
     def to(self, device: torch.device) -> RingBatch:
-        there = RingBatch(self.layout, self.segments, self.ring, self.kernel, self.max_length)
-        there._device, there.plans = device, {window: plan.to(device) for window, plan in self.plans.items()}
-        return there
+        moved = RingBatch(self.layout, self.segments, self.ring, self.kernel, self.max_length)
+        moved._device, moved.plans = device, {window: plan.to(device) for window, plan in self.plans.items()}
+        return moved
 
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
         return self.plan(ask.window).attend(q_tHD, k_tGD, v_tGD, ask)

@@ -1,4 +1,4 @@
-"""Who holds what: the runs of tokens of each rank.
+"""Who holds what: the tokens of each rank.
 
 A layout says for each segment which chunks it is cut into, and which rank holds each of them. `cut` makes chunks that
 are even, so that only the pack as a whole needs padding: the remainder is dealt out, one token to a chunk, to the ranks
@@ -9,47 +9,56 @@ ranks hold differ by one at most, whatever the lengths of the segments, and padd
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
 
 from torch import Tensor
 
-from rlexp.training.ring.selection import in_turn
+from rlexp.training.ring.selection import Ranges, count, in_a_row, in_turn
 from rlexp.training.ring.slices import begins_of, seen
 from rlexp.training.types import Segment
 
-
-class Chunk(NamedTuple):
-    """Consecutive tokens of a segment, and the rank that holds them."""
-
-    owner: int
-    places: range  # in the pack
-
-
-class Run(NamedTuple):
-    """Consecutive tokens of a segment that a rank holds, and the rows of its shard where they are."""
-
-    places: range
-    rows: range
+Window = int | None  # positions that a query sees, its own included; None: all up to its own
+Chunk = tuple[int, range]  # the rank that holds it, and its places in the pack
+Run = tuple[range, int]  # places of a segment, and the row of a shard at which they begin
 
 
 @dataclass(frozen=True)
 class Placement:
-    """The runs of each rank, in the order in which it holds them, and the places of padding that follow."""
+    """Shares of a pack: each field has one entry per rank. Each place goes to one rank."""
 
-    runs: tuple[tuple[Run, ...], ...]
-    padding: tuple[tuple[range, ...], ...]
+    runs: tuple[Ranges, ...]  # places in the pack, in the order in which the rank holds them
+    real: tuple[int, ...]  # tokens without padding
 
-    def real(self, rank: int) -> int:
-        return sum(len(run.rows) for run in self.runs[rank])
-
+    @cached_property
     def places(self) -> tuple[Tensor, ...]:
-        """Return by rank the places in the pack that it holds, in order. Each place goes to one rank."""
-        held = zip(self.runs, self.padding, strict=True)
-        return tuple(in_turn([*(run.places for run in runs), *padding]) for runs, padding in held)
+        return tuple(map(in_turn, self.runs))
+
+    @cached_property
+    def share(self) -> int:
+        """Return the most rows of any rank. Rank r's rows of the ring begin at r times as many."""
+        return max(map(count, self.runs))
+
+    def own(self, rows: Ranges, rank: int) -> Ranges:
+        """Return which rows of its shard these rows of the ring are, which a rank holds."""
+        first = rank * self.share
+        return tuple(range(each.start - first, each.stop - first) for each in rows)
+
+    def held(self, rank: int, places: range) -> list[Run]:
+        """Return a rank's runs of a segment, which has these places, in their order."""
+        starts, runs, known = self._by_place[rank]
+        if places and places.start not in known:
+            known[places.start] = runs[bisect_left(starts, places.start) : bisect_left(starts, places.stop)]
+        return known[places.start] if places else []
+
+    @cached_property
+    def _by_place(self) -> list[tuple[list[int], list[Run], dict[int, list[Run]]]]:
+        ordered = [sorted(in_a_row(runs), key=lambda run: run[0].start) for runs in self.runs]
+        return [([places.start for places, _ in runs], runs, {}) for runs in ordered]
 
 
 def placed(segments: Sequence[Segment], chunks: Sequence[Sequence[Chunk]], ranks: int) -> Placement:
@@ -60,51 +69,51 @@ def placed(segments: Sequence[Segment], chunks: Sequence[Sequence[Chunk]], ranks
     held: list[dict[int, list[range]]] = [defaultdict(list) for _ in range(ranks)]
     for of_segment in chunks:
         number = [0] * ranks
-        for chunk in of_segment:
-            if chunk.places:
-                held[chunk.owner][number[chunk.owner]].append(chunk.places)
-            number[chunk.owner] += 1
-    runs = []
-    for of_rank in held:
-        ordered = [*chain.from_iterable(of_rank[number] for number in sorted(of_rank))]
-        starts = accumulate(map(len, ordered), initial=0)
-        runs.append(tuple(Run(p, range(s, s + len(p))) for p, s in zip(ordered, starts, strict=False)))
-    fewest = [(sum(len(run.rows) for run in of_rank), rank) for rank, of_rank in enumerate(runs)]
+        for owner, places in of_segment:
+            if places:
+                held[owner][number[owner]].append(places)
+            number[owner] += 1
+    runs = [[*chain.from_iterable(of_rank[number] for number in sorted(of_rank))] for of_rank in held]
+    real = tuple(map(count, runs))
+    fewest = [(tokens, rank) for rank, tokens in enumerate(real)]
     heapq.heapify(fewest)
-    padding: list[list[range]] = [[] for _ in range(ranks)]
     for place in (place for s in segments for place in range(s.start + s.length, s.start + s.padded)):
         tokens, rank = fewest[0]
-        padding[rank].append(range(place, place + 1))
+        runs[rank].append(range(place, place + 1))
         heapq.heapreplace(fewest, (tokens + 1, rank))
-    return Placement(tuple(runs), tuple(map(tuple, padding)))
+    return Placement(tuple(map(tuple, runs)), real)
 
 
-def work_of(
-    segments: Sequence[Segment], chunks: Sequence[Sequence[Chunk]], ranks: int, window: int | None = None
-) -> list[int]:
+def work_of(segments: Sequence[Segment], placement: Placement, window: Window = None) -> list[int]:
     """Count by rank the pairs of a query that it holds and a key that this sees."""
-    work = [0] * ranks
-    for segment, begin, of_segment in zip(segments, begins_of(segments), chunks, strict=True):
-        for chunk in of_segment:
-            first = begin + chunk.places.start - segment.start
-            work[chunk.owner] += seen(range(first, first + len(chunk.places)), window)
+    work = [0] * len(placement.runs)
+    for segment, begin in zip(segments, begins_of(segments), strict=True):
+        places = range(segment.start, segment.start + segment.length)
+        for rank in range(len(work)):
+            for run, _ in placement.held(rank, places):
+                work[rank] += _seen(run, segment, begin, window)
     return work
 
 
-def cut(segments: Sequence[Segment], owners: Sequence[int]) -> list[list[Chunk]]:
+def _seen(places: range, segment: Segment, begin: int, window: Window = None) -> int:
+    """Count the keys that the queries at places of a segment see, which begins at a position."""
+    first = begin + places.start - segment.start
+    return seen(range(first, first + len(places)), window)
+
+
+def cut(segments: Sequence[Segment], owners: Sequence[int]) -> Placement:
     """Cut each segment into as many chunks as `owners` has entries: for each chunk, the rank that holds it."""
     ranks = max(owners) + 1
     tokens, work = [0] * ranks, [0] * ranks
-    chunks = []
+    chunks: list[list[Chunk]] = []
     for segment, begin in zip(segments, begins_of(segments), strict=True):
         sizes = _sizes(segment.length, owners, tokens, work)
         bounds = accumulate(sizes, initial=segment.start)
-        chunks.append([Chunk(owner, range(*pair)) for owner, pair in zip(owners, pairwise(bounds), strict=True)])
-        for chunk in chunks[-1]:
-            first = begin + chunk.places.start - segment.start
-            tokens[chunk.owner] += len(chunk.places)
-            work[chunk.owner] += seen(range(first, first + len(chunk.places)))
-    return chunks
+        chunks.append([(owner, range(*pair)) for owner, pair in zip(owners, pairwise(bounds), strict=True)])
+        for owner, places in chunks[-1]:
+            tokens[owner] += len(places)
+            work[owner] += _seen(places, segment, begin)
+    return placed(segments, chunks, ranks)
 
 
 def _sizes(length: int, owners: Sequence[int], tokens: Sequence[int], work: Sequence[int]) -> list[int]:

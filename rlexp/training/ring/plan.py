@@ -1,53 +1,54 @@
 """One rank's attention over a ring, as it was planned: its calls step by step, with what a transport brings.
 
 Outputs are merged in float32 by log-sum-exp, and dq, dk and dv are summed in float32. Every call of a backward pass is
-given the global output and log-sum-exp. Each part of the queries is selected once a layer, and has its own running
-output and its own dq; they are put together at the end. What has one summand alone is neither widened nor copied.
+given the global output and log-sum-exp. Calls share a few orders of the queries. The queries of each are selected once
+a layer, and have a running output and a dq; they are put together at the end. What has one summand alone is neither
+widened nor copied.
 
-Shape letters: t tokens of this rank, q queries of a part, H query heads, G key/value heads, D head size.
+Shape letters: t tokens of this rank, q queries of an order, H query heads, G key/value heads, D head size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
 
 from rlexp.training.ring.attention import Attention, Found, Kept
-from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, Rows, accumulation_dtype
+from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, accumulation_dtype
 from rlexp.training.ring.kernels.fused import merge_rows
-from rlexp.training.ring.meetings import Meeting, Part, Planner, planned
-from rlexp.training.ring.selection import covers, put, select
-from rlexp.training.ring.transports.base import ALL, Given, Transport
-from rlexp.training.world.groups import Ring
+from rlexp.training.ring.selection import Rows, Selection, covers, put, select
+from rlexp.training.ring.transports.base import ALL, Transport
 
 
 @dataclass(frozen=True)
 class RingPlan(Attention):
     kernel: BlockKernel
     transport: Transport
-    parts: tuple[Part, ...]  # of our queries; together they have every real token
-    steps: tuple[tuple[Meeting, ...], ...]
+    orders: Mapping[Selection, bool]  # of our queries, with every real token; whether no order before has any of these
+    steps: tuple[tuple[Call, ...], ...]
 
     def to(self, device: torch.device) -> RingPlan:
-        for meeting in (each for step in self.steps for each in step):
-            self.kernel.prepare(self.call(meeting, 1.0), device)
-        parts = tuple(replace(part, queries=part.queries.to(device)) for part in self.parts)
-        steps = tuple(tuple(replace(each, keys=each.keys.to(device)) for each in step) for step in self.steps)
-        return replace(self, transport=self.transport.to(device), parts=parts, steps=steps)
+        moved = {order: order.to(device) for order in self.orders}
+        steps = tuple(tuple(call.of(moved[call.queries], call.keys.to(device)) for call in step) for step in self.steps)
+        self.kernel.prepare(chain.from_iterable(steps), device)
+        orders = {moved[order]: first for order, first in self.orders.items()}
+        return RingPlan(self.kernel, self.transport.to(device), orders, steps)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> tuple[Tensor, Kept]:
         k, v = self.transport.ready(k), self.transport.ready(v)
-        queries = [select(self.kernel.ready(q), part.queries.index) for part in self.parts]
-        outs = _Running(self.parts, accumulation_dtype(q.dtype), merge_rows)
+        queries = {order: select(self.kernel.ready(q), order.index) for order in self.orders}
+        outs = _Running(self.orders, accumulation_dtype(q.dtype), merge_rows)
         for heads, step, keys, values in self.transport.keys(k, v):
             ours = _serving(heads, q, k)
-            for meeting in self.steps[step]:
-                rows = meeting.keys.index
-                mine, call = queries[meeting.part][:, ours], self.call(meeting, ask.scale)
-                outs.add(meeting.part, ours, *self.kernel.forward(mine, select(keys, rows), select(values, rows), call))
+            for call in self.steps[step]:
+                rows, our_q, how = call.keys.index, queries[call.queries][:, ours], (call, ask.scale)
+                outs.add(
+                    call.queries, ours, *self.kernel.forward(our_q, select(keys, rows), select(values, rows), *how)
+                )
             del keys, values  # while the next ones come, these go
         out, lse = outs.joined(q, ((q.shape[1], v.shape[2]), 0.0), (q.shape[1:2], -torch.inf))
         result = out.to(q.dtype)
@@ -60,35 +61,24 @@ class RingPlan(Attention):
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:
         q, k, v, out, lse = kept
         wholes = [self.kernel.ready(x) for x in (dout, q, out)]
-        indices = [part.queries.index for part in self.parts]
-        known = [[*(select(x, index) for x in wholes), _by_head(lse, index)] for index in indices]
-        dqs = _Running(self.parts, accumulation_dtype(q.dtype), Tensor.add_)
+        of_order = {
+            order: [*(select(x, order.index) for x in wholes), _by_head(lse, order.index)] for order in self.orders
+        }
+        dqs = _Running(self.orders, accumulation_dtype(q.dtype), Tensor.add_)
         home = self.transport.home(k, v, self.kernel)
         for heads, step, keys, values in self.transport.keys(k, v):
-            ours, given = _serving(heads, q, k), []
-            for meeting in self.steps[step]:
-                rows, call = meeting.keys.index, self.call(meeting, ask.scale)
-                dout_q, q_q, out_q, lse_q = (x[:, ours] for x in known[meeting.part])
+            ours, grads = _serving(heads, q, k), []
+            for call in self.steps[step]:
+                rows, (dout_q, q_q, out_q, lse_q) = call.keys.index, (x[:, ours] for x in of_order[call.queries])
                 dq, dk, dv = self.kernel.backward(
-                    dout_q, q_q, select(keys, rows), select(values, rows), out_q, lse_q, call
+                    dout_q, q_q, select(keys, rows), select(values, rows), out_q, lse_q, call, ask.scale
                 )
-                dqs.add(meeting.part, ours, dq)
-                given.append(Given(rows, dk, dv, meeting.once))
+                dqs.add(call.queries, ours, dq)
+                grads.append((call, dk, dv))
             del keys, values
-            home.add(heads, step, given)
+            home.add(heads, step, grads)
         (dq,) = dqs.joined(q, (q.shape[1:], 0.0))
         return dq, *home.total()
-
-    def call(self, meeting: Meeting, scale: float) -> Call:
-        lengths = self.parts[meeting.part].queries.lengths
-        return Call(lengths, meeting.keys.lengths, meeting.causal, scale, meeting.window, meeting.apart)
-
-
-def plan_of(
-    planner: Planner, ring: Ring, kernel: BlockKernel, transport: Callable[[Planner, Ring], Transport]
-) -> RingPlan:
-    way = transport(planner, ring)
-    return RingPlan(kernel, way, *planned([(planner.met(ring.rank, *each.sent), each) for each in way.arrivals]))
 
 
 def _serving(heads: slice, q: Tensor, k: Tensor) -> slice:
@@ -103,14 +93,14 @@ def _by_head(lse_tH: Tensor, rows: Rows) -> Tensor:
 
 
 class _Running:
-    """Results of each part of our queries while calls add to them: outputs with log-sum-exps, or gradients."""
+    """Results of each order of our queries while calls add to them: outputs with log-sum-exps, or gradients."""
 
-    def __init__(self, parts: Sequence[Part], wide: torch.dtype, combine: Callable[..., object]) -> None:
-        self.parts, self.wide, self.combine = parts, wide, combine
-        self.held: list[dict[int | None, list[Tensor]]] = [{} for _ in parts]  # by the first of their heads
+    def __init__(self, orders: Mapping[Selection, bool], wide: torch.dtype, combine: Callable[..., object]) -> None:
+        self.orders, self.wide, self.combine = orders, wide, combine
+        self.held: dict[Selection, dict[int | None, list[Tensor]]] = {each: {} for each in orders}  # by the first head
 
-    def add(self, part: int, heads: slice, *results: Tensor) -> None:
-        held = self.held[part]
+    def add(self, order: Selection, heads: slice, *results: Tensor) -> None:
+        held = self.held[order]
         if heads.start not in held:
             held[heads.start] = [*results]
             return
@@ -119,21 +109,21 @@ class _Running:
 
     def joined(self, q: Tensor, *nothing: tuple[Sequence[int], float]) -> list[Tensor]:
         """Lay the results where the shard has the queries; where it has none, `nothing`: a row's shape, and a value."""
-        found = [_together([*held.values()]) for held in self.held]
-        wide = self.wide if not found or not all(part.first for part in self.parts) else None
-        begun = bool(found) and covers(self.parts[0].queries.index, len(q))
+        of_orders = [_together([*held.values()]) for held in self.held.values()]
+        wide = self.wide if not of_orders or not all(self.orders.values()) else None
+        begun = bool(of_orders) and covers(next(iter(self.orders)).index, len(q))
         if begun:
-            whole = [x.to(wide or x.dtype) for x in found[0]]
+            whole = [x.to(wide or x.dtype) for x in of_orders[0]]
         else:
-            gaps = sum(part.queries.count for part in self.parts if part.first) < len(q)
-            dtypes = [wide or x.dtype for x in found[0]] if found else [self.wide] * len(nothing)
+            gaps = sum(order.count for order, first in self.orders.items() if first) < len(q)
+            dtypes = [wide or x.dtype for x in of_orders[0]] if of_orders else [self.wide] * len(nothing)
             whole = [
                 q.new_full((len(q), *shape), value, dtype=dtype) if gaps else q.new_empty(len(q), *shape, dtype=dtype)
                 for dtype, (shape, value) in zip(dtypes, nothing, strict=True)
             ]
-        for part, results in [*zip(self.parts, found, strict=True)][begun:]:
-            rows = part.queries.index
-            if not part.first:
+        for (order, first), results in [*zip(self.orders.items(), of_orders, strict=True)][begun:]:
+            rows = order.index
+            if not first:
                 known = [select(x, rows) for x in whole]
                 self.combine(*known, *results)
                 if isinstance(rows, slice):

@@ -3,30 +3,52 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import Rows
 from rlexp.training.types import moved
 
+Ranges = tuple[range, ...]
+Rows = slice | Tensor
+Lengths = tuple[int, ...]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Selection:
-    """Rows of a shard, and how many of them belong to each segment of a kernel's call."""
+    """Rows by segment of a kernel's call."""
 
-    index: Rows
-    lengths: tuple[int, ...]
+    segments: tuple[Ranges, ...]
+    on_device: Tensor | None = None  # the index, once it has been moved
+
+    @cached_property
+    def lengths(self) -> Lengths:
+        return tuple(map(count, self.segments))
+
+    @cached_property
+    def index(self) -> Rows:
+        if self.on_device is not None:
+            return self.on_device
+        filled = [each for ranges in self.segments for each in ranges if each]
+        if all(before.stop == after.start for before, after in itertools.pairwise(filled)):
+            return slice(filled[0].start, filled[-1].stop) if filled else slice(0, 0)
+        return in_turn(filled)
 
     @property
     def count(self) -> int:
         return sum(self.lengths)
 
     def to(self, device: torch.device) -> Selection:
-        return replace(self, index=moved(self.index, device)) if isinstance(self.index, Tensor) else self
+        return self if isinstance(self.index, slice) else Selection(self.segments, moved(self.index, device))
+
+
+def count(ranges: Iterable[range]) -> int:
+    return sum(map(len, ranges))
 
 
 def in_turn(ranges: Iterable[range]) -> Tensor:
@@ -35,19 +57,7 @@ def in_turn(ranges: Iterable[range]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]))
 
 
-def selection(segments: Iterable[Iterable[range]]) -> Selection:
-    """Select rows segment by segment."""
-    of_segments = [tuple(ranges) for ranges in segments]
-    lengths = tuple(sum(map(len, ranges)) for ranges in of_segments)
-    filled = [each for ranges in of_segments for each in ranges if each]
-    if not filled:
-        return Selection(slice(0, 0), lengths)
-    if all(before.stop == after.start for before, after in itertools.pairwise(filled)):
-        return Selection(slice(filled[0].start, filled[-1].stop), lengths)
-    return Selection(in_turn(filled), lengths)
-
-
-def joined(ranges: Iterable[range]) -> tuple[range, ...]:
+def joined(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges: in ascending order, and apart from each other."""
     union: list[range] = []
     for each in sorted(filter(None, ranges), key=lambda each: each.start):
@@ -56,6 +66,33 @@ def joined(ranges: Iterable[range]) -> tuple[range, ...]:
         else:
             union.append(each)
     return tuple(union)
+
+
+def pieces(ranges: Ranges, size: int) -> list[Ranges]:
+    """Cut ranges that lie one after the other into pieces of this size."""
+    cut: list[list[range]] = [[] for _ in range(count(ranges) // size)]
+    for each, begin in in_a_row(ranges):
+        for number in range(begin // size, -(-(begin + len(each)) // size)):
+            first, end = (max(0, min(bound - begin, len(each))) for bound in (number * size, (number + 1) * size))
+            cut[number].append(each[first:end])
+    return [*map(tuple, cut)]
+
+
+def where(lying: Iterable[tuple[range, int]]) -> Callable[[range], range]:
+    """Return where rows are, in a function: of each range of them is given where it begins."""
+    moves = sorted((rows.start, begin - rows.start) for rows, begin in lying)
+    starts = [start for start, _ in moves]
+
+    def place(rows: range) -> range:
+        first = rows.start + moves[bisect_right(starts, rows.start) - 1][1]
+        return range(first, first + len(rows))
+
+    return place
+
+
+def in_a_row(ranges: Ranges, begin: int = 0) -> list[tuple[range, int]]:
+    """Let ranges lie one after the other: return where each begins."""
+    return [*zip(ranges, itertools.accumulate(map(len, ranges), initial=begin), strict=False)]
 
 
 def within(rows: Rows, those: Rows) -> Rows:

@@ -19,7 +19,7 @@ from tests.helpers.faults.plant import Seeing, Waiting
 
 
 def of_rank_0(original: Any, pack: Any, ring: Any, layout: Any, *args: Any) -> Any:
-    return replace(original(pack, ring, layout, *args), real_tokens=layout.deal(pack.segments, ring.size).real[0])
+    return replace(original(pack, ring, layout, *args), real_tokens=layout.place(pack.segments, ring.size).real[0])
 
 
 def of_next_rank(original: Any, pack: Any, ring: Any, *args: Any) -> Any:
@@ -36,8 +36,8 @@ def later_seen(original: Any, self: Any, queries: Any, keys: Any) -> Any:
     return original(self._replace(apart=self.apart + apart), queries, keys)
 
 
-def none_of_later_ranks(original: Any, self: Any, rank: int, *sources: int) -> Any:
-    return [] if min(sources) > rank else original(self, rank, *sources)
+def none_of_later_ranks(original: Any, slices: Any, placement: Any, rank: int, *sources: int) -> Any:
+    return [] if min(sources) > rank else original(slices, placement, rank, *sources)
 
 
 def one_more(original: Any, segments: Any, window: Any) -> Any:
@@ -47,12 +47,12 @@ def one_more(original: Any, segments: Any, window: Any) -> Any:
 # ---- what a plan makes of it ----
 
 
-def first_part_alone(original: Any, self: Any, part: int, heads: Any, *results: Any) -> None:
-    """Lose what the calls of all parts of the queries but the first add."""
-    if part:
+def first_order_alone(original: Any, self: Any, order: Any, heads: Any, *results: Any) -> None:
+    """Lose what the calls of all orders of the queries but the first add."""
+    if order is not next(iter(self.orders)):
         lost = [x.new_zeros(x.shape) for x in results]
         results = (lost[0], *(x.fill_(-torch.inf) for x in lost[1:]))
-    original(self, part, heads, *results)
+    original(self, order, heads, *results)
 
 
 def keys_for_values(original: Any, self: Any, q: Any, k: Any, v: Any, *args: Any) -> Any:
@@ -86,14 +86,14 @@ def sending(change: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return lambda between: lambda ring, going, coming: between(ring, [(to, change(x)) for to, x in going], coming)
 
 
-def elsewhere(original: Any, self: Any, part: Any, *heads: Any) -> None:
+def elsewhere(original: Any, self: Any, rows: Any, dk: Any, *args: Any, **how: Any) -> None:
     """Add what comes from other ranks to the rows after its own."""
-    original(self, part if self.own is None else part._replace(dk=part.dk.roll(1, 0)), *heads)
+    original(self, rows, dk if self.own is None else dk.roll(1, 0), *args, **how)
 
 
-def lost_on_the_way(original: Any, self: Any, part: Any, *heads: Any) -> None:
+def lost_on_the_way(original: Any, self: Any, *args: Any, **how: Any) -> None:
     if self.own is None:
-        original(self, part, *heads)
+        original(self, *args, **how)
 
 
 def begun_anew(original: Any, self: Any, *args: Any) -> Any:
@@ -111,8 +111,8 @@ def unweighted(original: Any, out: Any, lse: Any, block_out: Any, block_lse: Any
 
 
 def other_scale(original: Any, *args: Any) -> Any:
-    *tensors, call = args
-    return original(*tensors, replace(call, scale=call.scale * 1.0001))
+    *given, scale = args
+    return original(*given, scale * 1.0001)
 
 
 def dk_for_dv(original: Any, *args: Any) -> Any:
@@ -150,15 +150,14 @@ RING_FAULTS = (
         "data", DEALER),
     one("rank 0's real tokens everywhere", SHARD, of_rank_0, "data", DEALER),
     one("another rank's chunks", SHARD, of_next_rank, "log-probabilities", RING),
-    one("sequences see each other", "ring.selection:selection",
-        lambda original, ranges: replace(right := original(ranges), lengths=(sum(right.lengths),)),
-        "log-probabilities", RING),
-    one("padding is real", "ring.placement:Placement.real",
-        lambda original, self, rank: original(self, rank) + len(self.padding[rank]), "data", RING),
-    one("not causal", "ring.plan:RingPlan.call", lambda original, *args: replace(original(*args), causal=False),
-        "log-probabilities", RING),
+    one("sequences see each other", "ring.selection:Selection.lengths",
+        lambda original, self: (sum(original(self)),), "log-probabilities", RING),
+    one("padding is real", "ring.placement:placed",
+        lambda original, *args: replace(right := original(*args), real=(right.share,) * len(right.runs)), "data", RING),
+    one("not causal", "ring.kernels.base:Call.seen",
+        lambda original, self, number: None if self.causal else original(self, number), "log-probabilities", RING),
     one("later keys seen", NARROW, later_seen, "log-probabilities", RING),
-    one("a block forgotten", "ring.meetings:Planner._meet", none_of_later_ranks, "log-probabilities", RING),
+    one("a block forgotten", "ring.calls:meet", none_of_later_ranks, "log-probabilities", RING),
     one("a window off by one", "ring.slices:slices_of", one_more, "log-probabilities", RING, "model.window=16"),
     one("a window is not seen", "ring.layouts.ringwise:slices_of",
         lambda original, segments, _window: original(segments, None), "log-probabilities", RING, "model.window=16"),
@@ -167,7 +166,7 @@ RING_FAULTS = (
     one("not a number in the merge", MERGE_ROWS,
         Seeing({"torch.sigmoid": lambda _: lambda apart: apart.abs().neg().log()}), "log-probabilities", RING),
     one("merged without weights", MERGE_ROWS, unweighted, "log-probabilities", RING),
-    one("the late queries' blocks are not merged in", "ring.plan:_Running.add", first_part_alone,
+    one("the late queries' blocks are not merged in", "ring.plan:_Running.add", first_order_alone,
         "log-probabilities", RING),
     one("keys of the wrong rank", PLAN + "forward", keys_for_values, "log-probabilities", RING),
     one("a row that another rank should get", TRAVEL + "._start", Seeing({"between": sending(other_row)}),

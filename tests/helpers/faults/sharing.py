@@ -40,14 +40,14 @@ def siblings_see(original: Any, segments: Any, window: Any) -> Any:
     return original(followed, window)
 
 
-def of_one_child(original: Any, self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, call: Any) -> Any:
+def of_one_child(original: Any, self: Any, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *how: Any) -> Any:
     """Give the keys that many queries see the gradient of the first half of them."""
-    whole = original(self, dout, q, k, v, out, lse, call)
-    if call.causal:
+    whole = original(self, dout, q, k, v, out, lse, *how)
+    if how[0].causal:
         return whole
     half = dout.clone()
     half[len(half) // 2 :] = 0
-    return (whole[0], *original(self, half, q, k, v, out, lse, call)[1:])
+    return (whole[0], *original(self, half, q, k, v, out, lse, *how)[1:])
 
 
 def for_one_sequence(original: Any, *args: Any) -> Any:

@@ -28,7 +28,7 @@ def of_the_first_group(moments_of: Any, self: Any) -> Any:
     return lambda optimizer, _partition: moments_of(optimizer, self._partitions()[0])
 
 
-def sums_as_single_results(_original: Any, _self: Any, _rank: int, _source: int) -> bool:
+def sums_as_single_results(_original: Any, _calls: Any) -> bool:
     """Take every gradient that is sent for the result of one call."""
     return True
 
@@ -143,7 +143,7 @@ TESTED = (
             "training/model/test_head.py::test_scores_are_sums_in_float32"),
     by_test("gathered gradients summed in bfloat16", "ring.transports.gather:ScatteredHome.add", spread_narrowly,
             "training/ring/test_sums.py::test_every_layout_sums_in_float32"),
-    by_test("sums of two calls sent in bfloat16", "ring.meetings:Planner.once", sums_as_single_results,
+    by_test("sums of two calls sent in bfloat16", "ring.calls:once", sums_as_single_results,
             "training/ring/test_sums.py::test_every_layout_sums_in_float32"),
     by_test("gradients of copied heads summed in bfloat16", "ring.transports.heads:SharedHeads.backward",
             Seeing({"accumulation_dtype": as_it_comes}),

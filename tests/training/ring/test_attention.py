@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from bench.simulate import call_of
 from rlexp.training.ring.kernels import CpuFlash, cpu_flash, get_kernel
-from rlexp.training.ring.kernels.base import Call
 from rlexp.training.ring.kernels.cpu_flash import NARROW
 from tests.helpers.attention import (
     HEADS,
@@ -69,11 +69,11 @@ def test_any_memory_layout_of_the_queries_is_read_right(kernel: str) -> None:
     """A model may pass queries whose last dimension is not contiguous, and autograd such a gradient."""
     block = get_kernel(kernel, "cpu")
     q, k, v, dout = inputs((37,), 2, torch.float64)[0]
-    call = Call((37,), (37,), causal=True, scale=0.25)
+    call = call_of((37,), (37,), True)
 
     def both(arrange) -> list[Tensor]:
-        out, lse = block.forward(arrange(q), k, v, call)
-        return [out, *block.backward(arrange(dout), arrange(q), k, v, out, lse, call)]
+        out, lse = block.forward(arrange(q), k, v, call, 0.25)
+        return [out, *block.backward(arrange(dout), arrange(q), k, v, out, lse, call, 0.25)]
 
     permuted = both(lambda x: x.permute(2, 0, 1).contiguous().permute(1, 2, 0))
     for one, other in zip(both(lambda x: x), permuted, strict=True):
@@ -104,10 +104,10 @@ def test_calls_that_are_cut_are_the_whole_ones(name: str, sharing: int) -> None:
     q, dout = (seeded(sum(q_lengths), heads, SIZE, seed=part, dtype=torch.float64) for part in (1, 2))
     k, v = (seeded(sum(k_lengths), heads // sharing, SIZE, seed=part, dtype=torch.float64) for part in (3, 4))
     kernels = [get_kernel(kernel, "cpu") for kernel in ("cpu_flash", "plain")]
-    call = Call(q_lengths, k_lengths, causal=causal, scale=0.25)
-    out, lse = kernels[1].forward(q, k, v, call)
-    pairs = [kernel.forward(q, k, v, call) for kernel in kernels]
-    grads = [kernel.backward(dout, q, k, v, out, lse, call) for kernel in kernels]
+    how = (call_of(q_lengths, k_lengths, causal), 0.25)
+    out, lse = kernels[1].forward(q, k, v, *how)
+    pairs = [kernel.forward(q, k, v, *how) for kernel in kernels]
+    grads = [kernel.backward(dout, q, k, v, out, lse, *how) for kernel in kernels]
     for got, expected in [*zip(*pairs, strict=True), *zip(*grads, strict=True)]:
         seen = expected.isfinite()
         assert torch.equal(got.isfinite(), seen)
@@ -128,7 +128,7 @@ def test_a_band_on_cpu_computes_little_that_nobody_sees(heads: int, monkeypatch:
 
         monkeypatch.setattr(cpu_flash, name, counted)
     q, k, v, dout = (seeded(tokens, heads, 8, seed=seed) for seed in range(4))
-    call = Call((tokens,), (tokens,), causal=False, scale=1.0, window=window, apart=(0,))
-    out, lse = CpuFlash().forward(q, k, v, call)
-    CpuFlash().backward(dout, q, k, v, out, lse, call)
+    call = call_of((tokens,), (tokens,), False, window, (0,))
+    out, lse = CpuFlash().forward(q, k, v, call, 1.0)
+    CpuFlash().backward(dout, q, k, v, out, lse, call, 1.0)
     assert 2 * tokens * window < sum(pairs) <= 2 * tokens * (NARROW + window - 1)

@@ -52,7 +52,7 @@ def attend(
 ) -> list[Tensor]:
     """Return out, dq, dk, dv of one rank, for tensors that `arrange` puts into memory."""
     layout = case.get()
-    held = len(layout.deal(segments, ring.size).places[ring.rank])
+    held = len(layout.place(segments, ring.size).places[ring.rank])
     q, k, v = (
         arrange(seeded(held, heads, SIZE, seed=10 * ring.rank + part)).requires_grad_()
         for part, heads in enumerate((HEADS, case.kv_heads, case.kv_heads))

@@ -98,7 +98,7 @@ def sent(layout: str, transport: str, inner: int, cfg: Config, pack: Pack) -> Te
     ring, heads, kv_heads = cfg.parallel.ring_size, cfg.model.heads, cfg.model.kv_heads
     outer = ring // inner
     around = get_layout(layout if layout == "contiguous" else "zigzag")
-    rows = needed(pack, around.deal(pack.segments, outer).places)
+    rows = needed(pack, around.place(pack.segments, outer).places)
     if layout == "allgather":  # all ranks send as many rows as the one whose rows others need most
         most = rows.amax(1).sum(0).max()
         return (2 * kv_heads * (3 + 1) * (ring - 1) * most).expand(ring)

@@ -6,11 +6,11 @@ The real ones run in tests/bench/test_gpu.py.
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import math
 import sys
 import tomllib
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 
 from bench.flash_attn_2 import PART
+from bench.simulate import call_of
 from rlexp.base import kernel_needs as needs
 from rlexp.base import kernel_rates as rates
 from rlexp.base.errors import ConfigError, ModelError
@@ -38,18 +39,14 @@ from rlexp.training.ring.kernels import (
     Plain,
     available,
     computing_in,
-    flash_attn_2,
-    flash_attn_3,
     flash_attn_4,
     get_kernel,
-    torch_flash,
     varlen,
 )
-from rlexp.training.ring.kernels.base import Call
 from rlexp.training.train import build
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.verify.variants import exact
-from tests.helpers.attention import CALLS, call_of, launches_of
+from tests.helpers.attention import CALLS, launches_of, named_call
 from tests.helpers.mock_flash import MockFlash
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import python
@@ -64,8 +61,8 @@ FLASH = ("torch_flash", "flash_attn", "flash_attn_3", "flash_attn_4")
 def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[MockFlash]:
     """A mock in the place of all four kernels."""
     flash = MockFlash()
-    monkeypatch.setattr(torch_flash, "_forward", flash.aten_forward)
-    monkeypatch.setattr(torch_flash, "_backward", flash.aten_backward)
+    monkeypatch.setattr(kernels.flash, "_torch_forward", flash.aten_forward)
+    monkeypatch.setattr(kernels.flash, "_torch_backward", flash.aten_backward)
     for name in ("flash_attn.flash_attn_interface", "flash_attn_interface", "flash_attn.cute.interface"):
         monkeypatch.setitem(sys.modules, name, flash)
     _forget()
@@ -78,8 +75,8 @@ def mock(monkeypatch: pytest.MonkeyPatch) -> Iterator[MockFlash]:
 
 
 def _forget() -> None:
-    for module in (flash_attn_2, flash_attn_3, flash_attn_4):
-        module._interface.cache_clear()
+    for interface in (kernels.flash.second, kernels.flash.third, flash_attn_4._interface):
+        interface.cache_clear()
 
 
 # ---- results ----
@@ -98,10 +95,10 @@ def blocks(q_lengths: tuple[int, ...], k_lengths: tuple[int, ...], kv_heads: int
 
 
 def both_passes(kernel: BlockKernel, name: str, kv_heads: int, arrange: Any = lambda x: x) -> list[Tensor]:
-    call = call_of(name, SCALE)
-    q, k, v, out, dout, lse = blocks(call.q_lengths, call.k_lengths, kv_heads)
+    call = named_call(name)
+    q, k, v, out, dout, lse = blocks(call.queries.lengths, call.keys.lengths, kv_heads)
     q, k, v, out, dout, lse = (arrange(x) for x in (q, k, v, out, dout, lse))
-    return [*kernel.forward(q, k, v, call), *kernel.backward(dout, q, k, v, out, lse, call)]
+    return [*kernel.forward(q, k, v, call, SCALE), *kernel.backward(dout, q, k, v, out, lse, call, SCALE)]
 
 
 @pytest.mark.parametrize("name", FLASH)
@@ -114,7 +111,7 @@ def test_equals_the_plain_kernel(mock: MockFlash, name: str) -> None:
         for kv_heads in (HEADS, 2, 1):
             before = mock.calls
             got = both_passes(get_kernel(name, "cuda"), call, kv_heads)
-            assert mock.calls - before == 2 * launches_of(call_of(call, SCALE)), call
+            assert mock.calls - before == 2 * launches_of(named_call(call)), call
             for part, (a, b) in enumerate(zip(got, both_passes(Plain(), call, kv_heads), strict=True)):
                 assert a.shape == b.shape
                 assert a.dtype == torch.float32 or (part != LSE and a.dtype == torch.bfloat16)
@@ -147,22 +144,26 @@ def test_any_memory_layout_is_passed_on_right(mock: MockFlash, name: str) -> Non
 
 def test_one_sided_segments_are_left_out_without_a_copy_where_possible() -> None:
     cpu = torch.device("cpu")
-    chunks = Call((4, 6), (0, 9), causal=False, scale=1.0)  # the first rank's, as in allgather
+    chunks = call_of((4, 6), (0, 9), False)  # the first rank's, as in allgather
     (early,) = varlen.spans_of(chunks, cpu)
     assert (early.queries, early.keys) == (slice(4, 10), slice(None))
-    assert (early.cu_q.tolist(), early.cu_k.tolist(), early.max_q, early.max_k) == ([0, 6], [0, 9], 6, 9)
-    (holes,) = varlen.spans_of(Call((4, 0, 2, 3), (3, 5, 0, 7), causal=False, scale=1.0), cpu)
+    assert [x.tolist() if isinstance(x, Tensor) else x for x in early.bounds] == [[0, 6], [0, 9], 6, 9]
+    (holes,) = varlen.spans_of(call_of((4, 0, 2, 3), (3, 5, 0, 7), False), cpu)
     assert [at.tolist() for at in (holes.queries, holes.keys) if isinstance(at, Tensor)] == [
         [0, 1, 2, 3, 6, 7, 8],
         [0, 1, 2, *range(8, 15)],
     ]
-    assert varlen.spans_of(dataclasses.replace(chunks, scale=2.0), cpu)[0] is early, "all layers of a model share it"
-    assert varlen.made_spans.cache_info().maxsize is not None
+    alike = call_of((4, 6), (0, 9), False)
+    get_kernel("torch_flash", "cuda").prepare([chunks, alike], cpu)
+    assert varlen.spans_of(alike, cpu)[0] is varlen.spans_of(chunks, cpu)[0] is early, "all layers of a model share it"
+    kept = weakref.ref(early.bounds[0])
+    del chunks, alike, early
+    assert kept() is None, "it goes with its pack"
 
 
 def test_segments_equally_far_apart_are_one_launch() -> None:
     """A kernel's window is counted from the end of queries and keys, where they are `apart`."""
-    call = Call((4, 6, 3), (5, 9, 3), causal=False, scale=1.0, window=8, apart=(0, 0, 5))
+    call = call_of((4, 6, 3), (5, 9, 3), False, 8, (0, 0, 5))
     own, halo = varlen.spans_of(call, torch.device("cpu"))
     assert (own.window, halo.window) == ((7, 0), (2, 5))
     assert (own.queries, own.keys, halo.queries, halo.keys) == (
@@ -215,10 +216,10 @@ def test_torchs_operators_take_the_arguments_of_our_calls() -> None:
     assert (lse.shape, lse.dtype) == ((HEADS, 10), torch.float32)
     assert (rng_state.shape, rng_state.dtype) == ((2,), torch.uint64)
     kernel = get_kernel("torch_flash", "cuda")
-    call = Call((4, 6), (5, 9), causal=False, scale=1.0)
-    got_out, got_lse = kernel.forward(q, k, k, call)
+    call = call_of((4, 6), (5, 9), False)
+    got_out, got_lse = kernel.forward(q, k, k, call, 1.0)
     assert (got_out.shape, got_lse.shape) == (q.shape, (10, HEADS))
-    grads = kernel.backward(q, q, k, k, q, got_lse, call)
+    grads = kernel.backward(q, q, k, k, q, got_lse, call, 1.0)
     assert [(grad.shape, grad.dtype) for grad in grads] == [(x.shape, torch.bfloat16) for x in (q, k, k)]
 
 
@@ -299,7 +300,7 @@ def test_an_installed_package_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path
         monkeypatch.syspath_prepend(tmp_path / name)
         assert needs.installed(name)
         _forget()
-    assert flash_attn_3._interface().HERE == 3
+    assert kernels.flash.third().HERE == 3
     _forget()
     assert needs.installed("torch_flash")
     monkeypatch.setitem(needs.NEEDS, "a module", needs.Needs({}, modules=("no_such_module", "nor_this")))

@@ -43,20 +43,20 @@ def test_each_token_is_held_once_and_shares_are_equal(which, lengths) -> None:
     name, inner, size = which
     layout = get_layout(name, inner)
     segments = forest(lengths, layout.multiple(size))
-    deal = layout.deal(segments, size)
-    assert torch.equal(torch.cat(deal.places).sort().values, torch.arange(sum(s.padded for s in segments)))
-    assert len({len(places) for places in deal.places}) == 1
+    placement = layout.place(segments, size)
+    assert torch.equal(torch.cat(placement.places).sort().values, torch.arange(sum(s.padded for s in segments)))
+    assert len({len(places) for places in placement.places}) == 1
     real = {place for s in segments for place in range(s.start, s.start + s.length)}
-    for places, count in zip(deal.places, deal.real, strict=True):
+    for places, count in zip(placement.places, placement.real, strict=True):
         assert real.issuperset(places[:count].tolist())
         assert real.isdisjoint(places[count:].tolist())
-    assert sum(deal.work) == pytest.approx(sum(length * (length + 1) // 2 for length in lengths))
+    assert sum(layout.work(segments, size)) == pytest.approx(sum(length * (length + 1) // 2 for length in lengths))
 
 
 @given(RINGS, LENGTHS)
 def test_ranks_hold_as_many_real_tokens_to_within_one(size, lengths) -> None:
     """So a pack is padded by less than a token per rank, whatever its lengths."""
-    held = get_layout("zigzag").deal(forest(lengths, size), size).real
+    held = get_layout("zigzag").place(forest(lengths, size), size).real
     assert max(held) - min(held) <= 1
 
 
@@ -66,23 +66,22 @@ def test_zigzag_has_the_same_work_at_every_step(size, units) -> None:
     segments = forest((units * 2 * size,), size)
     for rank in range(size):
         plan = get_layout("zigzag").plan(segments, Ring(rank, tuple(range(size))), Plain())
-        own, *others = ([pairs(plan.call(meeting, 1.0)) for meeting in step] for step in plan.steps)
+        own, *others = ([*map(pairs, step)] for step in plan.steps)
         assert own == [2 * units * (2 * units + 1) // 2]
         assert others == [[2 * units * units]] * (size - 1)
 
 
 @given(LAYOUTS, LENGTHS, st.none() | st.integers(1, 90))
-def test_the_work_of_a_deal_is_that_of_the_plans(which, lengths, window) -> None:
+def test_the_work_of_a_layout_is_that_of_the_plans(which, lengths, window) -> None:
     """What a run logs and what a rehearsal counts are one number."""
     name, inner, size = which
     layout = get_layout(name, inner)
     segments = forest(lengths, layout.multiple(size))
-    work = layout.deal(segments, size, window).work
+    work = layout.work(segments, size, window)
     for ring in rings(size):
         plan = layout.plan(segments, ring, Plain(), window)
         shared, around = (layout.shared(size), plan.around) if name in ("ulysses", "hybrid") else (1, plan)
-        calls = (around.call(meeting, 1.0) for step in around.steps for meeting in step)
-        assert work[ring.rank] == sum(map(pairs, calls)) / shared
+        assert work[ring.rank] == sum(pairs(call) for step in around.steps for call in step) / shared
 
 
 @pytest.mark.parametrize("name", TRAVELLING)
@@ -91,7 +90,7 @@ def test_with_a_short_window_rows_go_straight_instead_of_around(name: str) -> No
     segments = forest((40, 56), 4)
     for ring in rings(4):
         for window in (None, 8, 3 * 40 // 4, 3 * 40 // 4 + 1):
-            around, straight = (get_layout(name, 1, transport).plan(segments, ring, Plain(), window).transport.steps
+            around, straight = (get_layout(name, 1, transport).plan(segments, ring, Plain(), window).transport.legs
                                 for transport in ("neighbour", "direct"))  # fmt: skip
             assert (around == straight) == (window in (8, 3 * 40 // 4))
 
@@ -130,9 +129,9 @@ def test_work_is_balanced_on_packs_of_uneven_lengths(size, lengths) -> None:
     Over 1,500 packs of 100 to 900 tokens the excess is 0.3 % on average.
     """
     for name, inner in (("zigzag", 1), ("allgather", 1), ("hybrid", 2), ("ulysses", 1)):
-        work = get_layout(name, inner).deal(forest(lengths, size), size).work
+        work = get_layout(name, inner).work(forest(lengths, size), size)
         assert max(work) <= 1.06 * sum(work) / size, name
-    lopsided = get_layout("contiguous").deal(forest(lengths, size), size).work
+    lopsided = get_layout("contiguous").work(forest(lengths, size), size)
     assert max(lopsided) > 1.4 * sum(lopsided) / size
 
 

@@ -92,8 +92,8 @@ FINE, COARSE = (torch.float64, LENGTHS), (torch.bfloat16, LONG)
 def attend_part(ring: Ring, name: str, kv_heads: int, lengths: tuple[int, ...], dtype: torch.dtype) -> Attended:
     layout = library_layout(name)
     segments = forest(lengths, layout, ring.size)
-    deal = layout.deal(segments, ring.size)
-    index = deal.places[ring.rank]
+    placement = layout.place(segments, ring.size)
+    index = placement.places[ring.rank]
     total = sum(segment.padded for segment in segments)
     packed = []
     for part, heads in enumerate((HEADS, kv_heads, kv_heads, HEADS)):
@@ -113,7 +113,8 @@ def attend_part(ring: Ring, name: str, kv_heads: int, lengths: tuple[int, ...], 
         grads = torch.autograd.grad(out, (q, k, v), dout)
     computed = flash_attn.computed / HEADS
     counted = ring.traffic.sent - before
-    return Attended(index, [out.detach(), *grads], counted, sent.bytes, deal.work[ring.rank], computed)
+    work = layout.work(segments, ring.size)[ring.rank]
+    return Attended(index, [out.detach(), *grads], counted, sent.bytes, work, computed)
 
 
 class Sent:
@@ -276,13 +277,13 @@ def test_each_token_is_held_once_and_shares_are_equal(name, size, lengths, packi
     pack = pack_sequences(
         [(each[:0], each) for each in tokens], layout.multiple(size), unit=layout.unit(size), packing=packing
     )
-    deal = layout.deal(pack.segments, size)
-    assert torch.equal(torch.cat(deal.places).sort().values, torch.arange(len(pack.tokens_T)))
-    assert len({len(places) for places in deal.places}) == 1
+    placement = layout.place(pack.segments, size)
+    assert torch.equal(torch.cat(placement.places).sort().values, torch.arange(len(pack.tokens_T)))
+    assert len({len(places) for places in placement.places}) == 1
     real = {place for s in pack.segments for place in range(s.start, s.start + s.length)}
-    assert [len(real.intersection(places.tolist())) for places in deal.places] == list(deal.real)
-    assert sum(deal.real) == sum(lengths)
-    assert sum(deal.work) >= sum(length * (length + 1) // 2 for length in lengths)
+    assert [len(real.intersection(places.tolist())) for places in placement.places] == list(placement.real)
+    assert sum(placement.real) == sum(lengths)
+    assert sum(layout.work(pack.segments, size)) >= sum(length * (length + 1) // 2 for length in lengths)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -290,9 +291,9 @@ def test_each_token_is_held_once_and_shares_are_equal(name, size, lengths, packi
 def test_an_empty_micro_batch_is_padding_alone(name: str, size: int) -> None:
     layout = library_layout(name)
     pack = pack_sequences([], layout.multiple(size), unit=layout.unit(size))
-    deal = layout.deal(pack.segments, size)
-    assert torch.equal(torch.cat(deal.places).sort().values, torch.arange(layout.multiple(size)))
-    assert deal.real == (0,) * size
+    placement = layout.place(pack.segments, size)
+    assert torch.equal(torch.cat(placement.places).sort().values, torch.arange(layout.multiple(size)))
+    assert placement.real == (0,) * size
 
 
 def test_a_sequence_is_padded_to_what_the_layout_cuts_it_in() -> None:

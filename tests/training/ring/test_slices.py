@@ -15,13 +15,13 @@ from torch import Tensor
 from bench.simulate import Sizes
 from bench.together import whole_ring
 from rlexp.launch.joining import RankSpec
+from rlexp.training.ring.calls import meet, once
 from rlexp.training.ring.kernels import Plain, get_kernel
 from rlexp.training.ring.kernels.base import Ask, Grads
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.chunks import zigzag
-from rlexp.training.ring.layouts.ringwise import Ringwise, Travel
-from rlexp.training.ring.meetings import Planner
-from rlexp.training.ring.placement import Chunk, placed
+from rlexp.training.ring.layouts.ringwise import Ringwise, Way
+from rlexp.training.ring.placement import Placement, placed
 from rlexp.training.ring.slices import Slice, slices_of
 from rlexp.training.ring.transports.gather import gathered
 from rlexp.training.ring.transports.travel import direct, neighbour
@@ -30,7 +30,7 @@ from rlexp.training.world.groups import build_world
 from tests.helpers.forests import dense, forest_of, seen
 from tests.helpers.ranks import on_ranks
 
-TRAVELS: dict[str, Travel] = {"direct": direct, "neighbour": neighbour, "gather": gathered}
+TRAVELS: dict[str, Way] = {"direct": direct, "neighbour": neighbour, "gather": gathered}
 CPU = torch.device("cpu")
 TOLERANCE = 1e-12  # of numbers near 1; measured over 2,000 forests: 2e-14
 WINDOWS = st.sampled_from([None, None, 1, 2, 5, 17, 64, 150])
@@ -52,15 +52,15 @@ def forests(draw: st.DrawFn) -> tuple[Segment, ...]:
 def scattered(seed: int, alive: int) -> object:
     """Return a placement that cuts anywhere, and gives the chunks to any of the first ranks that live."""
 
-    def place(segments: tuple[Segment, ...], ring_size: int) -> list[list[Chunk]]:
+    def place(segments: tuple[Segment, ...], ring_size: int) -> Placement:
         chance = random.Random(seed)
         ranks = chance.sample(range(ring_size), min(alive, ring_size))
         chunks = []
         for s in segments:
             ends = sorted({0, s.length, *(chance.randint(0, s.length) for _ in range(chance.randint(0, 10)))})
             runs = (range(s.start + a, s.start + b) for a, b in itertools.pairwise(ends))
-            chunks.append([Chunk(chance.choice(ranks), run) for run in runs])
-        return chunks
+            chunks.append([(chance.choice(ranks), run) for run in runs])
+        return placed(segments, chunks, ring_size)
 
     return place
 
@@ -144,11 +144,12 @@ LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=5)
 @given(LENGTHS, st.sampled_from(["zigzag", "contiguous"]), st.sampled_from([2, 4, 8]))
 def test_each_pair_of_ranks_makes_one_call_of_a_kind(lengths, name, ring_size) -> None:
     segments = forest_of([(length, None) for length in lengths])
-    planner = Planner(slices_of(segments), placed(segments, get_layout(name).place(segments, ring_size), ring_size))
+    known = slices_of(segments), get_layout(name).place(segments, ring_size)
     for rank, source in itertools.product(range(ring_size), repeat=2):
-        kinds = [met.causal for met in planner.met(rank, source)]
+        calls = meet(*known, rank, source)
+        kinds = [call.causal for call in calls]
         assert kinds in ([], [rank == source])
-        assert rank == source or not kinds or planner.once(rank, source)
+        assert rank == source or not kinds or once(calls)
 
 
 def test_a_layout_is_one_function() -> None:
@@ -156,10 +157,11 @@ def test_a_layout_is_one_function() -> None:
 
     def striped(segments, ring_size):
         stripes = [range(s.start, s.start + s.length) for s in segments]
-        return [
-            [Chunk(number % ring_size, stripe[at : at + 3]) for number, at in enumerate(range(0, len(stripe), 3))]
+        chunks = [
+            [(number % ring_size, stripe[at : at + 3]) for number, at in enumerate(range(0, len(stripe), 3))]
             for stripe in stripes
         ]
+        return placed(segments, chunks, ring_size)
 
     segments, sizes = forest_of([(50, None), (31, None), (9, 0)]), Sizes(4, 2, 8, torch.float64, CPU)
     inputs = sizes.drawn(90, 1)
@@ -179,7 +181,7 @@ def forest_rank(spec: RankSpec, several: list[tuple[str, str, int | None]]) -> l
     for name, transport, window in several:
         layout = get_layout(name, spec.world_size, transport)
         padded = (*segments[:-1], Segment(segments[-1].start, 5, 5 + -176 % layout.multiple(spec.world_size), 2))
-        index = layout.deal(padded, spec.world_size, window).places[world.rank]
+        index = layout.place(padded, spec.world_size).places[world.rank]
         q, k, v, dout = (x[index] for x in sizes.drawn(sum(s.padded for s in padded), 3))
         for x in (q, k, v):
             x.requires_grad_()

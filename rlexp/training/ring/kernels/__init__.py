@@ -11,11 +11,9 @@ from rlexp.base.kernel_needs import able, installed, takes
 from rlexp.base.kernel_rates import ranked
 from rlexp.training.ring.kernels.base import Ask, BlockKernel
 from rlexp.training.ring.kernels.cpu_flash import CpuFlash
-from rlexp.training.ring.kernels.flash_attn_2 import FlashAttn2
-from rlexp.training.ring.kernels.flash_attn_3 import FlashAttn3
+from rlexp.training.ring.kernels.flash import FlashAttn2, FlashAttn3, TorchFlash
 from rlexp.training.ring.kernels.flash_attn_4 import FlashAttn4
 from rlexp.training.ring.kernels.plain import Plain
-from rlexp.training.ring.kernels.torch_flash import TorchFlash
 
 __all__ = ["BlockKernel", "available", "computing_in", "get_kernel"]
 
@@ -68,13 +66,13 @@ def available(
         return [CpuFlash(), Plain()]
     generation = generation or _generation_of(device_type)
     names = able(generation, head_size, deterministic=torch.are_deterministic_algorithms_enabled())
-    there = [
+    names = [
         name
         for name in names
         if installed(name) and (head_size is None or takes(name, head_size)) and dtype in KERNELS[name]().dtypes
     ]
-    found = [_made(name, generation) for name in ranked(there, generation, head_size, tokens)]
-    return [*(kernel for kernel in found if not kernel.refuses(ask)), Plain()]
+    kernels = [_made(name, generation) for name in ranked(names, generation, head_size, tokens)]
+    return [*(kernel for kernel in kernels if not kernel.refuses(ask)), Plain()]
 
 
 def generation_here() -> int | None:

@@ -6,15 +6,18 @@ Shape letters: q query tokens, k key tokens, H query heads, G key/value heads, D
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
-Lengths = tuple[int, ...]
+from rlexp.training.ring.selection import Lengths, Selection
+
 Seen = tuple[int, int | None]  # a, w: query i sees key j if i − j + a is at least 0 and less than w
-Rows = slice | Tensor
 Grads = tuple[Tensor, Tensor, Tensor]
 HALF: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 ANY: tuple[torch.dtype, ...] = (*HALF, torch.float32, torch.float64)
@@ -42,30 +45,40 @@ def refused(ask: Ask) -> str | None:
     return "attention sinks" if ask.sinks else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
-    """Segments, which lie one after the other and never meet: how many queries and keys each has, and how they attend.
+    """Segments, which lie one after the other and never meet: the queries and keys of each, and how they attend.
 
-    In a causal call both lengths are the same. In a band, `apart` says for each segment how many positions the last
-    query is after the last key. A query sees the keys that are not after it, and fewer than `window` positions before.
-    In a band every query sees a key.
+    In a causal call both are equally many. In a band, `apart` says for each segment how many positions the last query
+    is after the last key. A query sees the keys that are not after it, and fewer than `window` positions before. In a
+    band every query sees a key.
     """
 
-    q_lengths: Lengths
-    k_lengths: Lengths
+    queries: Selection
+    keys: Selection
     causal: bool
-    scale: float
     window: int | None = None
     apart: Lengths | None = None
+    prepared: dict[torch.device, Any] = field(default_factory=dict, init=False)  # by a kernel, of such calls
 
     def __post_init__(self) -> None:
         assert (self.window is None) == (self.apart is None)
         assert not (self.causal and self.apart)
 
+    @cached_property
+    def once(self) -> bool:
+        """Say whether no key stands twice, so that the call's gradients are sums already."""
+        keys = sorted(chain.from_iterable(self.keys.segments), key=lambda rows: rows.start)
+        return all(rows.stop <= more.start for rows, more in pairwise(keys))
+
+    def of(self, queries: Selection, keys: Selection) -> Call:
+        """Return the same call of other rows."""
+        return Call(queries, keys, self.causal, self.window, self.apart)
+
     def seen(self, number: int) -> Seen | None:
         """Return which keys the queries of a segment see; None: all."""
         if self.apart is not None:
-            return self.apart[number] + self.k_lengths[number] - self.q_lengths[number], self.window
+            return self.apart[number] + self.keys.lengths[number] - self.queries.lengths[number], self.window
         return (0, None) if self.causal else None
 
 
@@ -80,8 +93,8 @@ class BlockKernel(ABC):
         """Say what of a layer's request this kernel does not compute."""
         return refused(ask)
 
-    def prepare(self, call: Call, device: torch.device) -> None:  # noqa: B027
-        """Copy to the device what such calls need there, before the first of them."""
+    def prepare(self, calls: Iterable[Call], device: torch.device) -> None:  # noqa: B027
+        """Copy to the device what these calls need there, before the first of them."""
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Return the dtype of dk and dv for queries, keys and values of this dtype."""
@@ -92,7 +105,7 @@ class BlockKernel(ABC):
         return x.to(accumulation_dtype(x.dtype))
 
     @abstractmethod
-    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output (q, H, D) and log-sum-exp (q, H).
 
         The log-sum-exp is in the accumulation dtype; the output may be in that of the queries. Where a segment has
@@ -101,8 +114,9 @@ class BlockKernel(ABC):
 
     @abstractmethod
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
-    ) -> Grads:
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
+        call: Call, scale: float,
+    ) -> Grads:  # fmt: skip
         """Return this block's part of dq, dk, dv, in the accumulation dtype or in that of the queries.
 
         Output and log-sum-exp are the *global* ones.
@@ -117,7 +131,7 @@ def readable(x: Tensor) -> Tensor:
 def segments(call: Call) -> Iterator[tuple[slice, slice, Seen | None]]:
     """Yield the slices of queries and keys of each segment that has both, and which of the keys the queries see."""
     q_start = k_start = 0
-    for number, (q_length, k_length) in enumerate(zip(call.q_lengths, call.k_lengths, strict=True)):
+    for number, (q_length, k_length) in enumerate(zip(call.queries.lengths, call.keys.lengths, strict=True)):
         if q_length and k_length:
             yield slice(q_start, q_start + q_length), slice(k_start, k_start + k_length), call.seen(number)
         q_start += q_length

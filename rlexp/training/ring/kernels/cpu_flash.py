@@ -19,7 +19,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, Lengths, Seen, readable
+from rlexp.training.ring.kernels.base import BlockKernel, Call, Grads, Seen, readable
+from rlexp.training.ring.selection import Lengths
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -34,21 +35,22 @@ FEW = 1 << 16  # fewest query-key pairs of a strip without a window: a call's ov
 class CpuFlash(BlockKernel):
     name = "cpu_flash"
 
-    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         q, k, v = (_heads_first(self.ready(x)) for x in (q_qHD, k_kGD, v_kGD))
-        segments = zip(*_by_segment((q,), call.q_lengths), *_by_segment((k, v), call.k_lengths), strict=True)
-        results = [_forward_segment(each, call.seen(number), call.scale) for number, each in enumerate(segments)]
+        segments = zip(*_by_segment((q,), call.queries.lengths), *_by_segment((k, v), call.keys.lengths), strict=True)
+        results = [_forward_segment(each, call.seen(number), scale) for number, each in enumerate(segments)]
         out, lse = (_joined(parts) for parts in zip(*results, strict=True))
         return _tokens_first(out), lse.squeeze(0).transpose(0, 1)
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
-    ) -> Grads:
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
+        call: Call, scale: float,
+    ) -> Grads:  # fmt: skip
         dout, q, k, v, out = (_heads_first(self.ready(x)) for x in (dout_qHD, q_qHD, k_kGD, v_kGD, out_qHD))
         lse = lse_qH.transpose(0, 1).unsqueeze(0)
-        ours = _by_segment((dout, q, out, lse), call.q_lengths)
-        segments = zip(*ours, *_by_segment((k, v), call.k_lengths), strict=True)
-        results = [_backward_segment(each, call.seen(number), call.scale) for number, each in enumerate(segments)]
+        ours = _by_segment((dout, q, out, lse), call.queries.lengths)
+        segments = zip(*ours, *_by_segment((k, v), call.keys.lengths), strict=True)
+        results = [_backward_segment(each, call.seen(number), scale) for number, each in enumerate(segments)]
         dq, dk, dv = (_tokens_first(_joined(parts)) for parts in zip(*results, strict=True))
         return dq, dk, dv
 
@@ -89,9 +91,9 @@ def _forward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) -
     results = []
     for strip in strips:
         first = 0 if window is None else max(0, strip.start + seen[0] - window + 1)
-        there = slice(first, min(keys, strip.stop + seen[0]))
-        part = (q[:, :, strip], k[:, :, there], v[:, :, there])
-        results.append(_forward(*part, 0.0, False, attn_mask=_mask(strip, there, seen, q), scale=scale))
+        near = slice(first, min(keys, strip.stop + seen[0]))
+        part = (q[:, :, strip], k[:, :, near], v[:, :, near])
+        results.append(_forward(*part, 0.0, False, attn_mask=_mask(strip, near, seen, q), scale=scale))
     out, lse = (_joined(parts) for parts in zip(*results, strict=True))
     return out, lse
 
@@ -123,13 +125,14 @@ def _backward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) 
     dq, grads = torch.zeros_like(q), []
     for strip in strips:
         # A strip of keys and the queries that see it begin at the same position, so a causal call stays one.
-        there, mask = slice(strip.start if causal else 0, queries), None
+        some, mask = slice(strip.start if causal else 0, queries), None
         if seen is not None and window is not None:
-            there = slice(max(0, strip.start - seen[0]), min(queries, strip.stop - 1 - seen[0] + window))
-            mask = _mask(there, strip, seen, q)
-        part = (dout[:, :, there], q[:, :, there], k[:, :, strip], v[:, :, strip], out[:, :, there], lse[:, :, there])
+            some = slice(max(0, strip.start - seen[0]), min(queries, strip.stop - 1 - seen[0] + window))
+            mask = _mask(some, strip, seen, q)
+        dout_s, q_s, out_s, lse_s = (x[:, :, some] for x in (dout, q, out, lse))
+        part = (dout_s, q_s, k[:, :, strip], v[:, :, strip], out_s, lse_s)
         added, *dkv = _backward(*part, 0.0, causal, attn_mask=mask, scale=scale)
-        dq[:, :, there] += added
+        dq[:, :, some] += added
         grads.append(dkv)
     dk, dv = (_joined(parts) for parts in zip(*grads, strict=True))
     return dq, dk, dv

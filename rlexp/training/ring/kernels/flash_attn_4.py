@@ -32,20 +32,22 @@ def _interface() -> Any:
 class FlashAttn4(Varlen):
     name = "flash_attn_4"
 
-    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.rlexp.flash_attn_4_forward(q, k, v, *_options(spans, call))
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.rlexp.flash_attn_4_forward(q, k, v, *_options(spans, call, scale))
         return out, lse
 
-    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
+    def call_backward(self, given: Given, spans: Spans, call: Call, scale: float) -> Grads:
         how = (torch.are_deterministic_algorithms_enabled(), self.generation)
-        dq, dk, dv = torch.ops.rlexp.flash_attn_4_backward(*given, *_options(spans, call), *how)
+        dq, dk, dv = torch.ops.rlexp.flash_attn_4_backward(*given, *_options(spans, call, scale), *how)
         return dq, dk, dv
 
 
-def _options(spans: Spans, call: Call) -> tuple[Any, ...]:
+def _options(spans: Spans, call: Call, scale: float) -> tuple[Any, ...]:
     # The package takes None for a side without a bound, and reads −1 so only if both sides have it.
     left, right = (None, None) if spans.window == NO_WINDOW else spans.window
-    return spans.cu_q, spans.cu_k, spans.max_q, spans.max_k, call.scale, call.causal, left, right
+    return *spans.bounds, scale, call.causal, left, right
 
 
 # ---- the operators ----

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import Rows, merge_plain
+from rlexp.training.ring.kernels.base import merge_plain
 from rlexp.training.ring.kernels.own_operators import define
+from rlexp.training.ring.selection import Rows
 
 
 def merge_rows(out_qHD: Tensor, lse_qH: Tensor, block_out_qHD: Tensor, block_lse_qH: Tensor) -> None:
@@ -43,11 +44,11 @@ def fused(accumulated: Tensor) -> bool:
 
 
 def _add_plain(into_k: Tensor, into_v: Tensor, rows: Tensor | None, dk: Tensor, dv: Tensor) -> None:
-    for there, grad in ((into_k, dk), (into_v, dv)):
+    for into, grad in ((into_k, dk), (into_v, dv)):
         if rows is None:
-            there.add_(grad)
+            into.add_(grad)
         else:
-            there.index_add_(0, rows, grad.to(there.dtype))
+            into.index_add_(0, rows, grad.to(into.dtype))
 
 
 # ---- on a GPU ----

@@ -18,17 +18,17 @@ def _merge(
     ROWS: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
+    valid = row < rows
     q, h = row // heads, row % heads
-    known = tl.load(lse + q * lse_q + h * lse_h, mask=there, other=0.0)
-    added = tl.load(block_lse + q * block_lse_q + h * block_lse_h, mask=there, other=0.0)
+    known = tl.load(lse + q * lse_q + h * lse_h, mask=valid, other=0.0)
+    added = tl.load(block_lse + q * block_lse_q + h * block_lse_h, mask=valid, other=0.0)
     empty = added == float("-inf")
     share = tl.where(empty, 0.0, 1.0 / (1.0 + tl.exp(known - added)))
     highest = tl.maximum(known, added)
     joint = highest + tl.log(tl.exp(known - highest) + tl.exp(added - highest))
-    tl.store(lse + q * lse_q + h * lse_h, tl.where(empty, known, joint), mask=there)
+    tl.store(lse + q * lse_q + h * lse_h, tl.where(empty, known, joint), mask=valid)
     column = tl.arange(0, SIZE)
-    inside = there[:, None] & (column < size)[None, :]
+    inside = valid[:, None] & (column < size)[None, :]
     place = out + (q * out_q + h * out_h)[:, None] + column[None, :]
     before = tl.load(place, mask=inside, other=0.0)
     block = tl.load(block_out + (q * block_q + h * block_h)[:, None] + column[None, :], mask=inside, other=0.0)
@@ -42,16 +42,16 @@ def _add_keys(
     INDEXED: tl.constexpr, ROWS: tl.constexpr, SIZE_K: tl.constexpr, SIZE_V: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    there = row < rows
+    valid = row < rows
     token, g = row // heads, row % heads
-    target = tl.load(index + token, mask=there, other=0) if INDEXED else token
+    target = tl.load(index + token, mask=valid, other=0) if INDEXED else token
     column = tl.arange(0, SIZE_K)
-    inside = there[:, None] & (column < size_k)[None, :]
+    inside = valid[:, None] & (column < size_k)[None, :]
     place = into_k + (target * into_k_t + g * into_k_g)[:, None] + column[None, :]
     k = tl.load(dk + (token * dk_t + g * dk_g)[:, None] + column[None, :], mask=inside, other=0.0)
     tl.store(place, tl.load(place, mask=inside, other=0.0) + k.to(tl.float32), mask=inside)
     column = tl.arange(0, SIZE_V)
-    inside = there[:, None] & (column < size_v)[None, :]
+    inside = valid[:, None] & (column < size_v)[None, :]
     place = into_v + (target * into_v_t + g * into_v_g)[:, None] + column[None, :]
     v = tl.load(dv + (token * dv_t + g * dv_g)[:, None] + column[None, :], mask=inside, other=0.0)
     tl.store(place, tl.load(place, mask=inside, other=0.0) + v.to(tl.float32), mask=inside)

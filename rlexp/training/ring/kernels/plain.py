@@ -18,7 +18,7 @@ SCORES = 1 << 25  # elements of a score matrix held at once
 class Plain(BlockKernel):
     name = "plain"
 
-    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         dtype = accumulation_dtype(q_qHD.dtype)
         out = q_qHD.new_zeros(*q_qHD.shape[:2], v_kGD.shape[2], dtype=dtype)
         lse = q_qHD.new_full(q_qHD.shape[:2], -torch.inf, dtype=dtype)
@@ -26,14 +26,15 @@ class Plain(BlockKernel):
         for q_slice, k_slice, seen in segments(call):
             k, v = (x[k_slice].to(dtype).repeat_interleave(groups, dim=1) for x in (k_kGD, v_kGD))
             for piece, mask in _pieces(q_slice, k.shape[0], q_qHD.shape[1], seen, q_qHD.device):
-                scores = _scores(q_qHD[piece].to(dtype), k, mask, call.scale)
+                scores = _scores(q_qHD[piece].to(dtype), k, mask, scale)
                 lse[piece] = scores.logsumexp(-1).transpose(0, 1)
                 out[piece] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v)
         return out, lse
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
-    ) -> Grads:
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
+        call: Call, scale: float,
+    ) -> Grads:  # fmt: skip
         dtype = accumulation_dtype(q_qHD.dtype)
         dq = q_qHD.new_zeros(q_qHD.shape, dtype=dtype)
         dk = k_kGD.new_zeros(k_kGD.shape, dtype=dtype)
@@ -44,9 +45,9 @@ class Plain(BlockKernel):
             for piece, mask in _pieces(q_slice, k.shape[0], heads, seen, q_qHD.device):
                 q, dout, out = (x[piece].to(dtype) for x in (q_qHD, dout_qHD, out_qHD))
                 # The global log-sum-exp makes these probabilities sum to 1 over all blocks.
-                p = (_scores(q, k, mask, call.scale) - lse_qH[piece].transpose(0, 1).unsqueeze(-1)).exp()
+                p = (_scores(q, k, mask, scale) - lse_qH[piece].transpose(0, 1).unsqueeze(-1)).exp()
                 delta = (dout * out).sum(-1).transpose(0, 1).unsqueeze(-1)
-                ds = p * (torch.einsum("qhd,khd->hqk", dout, v) - delta) * call.scale
+                ds = p * (torch.einsum("qhd,khd->hqk", dout, v) - delta) * scale
                 dq[piece] = torch.einsum("hqk,khd->qhd", ds, k)
                 dk[k_slice] += _per_kv_head(torch.einsum("hqk,qhd->khd", ds, q), kv_heads)
                 dv[k_slice] += _per_kv_head(torch.einsum("hqk,qhd->khd", p, dout), kv_heads)

@@ -15,9 +15,8 @@ Shape letters: q query tokens, k key tokens, H query heads, G key/value heads, D
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
@@ -25,7 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import HALF, BlockKernel, Call, Grads, Lengths, Rows, readable
+from rlexp.training.ring.kernels.base import HALF, BlockKernel, Call, Grads, readable
+from rlexp.training.ring.selection import Lengths, Rows
 from rlexp.training.types import moved
 
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
@@ -43,42 +43,32 @@ class Spans:
 
     queries: Rows
     keys: Rows
-    cu_q: Tensor
-    cu_k: Tensor
-    max_q: int
-    max_k: int
+    bounds: tuple[Tensor, Tensor, int, int]  # where queries and keys begin, and the most of each
     window: tuple[int, int] = NO_WINDOW
 
 
 def spans_of(call: Call, device: torch.device) -> tuple[Spans, ...]:
-    return made_spans(call.q_lengths, call.k_lengths, call.window, call.apart, device)
+    """Return the launches of a call. All layers and both passes share them, and they go with the call's pack."""
+    if device not in call.prepared:
+        call.prepared[device] = tuple(_spans(call, device))
+    spans: tuple[Spans, ...] = call.prepared[device]
+    return spans
 
 
-# A micro-batch has a few of them, which all layers and both passes share. `prepare` makes them before the first layer:
-# there a copy of the host's memory would wait for the device.
-@functools.lru_cache(maxsize=256)
-def made_spans(
-    q_lengths: Lengths, k_lengths: Lengths, window: int | None, apart: Lengths | None, device: torch.device
-) -> tuple[Spans, ...]:
-    numbers = [number for number, both in enumerate(zip(q_lengths, k_lengths, strict=True)) if all(both)]
-    k_longest = k_lengths
-    if window is None or apart is None:
+def _spans(call: Call, device: torch.device) -> Iterator[Spans]:
+    queries, keys, apart = call.queries.lengths, call.keys.lengths, call.apart
+    numbers = [number for number, both in enumerate(zip(queries, keys, strict=True)) if all(both)]
+    longest = keys
+    if call.window is None or apart is None:
         launches = [(NO_WINDOW, numbers)] if numbers else []
     else:  # flash-attn 2 bounds a window by the longest keys, and from the first query: so queries count among them
-        launches = [((window - 1 - far, far), [*same]) for far, same in groupby(numbers, apart.__getitem__)]
-        k_longest = tuple(map(max, q_lengths, k_lengths))
-    return tuple(
-        Spans(
-            _places(q_lengths, segments, device),
-            _places(k_lengths, segments, device),
-            _cumulative([q_lengths[number] for number in segments], device),
-            _cumulative([k_lengths[number] for number in segments], device),
-            max(FEWEST_QUERIES, *(q_lengths[number] for number in segments)),
-            max(k_longest[number] for number in segments),
-            seen,
-        )
-        for seen, segments in launches
-    )
+        launches = [((call.window - 1 - far, far), [*same]) for far, same in groupby(numbers, apart.__getitem__)]
+        longest = tuple(map(max, queries, keys))
+    for window, segments in launches:
+        rows = [_places(lengths, segments, device) for lengths in (queries, keys)]
+        cu_q, cu_k = (_cumulative([lengths[each] for each in segments], device) for lengths in (queries, keys))
+        most = max(FEWEST_QUERIES, *(queries[each] for each in segments)), max(longest[each] for each in segments)
+        yield Spans(rows[0], rows[1], (cu_q, cu_k, *most), window)
 
 
 def _places(lengths: Lengths, numbers: list[int], device: torch.device) -> Rows:
@@ -112,8 +102,12 @@ class Varlen(BlockKernel):
 
     dtypes = HALF
 
-    def prepare(self, call: Call, device: torch.device) -> None:
-        spans_of(call, device)
+    def prepare(self, calls: Iterable[Call], device: torch.device) -> None:
+        """Make the launches before the first layer, once for calls that are alike."""
+        first: dict[Any, Call] = {}
+        for call in calls:
+            alike = (call.queries.lengths, call.keys.lengths, call.window, call.apart)
+            call.prepared[device] = spans_of(first.setdefault(alike, call), device)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
@@ -122,19 +116,21 @@ class Varlen(BlockKernel):
         return x
 
     @abstractmethod
-    def call_forward(self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call) -> tuple[Tensor, Tensor]:
+    def call_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
+    ) -> tuple[Tensor, Tensor]:
         """Return the output (q, H, D) and log-sum-exp (H, q)."""
 
     @abstractmethod
-    def call_backward(self, given: Given, spans: Spans, call: Call) -> Grads:
+    def call_backward(self, given: Given, spans: Spans, call: Call, scale: float) -> Grads:
         """Return dq, dk and dv."""
 
-    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    def forward(self, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         outs, lses = [], []
         for spans in spans_of(call, q_qHD.device):
             q = readable(q_qHD[spans.queries])
             k, v = (readable(x[spans.keys]) for x in (k_kGD, v_kGD))
-            out, lse = self.call_forward(q, k, v, spans, call)
+            out, lse = self.call_forward(q, k, v, spans, call, scale)
             outs.append((spans.queries, out))
             lses.append((spans.queries, lse.transpose(0, 1)))
         shape = q_qHD.shape[:2]
@@ -142,27 +138,28 @@ class Varlen(BlockKernel):
         return whole_out, _together(lses, q_qHD, shape, -torch.inf, torch.float32)
 
     def backward(
-        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor, call: Call
-    ) -> Grads:
-        found: tuple[list[tuple[Rows, Tensor]], ...] = ([], [], [])
+        self, dout_qHD: Tensor, q_qHD: Tensor, k_kGD: Tensor, v_kGD: Tensor, out_qHD: Tensor, lse_qH: Tensor,
+        call: Call, scale: float,
+    ) -> Grads:  # fmt: skip
+        by_launch: tuple[list[tuple[Rows, Tensor]], ...] = ([], [], [])
         for spans in spans_of(call, q_qHD.device):
             dout, q, out = (readable(x[spans.queries].to(q_qHD.dtype)) for x in (dout_qHD, q_qHD, out_qHD))
             k, v = (readable(x[spans.keys]) for x in (k_kGD, v_kGD))
             lse = lse_qH[spans.queries].transpose(0, 1).contiguous()
-            grads = self.call_backward((dout, q, k, v, out, lse), spans, call)
-            for each, rows, grad in zip(found, (spans.queries, spans.keys, spans.keys), grads, strict=True):
+            grads = self.call_backward((dout, q, k, v, out, lse), spans, call, scale)
+            for each, rows, grad in zip(by_launch, (spans.queries, spans.keys, spans.keys), grads, strict=True):
                 each.append((rows, grad))
-        dq, dk, dv = (_together(f, x, x.shape) for f, x in zip(found, (q_qHD, k_kGD, v_kGD), strict=True))
+        dq, dk, dv = (_together(f, x, x.shape) for f, x in zip(by_launch, (q_qHD, k_kGD, v_kGD), strict=True))
         return dq, dk, dv
 
 
 def _together(
-    found: list[tuple[Rows, Tensor]], like: Tensor, shape: Sequence[int], rest: float = 0.0, dtype: Any = None
+    results: list[tuple[Rows, Tensor]], like: Tensor, shape: Sequence[int], rest: float = 0.0, dtype: Any = None
 ) -> Tensor:
     """Put what launches computed into their rows; the others have `rest`."""
-    if len(found) == 1 and _all_rows(found[0][0]):
-        return found[0][1]
+    if len(results) == 1 and _all_rows(results[0][0]):
+        return results[0][1]
     whole = like.new_full(shape, rest, dtype=dtype)
-    for rows, values in found:
+    for rows, values in results:
         whole[rows] = values
     return whole

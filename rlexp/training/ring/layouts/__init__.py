@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from rlexp.training.ring.base import Layout
 from rlexp.training.ring.layouts.chunks import contiguous, zigzag
-from rlexp.training.ring.layouts.ringwise import Ringwise, Travel
+from rlexp.training.ring.layouts.ringwise import Ringwise, Way
 from rlexp.training.ring.layouts.ulysses import Ulysses
 from rlexp.training.ring.transports.gather import gathered
 from rlexp.training.ring.transports.travel import direct, neighbour
 
 __all__ = ["Layout", "get_layout"]
 
-TRAVEL: dict[str, Travel] = {"direct": direct, "neighbour": neighbour}
+TRAVEL: dict[str, Way] = {"direct": direct, "neighbour": neighbour}
 
 
 def get_layout(name: str, ulysses_size: int | None = 1, transport: str = "direct") -> Layout:

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rlexp.training.ring.placement import Chunk, cut
+from rlexp.training.ring.placement import Placement, cut
 from rlexp.training.types import Segment
 
 
-def zigzag(segments: Sequence[Segment], ring_size: int) -> list[list[Chunk]]:
-    there = range(ring_size)
-    return cut(segments, [*there, *reversed(there)] if ring_size > 1 else [0])
+def zigzag(segments: Sequence[Segment], ring_size: int) -> Placement:
+    ranks = range(ring_size)
+    return cut(segments, [*ranks, *reversed(ranks)] if ring_size > 1 else [0])
 
 
-def contiguous(segments: Sequence[Segment], ring_size: int) -> list[list[Chunk]]:
+def contiguous(segments: Sequence[Segment], ring_size: int) -> Placement:
     return cut(segments, range(ring_size))

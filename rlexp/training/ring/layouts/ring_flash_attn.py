@@ -32,10 +32,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.base import Deal, Layout, Window
+from rlexp.training.ring.base import Layout, Window
 from rlexp.training.ring.kernels.base import Ask, BlockKernel, readable
-from rlexp.training.ring.layouts.chunks import zigzag
-from rlexp.training.ring.selection import in_turn
+from rlexp.training.ring.placement import Placement
+from rlexp.training.ring.selection import Ranges, count, in_turn, pieces
 from rlexp.training.ring.slices import seen
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
@@ -139,17 +139,22 @@ class LibraryZigzag(Layout):
     def unit(self, ring_size: int) -> int:
         return 2 * ring_size if ring_size > 1 else 1
 
-    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
+    def place(self, segments: Sequence[Segment], ring_size: int) -> Placement:
         if ring_size == 1:
-            return LibraryAllGather().deal(segments, 1)
-        cut = zigzag([Segment(s.start, s.padded, s.padded) for s in segments], ring_size)
-        held: list[list[range]] = [[] for _ in range(ring_size)]
-        real = [0] * ring_size
-        for segment, chunk in ((s, chunk) for s, chunks in zip(segments, cut, strict=True) for chunk in chunks):
-            held[chunk.owner].append(chunk.places)
-            real[chunk.owner] += max(0, min(chunk.places.stop, segment.start + segment.length) - chunk.places.start)
-        work = sum(seen(range(segment.padded)) for segment in segments) / ring_size
-        return Deal(tuple(map(in_turn, held)), tuple(real), (work,) * ring_size)
+            return LibraryAllGather().place(segments, 1)
+        chunks = 2 * ring_size
+        held = [
+            [(s, range(s.start + s.padded // chunks * at, s.start + s.padded // chunks * (at + 1)))
+             for s in segments for at in (rank, chunks - 1 - rank)]
+            for rank in range(ring_size)
+        ]  # fmt: skip
+        real = (sum(max(0, min(run.stop, s.start + s.length) - run.start) for s, run in of_rank) for of_rank in held)
+        return Placement(tuple(tuple(run for _, run in of_rank) for of_rank in held), tuple(real))
+
+    def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
+        if ring_size == 1:
+            return LibraryAllGather().work(segments, 1, window)
+        return (sum(seen(range(segment.padded)) for segment in segments) / ring_size,) * ring_size
 
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> LibraryPlan:
         assert window is None
@@ -162,12 +167,15 @@ class LibraryZigzag(Layout):
 class LibraryAllGather(Layout):
     name = "allgather"
 
-    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
-        runs = _runs(segments)
-        order, seen_by = in_turn(runs), in_turn(range(1, len(run) + 1) for run in runs)
-        real, share = sum(segment.length for segment in segments), len(order) // ring_size
+    def place(self, segments: Sequence[Segment], ring_size: int) -> Placement:
+        runs, real = _runs(segments), sum(segment.length for segment in segments)
+        share = count(runs) // ring_size
         held = [min(max(real - rank * share, 0), share) for rank in range(ring_size)]
-        return Deal(order.split(share), tuple(held), tuple(float(part.sum()) for part in seen_by.split(share)))
+        return Placement(tuple(pieces(runs, share)), tuple(held))
+
+    def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
+        seen_by = in_turn(range(1, len(run) + 1) for run in _runs(segments))
+        return tuple(float(part.sum()) for part in seen_by.split(len(seen_by) // ring_size))
 
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> LibraryPlan:
         assert window is None
@@ -183,8 +191,8 @@ def _bounds_of(lengths: Sequence[int]) -> Bounds:
     return Bounds(bounds, bounds, (max(lengths), max(lengths)))
 
 
-def _runs(segments: Sequence[Segment]) -> list[range]:
+def _runs(segments: Sequence[Segment]) -> Ranges:
     """Return the pack in the order in which it is cut: all real tokens, then each segment's padding as a sequence."""
     real = [range(s.start, s.start + s.length) for s in segments]
     padding = [range(s.start + s.length, s.start + s.padded) for s in segments]
-    return [run for run in (*real, *padding) if run]
+    return tuple(run for run in (*real, *padding) if run)

@@ -20,9 +20,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlexp.training.ring.base import Deal, Layout, Window
+from rlexp.training.ring.base import Layout, Window
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.ring.layouts.ringwise import Ringwise
+from rlexp.training.ring.placement import Placement
+from rlexp.training.ring.selection import count, pieces
 from rlexp.training.ring.transports.heads import HeadsPlan
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
@@ -39,14 +41,18 @@ class Ulysses(Layout):
         inner = self.ulysses_size or ring_size
         return inner if ring_size % inner == 0 else 1
 
-    def deal(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> Deal:
+    def place(self, segments: Sequence[Segment], ring_size: int) -> Placement:
         """Cut the piece of each rank of the outer ring once more, among the ranks that share out its heads."""
         inner = self.shared(ring_size)
-        outer = self.around.deal(segments, ring_size // inner, window)
-        share = len(outer.places[0]) // inner
+        outer = self.around.place(segments, ring_size // inner)
+        share = count(outer.runs[0]) // inner
         real = [min(max(real - piece * share, 0), share) for real in outer.real for piece in range(inner)]
-        work = [work / inner for work in outer.work for _ in range(inner)]
-        return Deal(tuple(piece for places in outer.places for piece in places.split(share)), tuple(real), tuple(work))
+        return Placement(tuple(piece for runs in outer.runs for piece in pieces(runs, share)), tuple(real))
+
+    def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
+        inner = self.shared(ring_size)
+        outer = self.around.work(segments, ring_size // inner, window)
+        return tuple(work / inner for work in outer for _ in range(inner))
 
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> HeadsPlan:
         inner, outer = ring.split(self.shared(ring.size))

@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.kernels.base import BlockKernel, Rows, accumulation_dtype
+from rlexp.training.ring.kernels.base import BlockKernel, Call, accumulation_dtype
 from rlexp.training.ring.kernels.fused import add_keys
-from rlexp.training.ring.meetings import Arrival
-from rlexp.training.ring.selection import covers
+from rlexp.training.ring.selection import Rows, covers
 
 ALL = slice(None)  # heads
+KeyGrads = tuple[Call, Tensor, Tensor]  # a call, and its dk and dv
 
 
 class Arrived(NamedTuple):
@@ -29,19 +29,8 @@ class Arrived(NamedTuple):
     values: Tensor
 
 
-class Given(NamedTuple):
-    """One call's gradients of some rows."""
-
-    rows: Rows
-    dk: Tensor
-    dv: Tensor
-    once: bool = True  # no row stands twice
-
-
 class Transport(ABC):
     """How keys and values of one pack, for one window, reach a rank; and how their gradients come home."""
-
-    arrivals: tuple[Arrival, ...]  # by step, which rows of which ranks are there
 
     def ready(self, x_tGD: Tensor) -> Tensor:
         """Arrange keys or values in memory so that rows can be sent as they are."""
@@ -69,7 +58,7 @@ class Home(ABC):
         self.own: tuple[Tensor, Tensor] | None = None
 
     @abstractmethod
-    def add(self, heads: slice, step: int, parts: Sequence[Given]) -> None:
+    def add(self, heads: slice, step: int, grads: Sequence[KeyGrads]) -> None:
         """Take the gradients of what arrived at a step. It is called once for each `Arrived`, in the same order."""
 
     @abstractmethod
@@ -80,13 +69,13 @@ class Home(ABC):
         self.wait()
         return self.own if self.own is not None else self._widened()
 
-    def keep(self, part: Given, heads: slice = ALL) -> None:
-        """Add gradients of the rank's own rows."""
-        if self.own is None and heads == ALL and covers(part.rows, len(self.like[0])):
-            self.own = (part.dk, part.dv)
+    def keep(self, rows: Rows, dk: Tensor, dv: Tensor, heads: slice = ALL, *, once: bool = True) -> None:
+        """Add gradients of the rank's own rows; `once` says that none stands twice among them."""
+        if self.own is None and heads == ALL and covers(rows, len(self.like[0])):
+            self.own = (dk, dv)
             return
-        self.own = dk, dv = self._widened()
-        add_keys(dk[:, heads], dv[:, heads], part.rows, part.dk, part.dv, once=part.once)
+        self.own = own_dk, own_dv = self._widened()
+        add_keys(own_dk[:, heads], own_dv[:, heads], rows, dk, dv, once=once)
 
     def _widened(self) -> tuple[Tensor, Tensor]:
         if self.own is None:

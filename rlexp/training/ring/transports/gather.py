@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlexp.training.ring.calls import Step, meet, needed_elsewhere
 from rlexp.training.ring.collectives import Underway, gather, sum_and_scatter
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.ring.kernels.fused import add_keys
-from rlexp.training.ring.meetings import Arrival, Planner, count
-from rlexp.training.ring.selection import Selection, joined, select, selection
-from rlexp.training.ring.transports.base import Arrived, Given, Home, Transport
+from rlexp.training.ring.placement import Placement
+from rlexp.training.ring.selection import Selection, count, in_a_row, select
+from rlexp.training.ring.slices import Slice
+from rlexp.training.ring.transports.base import Arrived, Home, KeyGrads, Transport
 from rlexp.training.world.groups import Ring
 
 
@@ -27,7 +29,6 @@ class Gather(Transport):
     ring: Ring
     own: Selection  # rows of our shard that another rank needs
     most: int  # such rows of any rank
-    arrivals: tuple[Arrival, ...]
 
     def keys(self, k_tGD: Tensor, v_tGD: Tensor) -> Iterator[Arrived]:
         own, size = self.own, k_tGD.shape[2]
@@ -41,9 +42,9 @@ class Gather(Transport):
                 coming = gather(going[head + 1], self.ring)
             yield Arrived(heads, 0, k_tGD[:, heads], v_tGD[:, heads])
             if arriving is not None:
-                arrived = arriving.wait()[0].flatten(0, 1).unsqueeze(1)
-                yield Arrived(heads, 1, arrived[..., :size], arrived[..., size:])
-                del arrived
+                both = arriving.wait()[0].flatten(0, 1).unsqueeze(1)
+                yield Arrived(heads, 1, both[..., :size], both[..., size:])
+                del both
 
     def home(self, k_tGD: Tensor, v_tGD: Tensor, kernel: BlockKernel) -> Home:  # noqa: ARG002
         return ScatteredHome(self, k_tGD, v_tGD)
@@ -58,15 +59,15 @@ class ScatteredHome(Home):
         self.way, self.sizes = way, (k_tGD.shape[2], v_tGD.shape[2])
         self.going: tuple[slice, Underway] | None = None
 
-    def add(self, heads: slice, step: int, parts: Sequence[Given]) -> None:
+    def add(self, heads: slice, step: int, grads: Sequence[KeyGrads]) -> None:
         if step == 0:
-            for part in parts:
-                self.keep(part, heads)
+            for call, dk, dv in grads:
+                self.keep(call.keys.index, dk, dv, heads, once=call.once)
             return
         spread = self.like[0].new_zeros(self.way.ring.size, self.way.most, sum(self.sizes), dtype=self.wide)
         into_k, into_v = spread.flatten(0, 1).unsqueeze(1).split(self.sizes, dim=-1)
-        for part in parts:
-            add_keys(into_k, into_v, part.rows, part.dk, part.dv, once=part.once)
+        for call, dk, dv in grads:
+            add_keys(into_k, into_v, call.keys.index, dk, dv, once=call.once)
         self.wait()  # one at a time: the spread gradient is as long as the whole pack
         self.going = (heads, sum_and_scatter(spread, self.way.ring))
 
@@ -74,12 +75,14 @@ class ScatteredHome(Home):
         if self.going is not None:
             (heads, going), self.going = self.going, None
             dk, dv = going.wait()[0][: self.way.own.count].unsqueeze(1).split(self.sizes, dim=-1)
-            self.keep(Given(self.way.own.index, dk, dv), heads)
+            self.keep(self.way.own.index, dk, dv, heads)
 
 
-def gathered(planner: Planner, ring: Ring) -> Gather:
-    needed = [planner.needed_elsewhere(rank) for rank in range(ring.size)]
-    most = max(map(count, needed))
-    own = Arrival({ring.rank: (joined(planner.needed(ring.rank, ring.rank)), 0)})
-    there = Arrival({rank: (needed[rank], rank * most) for rank in range(ring.size) if rank != ring.rank})
-    return Gather(ring, selection([needed[ring.rank]]), most, (own, there))
+def gathered(slices: Sequence[Slice], placement: Placement, ring: Ring) -> tuple[Gather, list[Step]]:
+    rows = [needed_elsewhere(slices, placement, rank) for rank in range(ring.size)]
+    most, others = max(map(count, rows)), [rank for rank in range(ring.size) if rank != ring.rank]
+    first = ring.rank * placement.share
+    own = meet(slices, placement, ring.rank, ring.rank), [(range(first, first + placement.share), 0)]
+    lying = [each for rank in others for each in in_a_row(rows[rank], rank * most)]
+    steps = [own, (meet(slices, placement, ring.rank, *others), lying)]
+    return Gather(ring, Selection((placement.own(rows[ring.rank], ring.rank),)), most), steps

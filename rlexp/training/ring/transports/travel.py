@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from rlexp.training.ring.calls import Step, meet, needed, needed_elsewhere, once
 from rlexp.training.ring.collectives import Underway, between
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.ring.kernels.fused import add_keys
-from rlexp.training.ring.meetings import Arrival, Planner, count
-from rlexp.training.ring.selection import Selection, covers, select, selection, within
-from rlexp.training.ring.transports.base import ALL, Arrived, Given, Home, Transport
+from rlexp.training.ring.placement import Placement
+from rlexp.training.ring.selection import Ranges, Selection, count, covers, in_a_row, select, within
+from rlexp.training.ring.slices import Slice
+from rlexp.training.ring.transports.base import ALL, Arrived, Home, KeyGrads, Transport
 from rlexp.training.world.groups import Ring
 
 OURS, NOTHING = 1, 2  # orders of `neighbour`, after that of our own calls
@@ -41,7 +43,7 @@ class Coming:
 
 
 @dataclass(frozen=True)
-class Step:
+class Leg:
     """What is sent and received for a step: keys and values before it, and gradients after it."""
 
     to: int
@@ -57,28 +59,27 @@ class Step:
 class Travel(Transport):
     ring: Ring
     orders: tuple[Selection, ...]  # in which our own rows are needed; the first is that of our own calls
-    steps: tuple[Step, ...]  # none on a ring of one
-    arrivals: tuple[Arrival, ...]
+    legs: tuple[Leg, ...]  # none on a ring of one
 
     def ready(self, x_tGD: Tensor) -> Tensor:
-        return x_tGD.contiguous() if self.steps else x_tGD
+        return x_tGD.contiguous() if self.legs else x_tGD
 
     def keys(self, k_tGD: Tensor, v_tGD: Tensor) -> Iterator[Arrived]:
         # Most rows are sent several times in one order, which is also that of our own calls. A few orders are kept.
         own = functools.lru_cache(2)(lambda order: [select(x, self.orders[order].index) for x in (k_tGD, v_tGD)])
         here = own(0)
-        for number in range(len(self.arrivals)):
+        for number in range(len(self.legs) + 1):
             coming = self._start(number, own, here)
             yield Arrived(ALL, number, *here)
             here = coming.wait()
 
     def _start(self, number: int, own: Callable[[int], Sequence[Tensor]], here: Sequence[Tensor]) -> Underway:
-        if number == len(self.steps):
+        if number == len(self.legs):
             return Underway([], [], [], None)
-        step = self.steps[number]
-        going = here if step.order is None else own(step.order)
-        coming = [(step.source, x.new_empty(step.count, *x.shape[1:])) for x in here]
-        return between(self.ring, [(step.to, x) for x in going], coming)
+        leg = self.legs[number]
+        going = here if leg.order is None else own(leg.order)
+        coming = [(leg.source, x.new_empty(leg.count, *x.shape[1:])) for x in here]
+        return between(self.ring, [(leg.to, x) for x in going], coming)
 
     def home(self, k_tGD: Tensor, v_tGD: Tensor, kernel: BlockKernel) -> Home:
         return TravelHome(self, k_tGD, v_tGD, kernel.gradient_dtype(k_tGD.dtype))
@@ -94,29 +95,29 @@ class TravelHome(Home):
         self.under_way: tuple[Sequence[Coming], Underway] | None = None
         self.sums: list[Tensor] | None = None  # that came in the step before, for us to add to
 
-    def add(self, heads: slice, step: int, parts: Sequence[Given]) -> None:
+    def add(self, heads: slice, step: int, grads: Sequence[KeyGrads]) -> None:
         if step == 0:
-            for part in parts:
-                self.keep(part._replace(rows=within(self.way.orders[0].index, part.rows)), heads)
+            for call, dk, dv in grads:
+                self.keep(within(self.way.orders[0].index, call.keys.index), dk, dv, heads, once=call.once)
             return
-        now = self.way.steps[step - 1]
+        leg = self.way.legs[step - 1]
         self.wait()  # for what other ranks computed in the step before
-        going = [] if now.back is None else [(now.back, x) for x in self._message(now, parts)]
+        going = [] if leg.back is None else [(leg.back, x) for x in self._message(leg, grads)]
         coming = [
             (each.source, x.new_empty(each.count, *x.shape[1:], dtype=self.narrow if each.once else self.wide))
-            for each in now.coming
+            for each in leg.coming
             for x in self.like
         ]
-        self.under_way = (now.coming, between(self.way.ring, going, coming))
+        self.under_way = (leg.coming, between(self.way.ring, going, coming))
 
-    def _message(self, step: Step, parts: Sequence[Given]) -> Sequence[Tensor]:
+    def _message(self, leg: Leg, grads: Sequence[KeyGrads]) -> Sequence[Tensor]:
         """Lay the gradients in the order in which the rows came, and add them to the sum of the ranks before us."""
-        dtype = self.narrow if step.once else self.wide
-        if self.sums is None and len(parts) == 1 and covers(parts[0].rows, step.count):
-            return [x.to(dtype).contiguous() for x in (parts[0].dk, parts[0].dv)]
-        sums = self.sums or [x.new_zeros(step.count, *x.shape[1:], dtype=dtype) for x in self.like]
-        for part in parts:
-            add_keys(sums[0], sums[1], part.rows, part.dk, part.dv, once=part.once)
+        dtype = self.narrow if leg.once else self.wide
+        if self.sums is None and len(grads) == 1 and covers(grads[0][0].keys.index, leg.count):
+            return [x.to(dtype).contiguous() for x in grads[0][1:]]
+        sums = self.sums or [x.new_zeros(leg.count, *x.shape[1:], dtype=dtype) for x in self.like]
+        for call, dk, dv in grads:
+            add_keys(sums[0], sums[1], call.keys.index, dk, dv, once=call.once)
         return sums
 
     def wait(self) -> None:
@@ -129,41 +130,47 @@ class TravelHome(Home):
             if each.order is None:
                 self.sums = [dk, dv]
             elif each.count:
-                self.keep(Given(self.way.orders[each.order].index, dk, dv))
+                self.keep(self.way.orders[each.order].index, dk, dv)
 
 
-def direct(planner: Planner, ring: Ring) -> Travel:
-    rank, size, steps, orders = ring.rank, ring.size, [], [planner.needed(ring.rank, ring.rank)]
-    arrivals = [Arrival({rank: (orders[0], 0)})]
+def direct(slices: Sequence[Slice], placement: Placement, ring: Ring) -> tuple[Travel, list[Step]]:
+    rank, size = ring.rank, ring.size
+    own = meet(slices, placement, rank, rank)
+    orders, legs, steps = [needed(own)], list[Leg](), [(own, in_a_row(needed(own)))]
     for number in range(1, size):
         to, source = (rank + number) % size, (rank - number) % size
-        seen, needed = planner.needed(to, rank), planner.needed(rank, source)
-        orders += [seen] if seen not in orders else []
-        order = orders.index(seen)
-        home = Coming(to, count(seen), order, planner.once(to, rank))
-        steps.append(Step(to, order, source, count(needed), source, planner.once(rank, source), (home,)))
-        arrivals.append(Arrival({source: (needed, 0)}))
-    return Travel(ring, tuple(selection([order]) for order in orders), tuple(steps), tuple(arrivals))
+        theirs, ours = meet(slices, placement, to, rank), meet(slices, placement, rank, source)
+        going, rows = needed(theirs), needed(ours)
+        orders += [going] if going not in orders else []
+        order = orders.index(going)
+        home = Coming(to, count(going), order, once(theirs))
+        legs.append(Leg(to, order, source, count(rows), source, once(ours), (home,)))
+        steps.append((ours, in_a_row(rows)))
+    return Travel(ring, _selected(orders, placement, rank), tuple(legs)), steps
 
 
-def neighbour(planner: Planner, ring: Ring) -> Travel:
-    rank, size, steps = ring.rank, ring.size, []
-    needed = [planner.needed_elsewhere(each) for each in range(size)]
-    orders = [planner.needed(rank, rank), needed[rank], ()]
-    arrivals = [Arrival({rank: (orders[0], 0)})]
+def neighbour(slices: Sequence[Slice], placement: Placement, ring: Ring) -> tuple[Travel, list[Step]]:
+    rank, size, legs = ring.rank, ring.size, []
+    calls = functools.cache(functools.partial(meet, slices, placement))
+    rows = [needed_elsewhere(slices, placement, each) for each in range(size)]
+    orders = [needed(calls(rank, rank)), rows[rank], ()]
+    steps = [(calls(rank, rank), in_a_row(orders[0]))]
     reach = [  # places to the last rank that needs a rank's rows
-        next((far for far in range(size - 1, 0, -1) if planner.needed((each + far) % size, each)), 0)
-        for each in range(size)
+        next((far for far in range(size - 1, 0, -1) if calls((each + far) % size, each)), 0) for each in range(size)
     ]
     after, before = (rank + 1) % size, (rank - 1) % size
     for hop in range(1, size):
         leaving, here, later = ((rank - each) % size for each in (hop - 1, hop, hop + 1))
         goes_on = hop < reach[here]
-        coming = [Coming(before, count(needed[later]))] if hop < reach[later] and hop + 1 < size else []
-        coming += [Coming((rank + hop) % size, count(needed[rank]), OURS)] if hop == reach[rank] else []
+        coming = [Coming(before, count(rows[later]))] if hop < reach[later] and hop + 1 < size else []
+        coming += [Coming((rank + hop) % size, count(rows[rank]), OURS)] if hop == reach[rank] else []
         going = NOTHING if hop > reach[leaving] else OURS if hop == 1 else None
         back = after if goes_on else here if hop == reach[here] else None
-        comes = count(needed[here]) if hop <= reach[here] else 0
-        steps.append(Step(after, going, before, comes, back, once=False, coming=tuple(coming)))
-        arrivals.append(Arrival({here: (needed[here], 0)}))
-    return Travel(ring, tuple(selection([order]) for order in orders), tuple(steps), tuple(arrivals))
+        comes = count(rows[here]) if hop <= reach[here] else 0
+        legs.append(Leg(after, going, before, comes, back, once=False, coming=tuple(coming)))
+        steps.append((calls(rank, here), in_a_row(rows[here])))
+    return Travel(ring, _selected(orders, placement, rank), tuple(legs)), steps
+
+
+def _selected(orders: Sequence[Ranges], placement: Placement, rank: int) -> tuple[Selection, ...]:
+    return tuple(Selection((placement.own(rows, rank),)) for rows in orders)
