@@ -222,5 +222,5 @@ def test_the_heads_of_keys_that_ulysses_sends_are_counted_without_torch() -> Non
     for heads in range(1, 49):
         for keys in divisors(heads):
             for ranks in divisors(heads):
-                sent = keys * heads_sent.Heads(heads, keys, ranks).copies
+                sent = keys * heads_sent.HeadShares(heads, keys, ranks).copies
                 assert copied(Heads(heads, keys, 1), ranks) == sent, (heads, keys, ranks)

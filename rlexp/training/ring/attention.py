@@ -21,7 +21,7 @@ from rlexp.training.ring.kernels.base import Ask, Grads
 # What a backward pass needs from its forward pass: queries, keys and values as they were attended to, and what is found
 # by attending, the output and its log-sum-exp.
 Kept = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-Found = tuple[Tensor, Tensor]
+Attended = tuple[Tensor, Tensor]
 
 
 class Attention(ABC):
@@ -35,7 +35,7 @@ class Attention(ABC):
         """Return the output in the dtype of the queries, and what the backward pass needs."""
 
     @abstractmethod
-    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
+    def again(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> tuple[Tensor, Kept]:
         """Return the same as `forward` from what it found: nothing is attended to again."""
 
     @abstractmethod
@@ -72,7 +72,7 @@ class _BothPasses(torch.autograd.Function):
 # ---- layers that are computed again ----
 
 _KEEPING: ContextVar[KeptOutputs | None] = ContextVar("keeping", default=None)
-_USING: ContextVar[Iterator[Found] | None] = ContextVar("using", default=None)
+_USING: ContextVar[Iterator[Attended] | None] = ContextVar("using", default=None)
 
 
 class KeptOutputs:
@@ -82,17 +82,17 @@ class KeptOutputs:
     """
 
     def __init__(self) -> None:
-        self.found: list[Found] = []
+        self.kept: list[Attended] = []
 
     def add(self, out: Tensor, lse: Tensor) -> None:
-        self.found.append((out.detach(), lse.detach()))
+        self.kept.append((out.detach(), lse.detach()))
 
     def keeping(self) -> AbstractContextManager[None]:
         return _During(_KEEPING, lambda: self)
 
     def using(self, within: AbstractContextManager[Any]) -> AbstractContextManager[None]:
         """Return the context of a recomputation, which takes place within another."""
-        return _During(_USING, lambda: ((out.detach(), lse.detach()) for out, lse in self.found), within)
+        return _During(_USING, lambda: ((out.detach(), lse.detach()) for out, lse in self.kept), within)
 
 
 class _During(AbstractContextManager[None]):

@@ -17,7 +17,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.attention import Attention, Found, Kept
+from rlexp.training.ring.attention import Attended, Attention, Kept
 from rlexp.training.ring.kernels.base import Ask, BlockKernel, Call, Grads, accumulation_dtype
 from rlexp.training.ring.kernels.fused import merge_rows
 from rlexp.training.ring.selection import Rows, Selection, covers, put, select
@@ -54,8 +54,8 @@ class RingPlan(Attention):
         result = out.to(q.dtype)
         return result, (q, k, v, result, lse)
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
-        out, lse = found
+    def again(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> tuple[Tensor, Kept]:
+        out, lse = attended
         return out, (q, self.transport.ready(k), self.transport.ready(v), out, lse)
 
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:

@@ -87,12 +87,7 @@ CUT = {
     "strips and holes": ((0, 300, 0, 0, 210, 0), (0, 300, 0, 0, 210, 0), True, HEADS),
     "many keys": ((300, 5, 200), (900, 0, 771), False, HEADS),
     "many keys and holes": ((0, 300, 5, 0, 20, 0), (7, 0, 600, 3, 520, 0), False, HEADS),
-    "few queries": (
-        (17, 16, 15),
-        (700, 700, 700),
-        False,
-        HEADS,
-    ),  # above, at and below the size that is cut into strips
+    "few queries": ((17, 16, 15), (700, 700, 700), False, HEADS),  # above, at and below the size that is cut
 }
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rlexp.training.ring.attention import Attention, Found, Kept, KeptOutputs
+from rlexp.training.ring.attention import Attended, Attention, Kept, KeptOutputs
 from rlexp.training.ring.kernels.base import Ask, Grads
 from tests.helpers.ranks import seeded
 
@@ -29,8 +29,8 @@ class Counted(Attention):
         out = q * k * v
         return out, (q, k, v, out, q.sum(-1))
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
-        return found[0], (q, k, v, *found)
+    def again(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> tuple[Tensor, Kept]:
+        return attended[0], (q, k, v, *attended)
 
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:  # noqa: ARG002
         q, k, v, *_ = kept

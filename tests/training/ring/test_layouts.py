@@ -20,7 +20,7 @@ from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.ringwise import is_short
 from rlexp.training.ring.transports.gather import Gather
-from rlexp.training.ring.transports.heads import Heads
+from rlexp.training.ring.transports.heads import HeadShares
 from rlexp.training.train.parts import Setting
 from rlexp.training.world.groups import Ring
 from tests.helpers.attention import forest
@@ -172,7 +172,7 @@ def test_shards_hold_every_target_of_the_pack(which, lengths, packing) -> None:
     ],
 )
 def test_heads_of_keys_go_where_their_queries_are(queries: int, keys: int, ranks: int, sent: list[int]) -> None:
-    heads = Heads(queries, keys, ranks)
+    heads = HeadShares(queries, keys, ranks)
     assert [copy // heads.copies for copy in range(keys * heads.copies)] == sent
     each = len(sent) // ranks
     for head in range(queries):
@@ -190,4 +190,4 @@ def test_a_model_whose_head_size_is_unknown_gets_the_layout_that_takes_any(descr
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(ValueError, match="6 heads cannot be shared out among 4 ranks"):
-        Heads(6, 2, 4)
+        HeadShares(6, 2, 4)

@@ -71,14 +71,14 @@ def library_layout(name: str) -> Layout:
 
 
 @dataclass(frozen=True)
-class Bounds:
-    """Bounds of sequences in flash-attn's form, for our queries and for the keys that they meet."""
+class SequenceBounds:
+    """SequenceBounds of sequences in flash-attn's form, for our queries and for the keys that they meet."""
 
     queries: Tensor  # int32, one more than there are sequences
     keys: Tensor
     longest: tuple[int, int]  # of the queries, and of the keys
 
-    def to(self, device: torch.device) -> Bounds:
+    def to(self, device: torch.device) -> SequenceBounds:
         return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
 
@@ -87,7 +87,7 @@ class LibraryPlan:
     """Attention by flash-attn, and the bytes that the library sends for it by itself."""
 
     ring: Ring
-    bounds: Bounds
+    bounds: SequenceBounds
     gathered: slice | None = None  # where our keys lie in the whole pack; None: they are not gathered
 
     def to(self, device: torch.device) -> LibraryPlan:
@@ -183,12 +183,12 @@ class LibraryAllGather(Layout):
         if ring.size == 1:
             return LibraryPlan(ring, whole)
         queries, keys, *longest, gathered = functions().llama3_plan(whole.keys, True, ring.rank, ring.size)
-        return LibraryPlan(ring, Bounds(queries, keys, (longest[0], longest[1])), gathered)
+        return LibraryPlan(ring, SequenceBounds(queries, keys, (longest[0], longest[1])), gathered)
 
 
-def _bounds_of(lengths: Sequence[int]) -> Bounds:
+def _bounds_of(lengths: Sequence[int]) -> SequenceBounds:
     bounds = torch.tensor([*accumulate(filter(None, lengths), initial=0)], dtype=torch.int32)
-    return Bounds(bounds, bounds, (max(lengths), max(lengths)))
+    return SequenceBounds(bounds, bounds, (max(lengths), max(lengths)))
 
 
 def _runs(segments: Sequence[Segment]) -> Ranges:

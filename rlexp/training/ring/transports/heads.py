@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.attention import Attention, Found, Kept
+from rlexp.training.ring.attention import Attended, Attention, Kept
 from rlexp.training.ring.collectives import exchange
 from rlexp.training.ring.kernels.base import Ask, Grads, accumulation_dtype
 from rlexp.training.ring.plan import RingPlan
@@ -29,12 +29,12 @@ class HeadsPlan:
         return replace(self, around=self.around.to(device))
 
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
-        heads = Heads(q_tHD.shape[1], k_tGD.shape[1], self.inner.size)
+        heads = HeadShares(q_tHD.shape[1], k_tGD.shape[1], self.inner.size)
         return SharedHeads(heads, self.inner, self.around).attend(q_tHD, k_tGD, v_tGD, ask)
 
 
 @dataclass(frozen=True)
-class Heads:
+class HeadShares:
     """Query and key/value heads, and the ranks that share them out."""
 
     queries: int
@@ -71,7 +71,7 @@ class SharedHeads(Attention):
     copied where they arrive, since the product that follows takes all heads of a token together.
     """
 
-    heads: Heads
+    heads: HeadShares
     ring: Ring
     around: RingPlan
 
@@ -80,9 +80,9 @@ class SharedHeads(Attention):
         out, kept = self.around.forward(queries, keys, values, ask)
         return self._to_tokens(out), kept
 
-    def again(self, q: Tensor, k: Tensor, v: Tensor, found: Found) -> tuple[Tensor, Kept]:
+    def again(self, q: Tensor, k: Tensor, v: Tensor, attended: Attended) -> tuple[Tensor, Kept]:
         (queries,), (keys, values) = self._to_heads(q), self._to_heads(k, v, copies=self.heads.copies)
-        out, kept = self.around.again(queries, keys, values, found)
+        out, kept = self.around.again(queries, keys, values, attended)
         return self._to_tokens(out), kept
 
     def backward(self, dout: Tensor, kept: Kept, ask: Ask) -> Grads:
