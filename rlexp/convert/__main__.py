@@ -22,7 +22,7 @@ from rlexp.base.files import write_text
 from rlexp.base.printable import fitted, printable, printable_lines
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import Fate
-from rlexp.convert.shell import Call
+from rlexp.convert.shell import ScriptCall
 
 FIRST = "mine"  # the name in the printed command, if none is given
 
@@ -48,11 +48,11 @@ def main() -> int:
     return exit_code(lambda: run(parser.parse_args(words[:place]), arguments))
 
 
-def _call(options: argparse.Namespace, arguments: list[str] | None) -> Call:
+def _call(options: argparse.Namespace, arguments: list[str] | None) -> ScriptCall:
     for each in options.set:
         if not re.fullmatch(r"[A-Za-z_]\w*=.*", each, re.S):
             raise ConfigError(f"--set {each}: must be a name, = and a value. For example: --set LR=1e-6.")
-    return Call(arguments, dict(each.split("=", 1) for each in options.set), options.line)
+    return ScriptCall(arguments, dict(each.split("=", 1) for each in options.set), options.line)
 
 
 def run(options: argparse.Namespace, arguments: list[str] | None = None) -> int:

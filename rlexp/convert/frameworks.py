@@ -26,7 +26,7 @@ from rlexp.convert.read import (
     trainer_of_axolotl,
 )
 from rlexp.convert.rules import Fate, Rule
-from rlexp.convert.shell import Call, Unknown, shown
+from rlexp.convert.shell import ScriptCall, Unknown, shown
 from rlexp.convert.versions import Versions
 
 
@@ -64,7 +64,7 @@ OURS = {"pt": "sft", "rm": "reward"}
 
 
 def converted(
-    file: Path, trainer: str | Sequence[str] | None, gpus: int | None, call: Call | None = None
+    file: Path, trainer: str | Sequence[str] | None, gpus: int | None, call: ScriptCall | None = None
 ) -> Conversion:
     """Read a file and decide what becomes of each of its arguments. `trainer` may name a version too: trl==0.15."""
     asked = _with_profile(_with_yaml(read(file, call), file), file)

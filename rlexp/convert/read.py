@@ -14,7 +14,7 @@ import yaml
 from rlexp.base import plain_yaml
 from rlexp.base.secrets import is_secret, masked
 from rlexp.convert.conversion import ConvertError
-from rlexp.convert.shell import ENDS, Call, Command, TooMuch, Unknown, commands, shown
+from rlexp.convert.shell import ENDS, Command, ScriptCall, TooMuch, Unknown, commands, shown
 
 SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
                   "reward_modeling": "reward"}  # fmt: skip
@@ -47,7 +47,7 @@ class Asked:
     program: str = ""  # not the trainer's own, but one that reads arguments as it does
 
 
-def read(file: Path, call: Call | None = None) -> Asked:
+def read(file: Path, call: ScriptCall | None = None) -> Asked:
     text = text_of(file)
     repeated: list[tuple[str, Any]] = []
     given = mapping_of(text, file, repeated)
@@ -62,7 +62,7 @@ def read(file: Path, call: Call | None = None) -> Asked:
     line = call.line if call is not None else None
     meant = [each for each in of_trainers if line in (None, each[0].line)]
     if len(meant) == 1:
-        _refuse_undecided(file, meant[0][1], call or Call())
+        _refuse_undecided(file, meant[0][1], call or ScriptCall())
         return meant[0][1]
     if of_trainers and not meant:
         lines = ", ".join(str(command.line) for command, _ in of_trainers[:SHOWN])
@@ -133,7 +133,7 @@ def _several(several: Sequence[tuple[Command, Asked]]) -> str:
     return f"{len(several)} commands ({listed}){decides}. {remedy}"
 
 
-def _refuse_undecided(file: Path, asked: Asked, call: Call) -> None:
+def _refuse_undecided(file: Path, asked: Asked, call: ScriptCall) -> None:
     """Refuse a word that depends on a branch or a loop of which only bash knows whether it runs."""
     for name, value in (*asked.given.items(), *(("", word) for word in asked.positional)):
         for each in value if isinstance(value, list) else [value]:

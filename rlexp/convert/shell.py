@@ -55,7 +55,7 @@ class Command:
 
 
 @dataclass(frozen=True)
-class Call:
+class ScriptCall:
     """How a script is called, as far as it is told."""
 
     arguments: list[str] | None = None
@@ -63,9 +63,9 @@ class Call:
     line: int | None = None  # of the command that is meant
 
 
-def commands(text: str, file: Path | None = None, call: Call | None = None) -> Iterator[Command]:
+def commands(text: str, file: Path | None = None, call: ScriptCall | None = None) -> Iterator[Command]:
     """Yield the commands of a script in their order, those inside quotes (`bash -c "…"`) in place of the word."""
-    call = call or Call()
+    call = call or ScriptCall()
     own = {name: [str(file)] for name in ("0", "BASH_SOURCE") if file is not None}
     given = {name: [value] for name, value in call.variables.items()}
     script = _Script(text, {"HOME": [str(Path.home())], "PWD": [str(Path.cwd())], **own, **given}, call)
@@ -83,7 +83,7 @@ class _Script(Expansion):
     """Follows a script. What does not run is read too, but not followed; a loop and a function are read each time.
     A condition holds, does not hold, or is None: only bash knows."""
 
-    def __init__(self, text: str, known: dict[str, list[str]], call: Call) -> None:
+    def __init__(self, text: str, known: dict[str, list[str]], call: ScriptCall) -> None:
         super().__init__(known, call.arguments)
         self.tokens, self.given = Tokens(text), call.variables
         self.commands: list[Command] = []  # that have been met
