@@ -24,7 +24,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -150,10 +150,13 @@ class Worker:
 
 
 @contextmanager
-def worker(tree: Path) -> Iterator[Worker]:
-    """Start this file, not that of the commit, which may have none. It imports all else from the commit's tree."""
-    environment = os.environ | KEPT | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, "-P", __file__, "--serve"], cwd=tree, env=environment, text=True,
+def worker(
+    tree: Path, command: Sequence[str] = (__file__, "--serve"), more: Mapping[str, str] = KEPT
+) -> Iterator[Worker]:
+    """Start this file, or another, but not that of the commit, which may have none. It imports all else from the
+    commit's tree. `more` is added to its environment."""
+    environment = os.environ | more | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, "-P", *command], cwd=tree, env=environment, text=True,
                                stdin=subprocess.PIPE, stdout=subprocess.PIPE)  # fmt: skip
     try:
         yield Worker(process, tree)

@@ -161,14 +161,19 @@ def quiet_rank(spec: RankSpec, run_dir: str) -> Any:
 
 
 def curve_of(run_dir: Path) -> Curve:
-    last = checkpoint.latest_first(run_dir)[0]
-    reader = Reader(last, checkpoint.check_sizes(last))
-    weights = {name: reader.whole("weight", name).double().numpy() for name in reader.shapes}
+    weights = weights_of(run_dir)
     rows = [
         {k: v for k, v in row.items() if k == "step" or compared(k)} for row in read_rows(run_dir / "metrics.jsonl")
     ]
     assert all(np.isfinite(weight).all() for weight in weights.values())
     return Curve(rows, weights, [])
+
+
+def weights_of(run_dir: Path) -> dict[str, np.ndarray]:
+    """Return the weights of a run's last checkpoint."""
+    last = checkpoint.latest_first(run_dir)[0]
+    reader = Reader(last, checkpoint.check_sizes(last))
+    return {name: reader.whole("weight", name).double().numpy() for name in reader.shapes}
 
 
 if __name__ == "__main__":
