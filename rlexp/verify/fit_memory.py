@@ -21,6 +21,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rlexp.base.errors import ModelError
+from rlexp.base.host_memory import host_memory
 from rlexp.config.checks.layout import Choice, choose, heads_in, heads_of
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.checks.reference import model_of_reference
@@ -253,13 +254,10 @@ def _cut(model: ModelConfig, layers: int, folder: Path) -> ModelConfig:
 
 
 def free_on_host() -> int:
-    """The memory that Linux says is available, or less if the container's limit is lower."""
-    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    free = int(facts["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
-    if limit.exists() and used.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(used.read_text()))
-    return free
+    """The memory that is available here, in whichever groups of processes this one is."""
+    memory = host_memory()
+    assert memory is not None  # Linux says it
+    return memory.available
 
 
 def free_on_gpu() -> int:

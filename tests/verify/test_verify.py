@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from rlexp.base.errors import ModelError, NonFiniteError, UserError
+from rlexp.base.host_memory import HostMemory
 from rlexp.config.checks.layout import choose, heads_of
 from rlexp.config.load import compose_config
 from rlexp.launch.preflight_check import laid_out
@@ -402,6 +403,11 @@ def test_the_models_attention_for_gpus_is_sdpa() -> None:
 
 
 # ---- a model that does not fit loses layers ----
+
+
+def test_what_is_free_is_free_in_the_group_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fit_memory, "host_memory", lambda: HostMemory(total=64 << 30, available=7 << 30))
+    assert fit_memory.free_on_host() == 7 << 30
 
 
 def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:

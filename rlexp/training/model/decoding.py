@@ -90,9 +90,6 @@ class KeyValues:
         """Return the memory of each layer's keys and values, with what is not filled yet."""
         return self._held.values()
 
-    def bytes_held(self) -> int:
-        return sum(held.nbytes for held in self.tensors())
-
 
 @dataclass(frozen=True)
 class Decoding:

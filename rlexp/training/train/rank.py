@@ -77,7 +77,20 @@ def train_watched(
 ) -> Outcome:
     with phases("build"):
         task = build(cfg, phases, bridge)
-    run = task.run
+    try:
+        outcome = train_task(task, run_dir, phases)
+    finally:
+        task.close()
+    task.finish()
+    if closing is not None:
+        closing(outcome.status, outcome.reason)
+    leave_world()
+    return outcome
+
+
+def train_task(task: Task, run_dir: Path, phases: Phases) -> Outcome:
+    """Resume the run if it has begun, and train to its end."""
+    cfg, run = task.run.cfg, task.run
     first = run.world.rank == 0
     position, came_from = resume(task, run_dir)
     run = task.run
@@ -90,16 +103,16 @@ def train_watched(
         if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
             with phases.between("export"):
                 export_run(run, run_dir, position.step)
-        return leave(task, Outcome(), closing)
+        return Outcome()
     curve = JsonlSink(run_dir / METRICS) if first else None
     with watch.elsewhere():  # a service on the network
         sinks = build_sinks(run, run_dir, position, curve) if curve else Sinks([])
-    phases.watch = sinks.within_step
-    if first:
-        run_folder.note(run_dir, **ledger(task), began_after_step=position.step)
-        say(fitted(header(task, run_dir) + came_from, sys.stderr))
     ending = Ending(1)
     try:
+        phases.watch = sinks.within_step
+        if first:
+            run_folder.note(run_dir, **ledger(task), began_after_step=position.step)
+            say(fitted(header(task, run_dir) + came_from, sys.stderr))
         keeper = build_keeper(task, run_dir, position, curve, sinks.saved)
         with finishing_steps(cfg.launch.grace_seconds):
             row, stop = train_loop(task, sinks, position, keeper.after_step)
@@ -117,18 +130,9 @@ def train_watched(
     finally:
         with watch.elsewhere():
             sinks.close(ending)
-        task.close()
     if first:
         said = footer(task, run_dir, outcome, evaluations.last(read_rows(run_dir / METRICS)))
         say(fitted(said, sys.stderr))
-    return leave(task, outcome, closing)
-
-
-def leave(task: Task, outcome: Outcome, closing: Closing | None) -> Outcome:
-    task.finish()
-    if closing is not None:
-        closing(outcome.status, outcome.reason)
-    leave_world()
     return outcome
 
 

@@ -20,7 +20,7 @@ from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import ranks_of_machine
 from rlexp.launch import run_folder, stops
-from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION
+from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION, latest_first
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines
 from rlexp.training.checkpoint.keeper import SCORE, Keeper
 from rlexp.training.checkpoint.restore import restore
@@ -35,8 +35,11 @@ from rlexp.training.train.loop import Position
 from rlexp.training.train.parts import Run
 from rlexp.training.train.schedule import warm_up_of
 from rlexp.training.train.task import Task
+from rlexp.training.world.objects import rank0_does
 
 TASK, TASK_BEFORE = "task", "rollouts"  # the key of the task's part of a position, and its name in older checkpoints
+
+EVERY = 2.0  # seconds between two meetings of the ranks while rank 0 looks at the disk
 
 
 def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
@@ -143,8 +146,7 @@ def build_keeper(
 ) -> Keeper:
     """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
     run = task.run
-    if run.world.rank == 0:
-        check_space(run, run_dir)
+    rank0_does(lambda: check_space(run, run_dir), run.world.size, EVERY)
     facts = {
         "parameters": {name: list(shape) for name, shape in run.engine.shapes().items()},
         "layout": layout(run),
@@ -204,7 +206,6 @@ def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[s
         "step": position.step,
         "epoch": position.step / task.steps_per_epoch,
         "seed": run.cfg.seed,
-        "random": {"seeded_from": ["seed", "step"], "seed": run.cfg.seed, "step": position.step},
         "total_tokens": position.total_tokens,
         TASK: task.position(),
         "optimizer_steps": run.engine.steps,
@@ -217,16 +218,19 @@ def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[s
 
 
 def check_space(run: Run, run_dir: Path) -> None:
-    """Refuse to begin when a checkpoint would not fit on the disk."""
+    """Refuse to begin when the checkpoints would not fit on the disk: a new one is there before an old one goes."""
     keep = run.cfg.checkpoint
     if not keep.on_exit and keep.save_every is None:
         return
     sizes = [shape.numel() for shape in run.engine.shapes().values()]
     bytes_each = (8 if run.cfg.train.precision is Precision.fp64 else 4) * (1 + len(MOMENTS))
-    needed, free = sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
+    most = 1 if keep.save_every is None else keep.keep_last + 1
+    more = max(1, most - len(latest_first(run_dir)))  # beside those that are there
+    needed, free = more * sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
     if needed > free:
+        what = "a checkpoint of this run takes" if more == 1 else f"{more} checkpoints of this run take"
+        fewer = ", keep fewer (checkpoint.keep_last=1)" if more > 2 else ""
         raise CheckpointError(
-            f"hydra.run.dir={run_dir}: has {free / 1e9:.3g} GB free, and a checkpoint of this run takes "
-            f"{needed / 1e9:.3g} GB. Make room, give another folder, or do without: checkpoint.save_every=null "
-            f"checkpoint.on_exit=false."
+            f"hydra.run.dir={run_dir}: has {free / 1e9:.3g} GB free, and {what} {needed / 1e9:.3g} GB. Make room, give "
+            f"another folder{fewer}, or do without: checkpoint.save_every=null checkpoint.on_exit=false."
         )

@@ -192,9 +192,7 @@ class RolloutStep(Step):
         terms = self.task.loss(tokens, rollouts.kl_coef)
         self.watch.judged(batch, tokens, terms)
         note(terms, tokens, meter)
-        # A rank without a sample, or without a token that counts, still runs its graph: no collective waits for it.
-        everything = outputs.logps_n.sum() + (0.0 if outputs.values_n is None else outputs.values_n.sum())
-        return (terms.loss + 0.0 * everything) * run.world.size
+        return (terms.loss + 0.0 * everything(outputs)) * run.world.size
 
     def samples(self) -> list[str]:
         return [sample.example.origin for sample in self.weighed.samples]
@@ -273,6 +271,15 @@ def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: S
         "weight_S": batch.sequence_B[torch.tensor(indices, dtype=torch.int64)].to(dtype),
         "length_S": torch.tensor(lengths, dtype=dtype),
     }
+
+
+def everything(outputs: TokenLogps) -> Tensor:
+    """Return a sum of all that the model has computed, without infinities: the probability of a token that does not
+    count may be 0. So a rank without a sample, or without a token that counts, runs its graph too, and no collective
+    waits for it."""
+    parts = (outputs.logps_n, outputs.values_n)
+    first, *others = (each_n.nan_to_num(0.0, 0.0, 0.0).sum() for each_n in parts if each_n is not None)
+    return sum(others, start=first)
 
 
 def tokens_of(batch: SamplesMicroBatch, outputs: TokenLogps) -> PolicyTokens:

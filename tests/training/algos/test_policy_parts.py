@@ -25,6 +25,8 @@ from rlexp.training.algos.advantages import (
     whiten,
 )
 from rlexp.training.algos.kl import KLController, estimate
+from rlexp.training.train.rollout_task import everything
+from rlexp.training.types import TokenLogps
 from tests.helpers.policy_losses import FIXED, GROUPED, LOSSES, Numbers, close, configured, k_of, tensor
 
 
@@ -178,3 +180,13 @@ def test_a_loss_of_pairs_is_not_looked_at() -> None:
     cfg = Config(loss=DPOConfig())
     cfg.rollout.n_samples = 1
     check_loss(cfg)
+
+
+def test_a_token_of_probability_0_that_does_not_count_leaves_the_loss_a_number() -> None:
+    """Its log-probability is −inf, and 0 × −inf is no number."""
+    logps_n = torch.tensor([-1.0, -math.inf], requires_grad=True)
+    total = 0.0 * everything(TokenLogps(logps_n, torch.zeros(2), values_n=torch.tensor([math.inf, 1.0])))
+    total.backward()
+    assert total.item() == 0.0
+    assert logps_n.grad is not None
+    assert logps_n.grad.tolist() == [0.0, 0.0]

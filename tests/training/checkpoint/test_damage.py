@@ -197,17 +197,27 @@ def mount(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["mount", *args], capture_output=True, text=True, timeout=240, check=False)
 
 
-@pytest.mark.parametrize(("precision", "bytes_each"), [("bf16", 12), ("fp64", 24)])
+@pytest.mark.parametrize(
+    ("words", "saved", "bytes_each", "said"),
+    [
+        (["train.precision=bf16", "checkpoint.save_every=null"], 0, 12, "a checkpoint of this run takes"),
+        (["train.precision=fp64", "checkpoint.save_every=null"], 0, 24, "a checkpoint of this run takes"),
+        (["checkpoint.save_every=1"], 0, 3 * 12, "3 checkpoints of this run take"),  # a third is there before one goes
+        (["checkpoint.save_every=1"], 1, 2 * 12, "2 checkpoints of this run take"),
+    ],
+)
 def test_there_must_be_room_for_weights_and_two_moments(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str, bytes_each: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], saved: int, bytes_each: int, said: str
 ) -> None:
-    cfg = compose_config(["launch.device=cpu", f"train.precision={precision}"])
+    cfg = compose_config(["launch.device=cpu", *words])
+    for step in range(saved):
+        folder.folder_of(tmp_path, step + 1).mkdir(parents=True)
     run: Any = SimpleNamespace(cfg=cfg, engine=SimpleNamespace(shapes=lambda: {"a": torch.Size([3, 5])}))
     needed = 15 * bytes_each
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed))
     check_space(run, tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed - 1))
-    with pytest.raises(CheckpointError, match="GB free, and a checkpoint of this run takes"):
+    with pytest.raises(CheckpointError, match=f"GB free, and {said}"):
         check_space(run, tmp_path)
 
 

@@ -6,6 +6,8 @@ from __future__ import annotations
 import tomllib
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,10 +22,13 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Collectives, Config
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.stops import Outcome
-from rlexp.training.train import header
+from rlexp.training.metrics.memory import Phases
+from rlexp.training.train import header, rank
 from rlexp.training.train.build import build
+from rlexp.training.train.loop import Position
 from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.train.task import Task
+from rlexp.training.world.groups import ALONE, World
 from tests.helpers import models
 from tests.helpers.paths import ROOT
 from tests.helpers.rows import Rows, write_lines
@@ -196,3 +201,23 @@ def test_each_number_of_the_footer_is_what_it_tells(tmp_path: Path, model: str) 
         (tmp_path / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
     stopped = header.footer(task, tmp_path, Outcome("stopped", "stopped by SIGTERM"), shown)
     assert stopped == f"stopped by SIGTERM; {tmp_path} continues from step-00000110\n{held_out}"
+
+
+@pytest.mark.parametrize(("fails", "closed"), [("resume", ["task"]), ("header", ["sinks", "task"])])
+def test_whatever_fails_what_was_opened_is_closed(
+    fails: str, closed: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B and vLLM are open from the build on."""
+    ended: list[str] = []
+    run = SimpleNamespace(world=World(0, 1, ALONE), cfg=None, total_steps=4)
+    task: Any = SimpleNamespace(run=run, close=lambda: ended.append("task"))
+    sinks = SimpleNamespace(within_step=None, close=lambda _ending: ended.append("sinks"))
+    parts = {"build": lambda *_: task, "resume": lambda *_: (Position(), ""), "build_sinks": lambda *_: sinks,
+             "ending_of": lambda *_: None, "JsonlSink": lambda _: sinks, "ledger": lambda _: {}}  # fmt: skip
+    for name, part in parts.items():
+        monkeypatch.setattr(rank, name, part)
+    monkeypatch.setattr(rank.run_folder, "note", lambda *_, **__: None)
+    monkeypatch.setattr(rank, fails, lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        rank.train_watched(compose_config(["launch.device=cpu"]), RUN, Phases(torch.device("cpu")))
+    assert ended == closed
