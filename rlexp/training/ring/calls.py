@@ -11,12 +11,12 @@ Queries are rows of the rank's shard. Keys are rows of the ring: all shards, one
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain, pairwise, product
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, product
 
 from rlexp.training.ring.kernels.base import Call
 from rlexp.training.ring.placement import Placement, Run
-from rlexp.training.ring.selection import Ranges, Selection, count, joined, where
+from rlexp.training.ring.selection import Ranges, Selection, count, disjoint, joined, where
 from rlexp.training.ring.slices import Slice
 
 Step = tuple[list[Call], list[tuple[range, int]]]  # and where the keys lie in what arrives
@@ -44,8 +44,13 @@ def meet(slices: Sequence[Slice], placement: Placement, rank: int, *sources: int
                 whole.append((q_rows, k_rows))
             else:
                 by_kind[piece.causal, piece.window].append(((q_rows,), (k_rows,), piece.last_apart))
-    shares = any(each.queries != each.keys for each in slices)  # some segments have children
-    by_kind[False, None] = [(queries, keys, 0) for queries, keys in (_by_keys if shares else _by_queries)(whole)]
+    if any(each.queries != each.keys for each in slices):
+        # Some segments have children. The keys of each are selected once, however many of these see them, in a call
+        # before that of the children's own keys.
+        grouped = [(queries, keys) for keys, queries in _alike((keys, queries) for queries, keys in whole)]
+    else:
+        grouped = _alike(whole)  # no query stands twice, so all are one call
+    by_kind[False, None] = [(queries, keys, 0) for queries, keys in grouped]
     return [
         Call(*_selected(met), causal, window, tuple(apart for *_, apart in met) if window else None)
         for (causal, window), several in by_kind.items()
@@ -82,35 +87,17 @@ def needed_elsewhere(slices: Sequence[Slice], placement: Placement, source: int)
 
 def once(calls: Iterable[Call]) -> bool:
     """Say whether no key stands twice in some calls: then the gradient of each is the result of one call."""
-    keys = sorted(
-        (rows for call in calls for ranges in call.keys.segments for rows in ranges), key=lambda rows: rows.start
-    )
-    return all(rows.stop <= more.start for rows, more in pairwise(keys))
+    return disjoint(rows for call in calls for ranges in call.keys.segments for rows in ranges)
 
 
-def _by_queries(whole: Iterable[tuple[range, range]]) -> list[tuple[Ranges, Ranges]]:
-    """Put together queries that see the same keys. No query stands twice, so all are one call."""
-    keys_of: dict[range, list[range]] = defaultdict(list)
-    for queries, keys in whole:
-        keys_of[queries].append(keys)
-    return [(tuple(queries), keys) for keys, queries in _swapped(keys_of)]
-
-
-def _by_keys(whole: Iterable[tuple[range, range]]) -> list[tuple[Ranges, Ranges]]:
-    """Put together keys that the same queries see. No key stands twice: those of a segment with children are selected
-    once, however many of these see them, in a call before that of the children's own keys."""
-    queries_of: dict[range, list[range]] = defaultdict(list)
-    for queries, keys in whole:
-        queries_of[keys].append(queries)
-    return [(queries, tuple(keys)) for queries, keys in _swapped(queries_of)]
-
-
-def _swapped(several: Mapping[range, Sequence[range]]) -> list[tuple[Ranges, list[range]]]:
-    """Return each list of values once, with the keys that have it."""
-    having: dict[Ranges, list[range]] = defaultdict(list)
-    for each, values in several.items():
-        having[tuple(values)].append(each)
-    return [*having.items()]
+def _alike(pairs: Iterable[tuple[range, range]]) -> list[tuple[Ranges, Ranges]]:
+    """Put together those that have the same partners."""
+    partners, having = defaultdict[range, list[range]](list), defaultdict[Ranges, list[range]](list)
+    for one, other in pairs:
+        partners[one].append(other)
+    for one, others in partners.items():
+        having[tuple(others)].append(one)
+    return [(tuple(ones), others) for others, ones in having.items()]
 
 
 def _unbroken(own: Slice, runs: Sequence[Run]) -> bool:

@@ -57,6 +57,12 @@ def in_turn(ranges: Iterable[range]) -> Tensor:
     return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *numbers]))
 
 
+def disjoint(ranges: Iterable[range]) -> bool:
+    """Say whether no number stands in two ranges, none of which is empty."""
+    ordered = sorted(ranges, key=lambda each: each.start)
+    return all(one.stop <= other.start for one, other in itertools.pairwise(ordered))
+
+
 def joined(ranges: Iterable[range]) -> Ranges:
     """Return the union of ranges: in ascending order, and apart from each other."""
     union: list[range] = []

@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.selection import Lengths, Selection
+from rlexp.training.ring.selection import Lengths, Selection, disjoint
 
 Seen = tuple[int, int | None]  # a, w: query i sees key j if i − j + a is at least 0 and less than w
 Grads = tuple[Tensor, Tensor, Tensor]
@@ -68,8 +68,7 @@ class Call:
     @cached_property
     def once(self) -> bool:
         """Say whether no key stands twice, so that the call's gradients are sums already."""
-        keys = sorted(chain.from_iterable(self.keys.segments), key=lambda rows: rows.start)
-        return all(rows.stop <= more.start for rows, more in pairwise(keys))
+        return disjoint(chain.from_iterable(self.keys.segments))
 
     def of(self, queries: Selection, keys: Selection) -> Call:
         """Return the same call of other rows."""

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.ring.kernels.base import HALF, BlockKernel, Call, Grads, readable
-from rlexp.training.ring.selection import Lengths, Rows
+from rlexp.training.ring.selection import Lengths, Rows, Selection, covers
 from rlexp.training.types import moved
 
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
@@ -65,30 +65,20 @@ def _spans(call: Call, device: torch.device) -> Iterator[Spans]:
         launches = [((call.window - 1 - far, far), [*same]) for far, same in groupby(numbers, apart.__getitem__)]
         longest = tuple(map(max, queries, keys))
     for window, segments in launches:
-        rows = [_places(lengths, segments, device) for lengths in (queries, keys)]
+        rows = [_rows(lengths, segments, device) for lengths in (queries, keys)]
         cu_q, cu_k = (_cumulative([lengths[each] for each in segments], device) for lengths in (queries, keys))
         most = max(FEWEST_QUERIES, *(queries[each] for each in segments)), max(longest[each] for each in segments)
         yield Spans(rows[0], rows[1], (cu_q, cu_k, *most), window)
 
 
-def _places(lengths: Lengths, numbers: list[int], device: torch.device) -> Rows:
+def _rows(lengths: Lengths, numbers: list[int], device: torch.device) -> Rows:
     """Return the rows of some segments."""
     starts = [*accumulate(lengths, initial=0)]
-    ranges = [range(starts[number], starts[number + 1]) for number in numbers]
-    total = sum(len(each) for each in ranges)
-    if total == starts[-1]:
-        return slice(None)
-    if ranges[-1].stop - ranges[0].start == total:
-        return slice(ranges[0].start, ranges[-1].stop)
-    return moved(torch.cat([torch.arange(each.start, each.stop) for each in ranges]), device)
+    return Selection((tuple(range(starts[number], starts[number + 1]) for number in numbers),)).to(device).index
 
 
 def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
     return moved(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
-
-
-def _all_rows(rows: Rows) -> bool:
-    return isinstance(rows, slice) and rows == slice(None)
 
 
 def empty_grads(given: Given) -> Grads:
@@ -157,7 +147,7 @@ def _together(
     results: list[tuple[Rows, Tensor]], like: Tensor, shape: Sequence[int], rest: float = 0.0, dtype: Any = None
 ) -> Tensor:
     """Put what launches computed into their rows; the others have `rest`."""
-    if len(results) == 1 and _all_rows(results[0][0]):
+    if len(results) == 1 and covers(results[0][0], shape[0]):
         return results[0][1]
     whole = like.new_full(shape, rest, dtype=dtype)
     for rows, values in results:
