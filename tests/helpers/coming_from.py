@@ -24,13 +24,8 @@ TOPICS = {
     "Loss": r"loss|reference",
     "Other": r"",
 }
-EXAMPLES = {
-    "TRL": "recipe.yaml --trainer dpo --gpus 8",
-    "OpenRLHF": "train.sh",
-    "ms-swift": "train.sh",
-    "axolotl": "config.yaml --gpus 8",
-    "LLaMA-Factory": "config.yaml --gpus 8",
-}
+EXAMPLES = {"TRL": "recipe.yaml --trainer dpo --gpus 8", "OpenRLHF": "train.sh", "ms-swift": "train.sh",
+            "axolotl": "config.yaml --gpus 8", "LLaMA-Factory": "config.yaml --gpus 8"}  # fmt: skip
 REMARKS = {
     "OpenRLHF": "Versions before 0.10.2 have flat names, which the command reads too. This page shows them only if "
     "they differ in more than the dotted prefix: `train.batch_size` is also `batch_size` and `train_batch_size`."

@@ -64,14 +64,8 @@ def a_run(
     text, of_configuration = written(*overrides)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(text, encoding="utf-8")
-    known = {
-        "status": "finished",
-        "reason": "all steps are done",
-        **of_configuration,
-        "steps": total_steps,
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-    }
+    known = {"status": "finished", "reason": "all steps are done", **of_configuration, "steps": total_steps,
+             "host": socket.gethostname(), "pid": os.getpid()}  # fmt: skip
     (folder / "run.json").write_text(json.dumps(known | facts), encoding="utf-8")
     random = np.random.default_rng(zlib.crc32(folder.name.encode()))
     lines = []

@@ -37,12 +37,8 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 QUICK = ("launch.device=cpu", "logger=none", "train.max_steps=1", "parallel=ring2", "data.size=16", "data.eval_size=0",
          "train.batch_size=4")  # fmt: skip
 
-HOW: dict[str, Any] = {
-    "layout": get_layout("zigzag"),
-    "kernel": CpuFlash(),
-    "max_length": 512,
-    "device": torch.device("cpu"),
-}
+HOW: dict[str, Any] = {"layout": get_layout("zigzag"), "kernel": CpuFlash(), "max_length": 512,
+                       "device": torch.device("cpu")}  # fmt: skip
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
 
 # Shapes of large models: 70 and 235 billion parameters; a mixture whose first three layers are dense; heads whose size

@@ -67,13 +67,10 @@ def ring_sizes() -> Payload:
     """Make a payload of four ring sizes that agree, thirty steps each."""
     runs = [card(number, ring) for number, ring in enumerate((1, 2, 4, 8))]
     steps = np.arange(1, STEPS + 1)
-    config = [
-        ConfigRow("parallel.ring_size", ["1", "2", "4", "8"], True, False),
-        ConfigRow("train.grad_acc", ["1", "2", "4", "8"], True, False),
-        ConfigRow("seed", ["0"] * 4, False, True),
-        ConfigRow("loss.beta", ["0.1"] * 4, False, True),
-        ConfigRow("data.path", ["pairs.jsonl"] * 4, False, True),
-    ]
+    config = [ConfigRow("parallel.ring_size", ["1", "2", "4", "8"], True, False),
+              ConfigRow("train.grad_acc", ["1", "2", "4", "8"], True, False),
+              ConfigRow("seed", ["0"] * 4, False, True), ConfigRow("loss.beta", ["0.1"] * 4, False, True),
+              ConfigRow("data.path", ["pairs.jsonl"] * 4, False, True)]  # fmt: skip
     metrics = [
         curves("train/loss", 4, steps),
         curves("train/grad_norm", 4, steps, seed=3, noise=3e-7),
@@ -127,18 +124,14 @@ def troubled() -> Payload:
     ]
     return replace(
         good,
-        title=HOSTILE,
+        title=HOSTILE, metrics=metrics, runs=[good.runs[0], running, good.runs[2], failed, empty],
         verdict=Banner("apart", f"train/loss lies apart at step 3: ring 8 and {HOSTILE}", [HOSTILE] * 8),
         notes=["metrics.jsonl of ring 8 ends in a torn line: 9 rows were read", HOSTILE],
         forced=["seed: 0 and 1", HOSTILE],
-        runs=[good.runs[0], running, good.runs[2], failed, empty],
-        metrics=metrics,
-        config=[
-            ConfigRow("seed", ["0", "0", "0", "1", ""], True, True),
-            ConfigRow("parallel.ring_size", ["1", "2", "4", "8", "3"], True, False),
-            ConfigRow("model.path", [HOSTILE] * 5, False, True),
-        ],
-    )
+        config=[ConfigRow("seed", ["0", "0", "0", "1", ""], True, True),
+                ConfigRow("parallel.ring_size", ["1", "2", "4", "8", "3"], True, False),
+                ConfigRow("model.path", [HOSTILE] * 5, False, True)],
+    )  # fmt: skip
 
 
 def crowd(count: int = 50, drawn: int = 1000, metrics: int = 30) -> Payload:

@@ -37,10 +37,7 @@ CASES: dict[str, tuple[tuple[str, ...], list[tuple[int, bool, int]]]] = {
         [(4, True, 0), (4, True, NEIGHBOURS)],
     ),
     # ZeRO-3 gathers and reduces over the world's group, and does not use the one that DeepSpeed makes.
-    "two rings": (
-        ("parallel.ring_size=2", "engine=zero3", "parallel.transport=direct"),
-        [(2, True, 1), (4, True, 0)],
-    ),
+    "two rings": (("parallel.ring_size=2", "engine=zero3", "parallel.transport=direct"), [(2, True, 1), (4, True, 0)]),
     "ulysses": (("parallel.ring_size=4", "engine=torch", "parallel.layout=ulysses"), [(4, True, 0), (4, True, 3)]),
     "hybrid": (
         ("parallel.ring_size=4", "engine=zero2", "parallel.layout=hybrid", "parallel.ulysses_size=2",

@@ -11,11 +11,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.algos.base import Sides, Values
-from tests.helpers.faults.base import (
-    ALGOS,
-    Fault,
-    one,
-)
+from tests.helpers.faults.base import ALGOS, Fault, one
 from tests.helpers.faults.plant import Change, Seeing
 
 PAIRS, REWARDS = "algos.pairs:", "algos.log_ratios:implicit_rewards"

@@ -10,15 +10,7 @@ import numpy as np
 import torch
 
 from rlexp.training.types import Example
-from tests.helpers.faults.base import (
-    CUT,
-    CUT_ANSWERS,
-    DATA,
-    DEALER,
-    MIXED,
-    SHORT_BATCH,
-    one,
-)
+from tests.helpers.faults.base import CUT, CUT_ANSWERS, DATA, DEALER, MIXED, SHORT_BATCH, one
 from tests.helpers.faults.plant import Change
 
 

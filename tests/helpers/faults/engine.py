@@ -9,12 +9,7 @@ from typing import Any
 import torch
 
 from rlexp.config.schema import OptimName
-from tests.helpers.faults.base import (
-    ENGINE,
-    left_out,
-    nothing,
-    one,
-)
+from tests.helpers.faults.base import ENGINE, left_out, nothing, one
 from tests.helpers.faults.plant import Given, Seeing
 
 

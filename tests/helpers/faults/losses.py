@@ -16,31 +16,15 @@ from tests.helpers.faults.train import scaled
 
 ROWS_TASK, WHOLE = "train.rows_task:", "train.whole_batch:"
 # The losses, with what each needs to show all of itself. Weights make KTO's divergence larger than 0.
-LOSSES: dict[str, tuple[str, ...]] = {
-    "dpo": ("loss.label_smoothing=0.1", "loss.sft_weight=0.3"),
-    "dpo_norm": ("loss.wpo=true",),
-    "ipo": (),
-    "apo_zero": ("loss.ld_alpha=0.3",),
-    "apo_down": (),
-    "simpo": (),
-    "orpo": (),
-    "cpo": (),
-    "bco_pair": (),
-    "mpo": (),
-    "hinge": (),
-    "robust": (),
-    "aot": (),
-    "aot_unpaired": (),
-    "exo_pair": (),
-    "nca_pair": (),
-    "sppo_hard": (),
-    "discopop": (),
-    "kto": ("loss.desirable_weight=3",),
-    "bco": ("loss.undesirable_weight=2",),
-    "apo_zero_unpaired": (),
-    "sft": (),
-    "reward": ("loss.center=0.1",),
-}
+LOSSES: dict[str, tuple[str, ...]] = dict.fromkeys((
+    "dpo", "dpo_norm", "ipo", "apo_zero", "apo_down", "simpo", "orpo", "cpo", "bco_pair", "mpo", "hinge", "robust",
+    "aot", "aot_unpaired", "exo_pair", "nca_pair", "sppo_hard", "discopop", "kto", "bco", "apo_zero_unpaired",
+    "sft", "reward"
+), ()) | {
+    "dpo": ("loss.label_smoothing=0.1", "loss.sft_weight=0.3"), "dpo_norm": ("loss.wpo=true",),
+    "apo_zero": ("loss.ld_alpha=0.3",), "kto": ("loss.desirable_weight=3",), "bco": ("loss.undesirable_weight=2",),
+    "reward": ("loss.center=0.1",)
+}  # fmt: skip
 UNPAIRED = ("kto", "bco", "apo_zero_unpaired")
 ON_ROWS = (*(word for word in MIXED if not word.startswith("train.batch_size=")), "train.batch_size=8")
 

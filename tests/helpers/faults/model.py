@@ -6,11 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from rlexp.training.types import TokenLogps
-from tests.helpers.faults.base import (
-    MODEL,
-    nothing,
-    one,
-)
+from tests.helpers.faults.base import MODEL, nothing, one
 
 
 def rounded_logits(original: Any, *args: Any) -> Any:

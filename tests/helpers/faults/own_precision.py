@@ -6,12 +6,7 @@ from typing import Any
 
 import torch
 
-from tests.helpers.faults.base import (
-    BASE,
-    ENGINE,
-    nothing,
-    one,
-)
+from tests.helpers.faults.base import BASE, ENGINE, nothing, one
 from tests.helpers.faults.engine import PLAIN
 
 

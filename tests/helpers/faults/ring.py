@@ -9,12 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tests.helpers.faults.base import (
-    DEALER,
-    RING,
-    left_out,
-    one,
-)
+from tests.helpers.faults.base import DEALER, RING, left_out, one
 from tests.helpers.faults.plant import Seeing, Waiting
 
 

@@ -24,17 +24,7 @@ from rlexp.training.dataset import hub, row_files
 from rlexp.training.dataset.hub import Table
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.resume import refuse_other_versions
-from tests.helpers.rows import (
-    SMALL,
-    as_lines,
-    assistant,
-    cache,
-    configured,
-    ids,
-    read,
-    user,
-    write_lines,
-)
+from tests.helpers.rows import SMALL, as_lines, assistant, cache, configured, ids, read, user, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
@@ -89,10 +79,7 @@ def test_a_bad_row_is_named_by_file_line_and_field(line: str, said: str, tmp_pat
     ("row", "said"),
     [
         ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("c")]}, "share no message before"),
-        (
-            {"chosen": [user("a"), assistant("b")], "rejected": "c"},
-            "must both be whole conversations, or both",
-        ),
+        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "must both be whole conversations, or both"),
         (
             {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"},
             "must both be whole conversations, or both",

@@ -36,43 +36,21 @@ TEXTS = ("data=jsonl", f"data.path={FILES}/rows/texts.jsonl", f"data.eval_path={
          *(word for word in GENERATED if not word.startswith(("data.size", "data.eval_size"))))  # fmt: skip
 BY_LENGTH = ("eval.buckets=[120,160]", "eval.before_training=true")
 # Each loss, with what else may be asked of it. Weights make KTO's divergence larger than 0, where its clamp ends.
-LOSSES: dict[str, tuple[str, ...]] = {
-    "dpo": ("loss.label_smoothing=0.1",),
-    "dpo, margins": ("loss.margin_weight=0.5",),
-    "dpo, supervised": ("loss.sft_weight=0.3",),
-    "dpo, WPO": ("loss.wpo=true",),
-    "dpo, LD-DPO": ("loss.ld_alpha=0.3",),
-    "dpo_norm": (),
-    "ipo": (),
-    "ipo, of answers": ("loss.normalize=sequence",),
-    "apo_zero": (),
-    "apo_down": (),
-    "simpo": (),
-    "simpo, margins": ("loss.margin_weight=0.5",),
-    "orpo": (),
-    "cpo": (),
-    "bco_pair": (),
-    "bco_pair, no shift": ("loss.shift=none",),
-    "mpo": (),
-    "hinge": (),
-    "robust": (),
-    "aot": (),
-    "aot_unpaired": (),
-    "exo_pair": (),
-    "nca_pair": (),
-    "sppo_hard": (),
-    "discopop": (),
-    "kto": ("data.unpair=true", "loss.desirable_weight=3"),
-    "kto, generated": ("loss.desirable_weight=3",),
-    "bco": ("data.unpair=true",),
-    "bco, no shift, generated": ("loss.shift=none", "loss.undesirable_weight=0.5"),
-    "apo_zero_unpaired": ("data.unpair=true",),
-    "sft": (),
-    "sft, generated": (),
-    "sft, texts": (),
-    "reward": ("loss.center=0.01",),
-    "reward, margins": (),
-}
+LOSSES: dict[str, tuple[str, ...]] = dict.fromkeys((
+    "dpo", "dpo, margins", "dpo, supervised", "dpo, WPO", "dpo, LD-DPO", "dpo_norm", "ipo", "ipo, of answers",
+    "apo_zero", "apo_down", "simpo", "simpo, margins", "orpo", "cpo", "bco_pair", "bco_pair, no shift", "mpo",
+    "hinge", "robust", "aot", "aot_unpaired", "exo_pair", "nca_pair", "sppo_hard", "discopop", "kto",
+    "kto, generated", "bco", "bco, no shift, generated", "apo_zero_unpaired", "sft", "sft, generated", "sft, texts",
+    "reward", "reward, margins"
+), ()) | {
+    "dpo": ("loss.label_smoothing=0.1",), "dpo, margins": ("loss.margin_weight=0.5",),
+    "dpo, supervised": ("loss.sft_weight=0.3",), "dpo, WPO": ("loss.wpo=true",),
+    "dpo, LD-DPO": ("loss.ld_alpha=0.3",), "ipo, of answers": ("loss.normalize=sequence",),
+    "simpo, margins": ("loss.margin_weight=0.5",), "bco_pair, no shift": ("loss.shift=none",),
+    "kto": ("data.unpair=true", "loss.desirable_weight=3"), "kto, generated": ("loss.desirable_weight=3",),
+    "bco": ("data.unpair=true",), "bco, no shift, generated": ("loss.shift=none", "loss.undesirable_weight=0.5"),
+    "apo_zero_unpaired": ("data.unpair=true",), "reward": ("loss.center=0.01",)
+}  # fmt: skip
 ALONE = Case(1, 1, 1, True)
 RING = Case(2, 2, 2, True)
 GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Case(4, 1, 4, True), Case(4, 1, 1, False)]
