@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.mutants.known import KNOWN
+from tests.helpers.mutants.listed import place_of, rows_below
 from tests.helpers.mutants.planting import Plan, Watch, _Loader, environment
-from tests.helpers.mutants.sites import KINDS, WATCH, Site, changed, chosen, sites_of, watched
+from tests.helpers.mutants.sites import KINDS, STATEMENT, WATCH, Site, changed, chosen, sites_of, watched
+from tests.helpers.mutants.table import KNOWN
 from tests.helpers.paths import ROOT
 
 SOURCE = '''
@@ -127,6 +128,24 @@ def test_reasons_belong_to_places_that_there_are() -> None:
         assert numbers, f"{path}: {line}"
         assert any(site.line in numbers and (site.before, site.after) == (before, after)
                    for site in sites_of(path, source)), f"{path}: {line}: {before}"  # fmt: skip
+
+
+def test_listed_changes_are_in_the_code() -> None:
+    for row in (rows := rows_below([])):
+        if not row["finder"].startswith("gone: "):
+            site = place_of(row)
+            assert isinstance(site, Site), site
+            compile(changed((ROOT / site.path).read_text(), site), site.path, "exec")
+    moved = place_of(rows[0] | {"before": "if gone:"})
+    assert "mutants_listed.tsv:2: " in moved
+    assert ": 0 statements are `if gone:`. Write into this line where the same is computed now" in moved
+
+
+def test_a_whole_statement_becomes_another() -> None:
+    """A compound one keeps its body."""
+    (number,) = [number for number, node in enumerate(ast.walk(ast.parse(SOURCE))) if isinstance(node, ast.If)]
+    site = Site("module.py", number, "", STATEMENT, 1, 1, "if x < y and wide:", "if wide:")
+    assert "    if wide:\n        x += 2\n    names = [x, -1]\n" in ast.unparse(changed(SOURCE, site))
 
 
 def test_it_is_planted_in_a_process_of_its_own(tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
     python -m tests.helpers.mutants training/ring training/train --count 200
     python -m tests.helpers.mutants training/ring --only rlexp/training/ring/slices.py:51:82:+
+    python -m tests.helpers.mutants --listed
 
 The fast tests of the folders run, and `verify` on the configurations of configurations.py that reach the change. It
 takes an hour or two on two cores. The exit code is 1 if a change that is active is not found and has no reason in
-known.py.
+tests/files/mutants_known.tsv.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from bench.tables import put
 from tests.helpers.mutants.configurations import CONFIGURATIONS
+from tests.helpers.mutants.listed import replant
 from tests.helpers.mutants.runs import WHOLE_RUNS, Outcome, Runs, Watched, digest
 from tests.helpers.mutants.sites import Site, chosen, sites_of
 from tests.helpers.mutants.table import Result, table
@@ -52,10 +54,12 @@ def asked_for(args: argparse.Namespace) -> list[Site]:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.helpers.mutants", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("folders", nargs="+", metavar="FOLDER", help="below rlexp/, and below tests/")
+    parser.add_argument("folders", nargs="*", metavar="FOLDER", help="below rlexp/, and below tests/")
     parser.add_argument("--count", type=int, default=200, help="changes, shared out among the folders (200)")
     parser.add_argument("--seed", type=int, default=0, help="of the choice (0)")
     parser.add_argument("--only", nargs="+", metavar="PLACE", help="these places, as the table names them")
+    parser.add_argument("--listed", action="store_true",
+                        help="plant those of tests/files/mutants_listed.tsv again, in these folders")  # fmt: skip
     parser.add_argument("--verify", nargs="*", metavar="NAME", default=list(CONFIGURATIONS), choices=CONFIGURATIONS,
                         help="configurations of configurations.py (all of them)")  # fmt: skip
     parser.add_argument("--beside", nargs="*", metavar="FOLDER", default=WHOLE_RUNS,
@@ -65,12 +69,14 @@ def main() -> int:
     parser.add_argument("--write", type=Path, metavar="FILE", help="put the table into this page, between its markers")
     parser.add_argument("--markers", default="mutants", metavar="NAME", help="the name of these markers (mutants)")
     args = parser.parse_args()
-    for folder in args.folders:
-        if not (ROOT / "rlexp" / folder).is_dir():
-            parser.error(f"{folder}: is no folder of rlexp/. Give for example training/ring.")
-    for folder in args.beside:
-        if not (ROOT / "tests" / folder).is_dir():
-            parser.error(f"--beside {folder}: is no folder of tests/. Give for example run.")
+    for option, root, folders, example in (("", "rlexp", args.folders, "training/ring"),
+                                           ("--beside ", "tests", args.beside, "run")):  # fmt: skip
+        if wrong := [folder for folder in folders if not (ROOT / root / folder).is_dir()]:
+            parser.error(f"{option}{wrong[0]}: is no folder of {root}/. Give for example {example}.")
+    if args.listed:
+        return replant(args.folders, args.workers)
+    if not args.folders:
+        parser.error("Give a folder of rlexp/, for example training/ring, or --listed.")
     sites = asked_for(args)
     with tempfile.TemporaryDirectory(prefix="rlexp-mutants-") as folder:
         results, seen = judge(sites, args, kept_in(args.keep, sites) if args.keep else Path(folder))

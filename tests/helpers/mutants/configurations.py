@@ -39,14 +39,8 @@ CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "torch in bfloat16": (*IN_FLOAT32, "train.precision=bf16", "engine=torch"),
     "a stored reference": (*FP64, "reference=precompute"),
     "an adapter": LORA,
-    "an adapter over zero3": (
-        *IN_FLOAT32,
-        "adapter=lora",
-        "adapter.rank=4",
-        "adapter.targets=[q_proj,down_proj]",
-        "optim.lr=1e-2",
-        "engine=zero3",
-    ),
+    "an adapter over zero3": (*IN_FLOAT32, "adapter=lora", "adapter.rank=4", "adapter.targets=[q_proj,down_proj]",
+                              "optim.lr=1e-2", "engine=zero3"),
     "frozen layers": (*FP64, "model.freeze=[*layers.0.*]"),
     "a likelihood": (*FP64, "loss=dpo", "loss.label_smoothing=0.1", "loss.sft_weight=0.3"),
     "on-policy weights": (*FP64, "loss=dpo_norm", "loss.wpo=true"),
@@ -61,4 +55,4 @@ CONFIGURATIONS: Mapping[str, tuple[str, ...]] = {
     "grpo, masked": (*GRPO, *MASKED),
     "gspo": (*GSPO, "rollout.top_p=0.9"),
     "pipelined": (*PPO, *PIPELINED),
-}
+}  # fmt: skip

@@ -12,9 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from rlexp.base.errors import UserError
 from rlexp.launch.local import run_ranks
@@ -22,6 +20,7 @@ from tests.helpers.faults.verified import verify_by
 from tests.helpers.mutants.configurations import CONFIGURATIONS
 from tests.helpers.mutants.planting import VARIABLE, Plan
 from tests.helpers.mutants.plugin import noted
+from tests.helpers.mutants.runs import VERIFY
 
 OF_REFERENCE = ("base/", "config/", "training/algos/", "training/dataset/synthetic.py",
                 "training/dataset/arithmetic.py", "training/model/float64.py")  # fmt: skip
@@ -30,14 +29,13 @@ OF_REFERENCE = ("base/", "config/", "training/algos/", "training/dataset/synthet
 def found(name: str, references: Path, *, keep: bool) -> str | None:
     """Return the finding of `verify` on a configuration, or None if it passes."""
     try:
-        failure = verify_by(started, CONFIGURATIONS[name], references, keep=keep).failure
+        failure = verify_by(
+            lambda target, ranks, args, options: run_ranks(target, ranks, args, **options),
+            CONFIGURATIONS[name], references, keep=keep,
+        ).failure  # fmt: skip
     except UserError as error:
         return f"raised {str(error).splitlines()[0][:80]}"
     return None if failure is None else f"step {failure.step}, {failure.stage}, {failure.module}"
-
-
-def started(target: Callable[..., Any], ranks: int, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
-    return run_ranks(target, ranks, args, **options)
 
 
 def main(references: str, *names: str) -> int:
@@ -49,7 +47,7 @@ def main(references: str, *names: str) -> int:
         before = log.stat().st_size if plan.log and log.exists() else 0
         began = time.monotonic()
         said = found(name, Path(references), keep=keep)
-        row = {"configuration": name, "found": said, "seconds": time.monotonic() - began}
+        row = {"name": f"{VERIFY}{name}", "found": said, "seconds": time.monotonic() - began}
         print(json.dumps(row | (noted(log, before) if plan.log else {})), flush=True)
         if said is not None and plan.log is None:
             break

@@ -32,7 +32,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     try:
         return (yield)
     finally:
-        row = {"test": item.nodeid, "seconds": time.monotonic() - began, "passed": all(_outcomes)}
+        row = {"name": item.nodeid, "seconds": time.monotonic() - began, "found": None if all(_outcomes) else "failed"}
         _write(log, row | noted(log, before))
         _share(noted(log, before, imported=True))
 

@@ -23,11 +23,12 @@ from tests.helpers.paths import ROOT
 
 FAST = "not slow and not slurm and not gpu and not prove"
 WHOLE_RUNS = ("training/checkpoint", "run", "export", "preflight")  # tests of whole runs, which reach every folder
-PYTEST = ("-q", "-x", "-n0", "-p", "no:cacheprovider", "-m", FAST)
+PYTEST = ("-q", "-n0", "-p", "no:cacheprovider")
 FIRST = 30.0  # seconds of the cheapest tests, which come before `verify`
 ELSEWHERE = 120.0  # seconds of tests of the other folders, which come last
 MOST = 8  # configurations, drawn from those that reach a place
 Rows = list[dict[str, Any]]
+VERIFY = "verify: "  # begins the name of a configuration that finds a change
 HANGS, ENDS = "hangs", "ends with"
 ACCIDENTS = (HANGS, ENDS, "raised The ranks did not end")  # are tried again, since the machine may be the cause
 SLACK, TIMES = 60.0, 6.0  # a run that takes longer than this, and so many times as long as unchanged, hangs
@@ -38,22 +39,25 @@ class Reaching:
     """A test, or a configuration of `verify`, and the numbers of the places that it reaches."""
 
     name: str
-    seconds: float
-    reached: frozenset[int]
-    active: frozenset[int]
+    seconds: float = 20.0
+    reached: frozenset[int] = frozenset()
+    active: frozenset[int] = frozenset()
+
+    @property
+    def verifies(self) -> bool:
+        return self.name.startswith(VERIFY)
 
 
 @dataclass
 class Watched:
-    tests: list[Reaching] = field(default_factory=list)
-    configurations: list[Reaching] = field(default_factory=list)
+    reaching: list[Reaching] = field(default_factory=list)
     broken: list[str] = field(default_factory=list)  # what fails when it is only watched
 
     def reached(self, number: int) -> bool:
-        return any(number in each.reached for each in (*self.tests, *self.configurations))
+        return any(number in each.reached for each in self.reaching)
 
     def active(self, number: int) -> bool:
-        return any(number in each.active for each in (*self.tests, *self.configurations))
+        return any(number in each.active for each in self.reaching)
 
 
 @dataclass(frozen=True)
@@ -85,7 +89,7 @@ class Runs:
     # ---- watched ----
 
     @contextlib.contextmanager
-    def _pool(self) -> Iterator[ThreadPoolExecutor]:
+    def pool(self) -> Iterator[ThreadPoolExecutor]:
         """Work side by side. At an error, or Ctrl-C, only what runs already goes on to its end."""
         with ThreadPoolExecutor(self.workers) as pool:
             try:
@@ -100,19 +104,16 @@ class Runs:
         files = dict.fromkeys(path.relative_to(ROOT).as_posix() for each in (*self.folders, *beside)
                               for path in sorted((ROOT / "tests" / each).rglob("test_*.py")))  # fmt: skip
         seen = Watched()
-        with self._pool() as pool:
-            tests = [pool.submit(self._once, self._watch_tests, file, (ROOT / file).read_text()) for file in files]
-            verifying = [pool.submit(self._once, self._watch_configuration, name, repr(CONFIGURATIONS[name]))
-                         for name in configurations]  # fmt: skip
-            for running in tests:
-                for row in running.result():
-                    (seen.tests.append(_reaching(row["test"], row)) if row["passed"] else
-                     seen.broken.append(row["test"]))  # fmt: skip
-            for each in verifying:
-                (row,) = each.result()
-                passes = row.get("found", "") is None
-                (seen.configurations.append(_reaching(row["configuration"], row)) if passes else
-                 seen.broken.append(f"{row['configuration']}: {row['found']}"))  # fmt: skip
+        with self.pool() as pool:
+            running = [pool.submit(self._once, self._watch_tests, file, (ROOT / file).read_text()) for file in files]
+            running += [pool.submit(self._once, self._watch_configuration, name, repr(CONFIGURATIONS[name]))
+                        for name in configurations]  # fmt: skip
+            for row in (row for each in running for row in each.result()):
+                if row["found"] is None:
+                    reached, active = frozenset(row["reached"]), frozenset(row["active"])
+                    seen.reaching.append(Reaching(row["name"], row["seconds"], reached, active))
+                else:
+                    seen.broken.append(row["name"])
         return seen
 
     def _once(self, watch: Callable[[str], Rows], name: str, what: str) -> Rows:
@@ -123,14 +124,13 @@ class Runs:
             return rows
         rows = watch(name)
         self.say(f"watched {name}")
-        if all(row.get("passed", True) and row.get("found") is None for row in rows):  # a failure is tried again
+        if all(row["found"] is None for row in rows):  # a failure is tried again
             write_text(kept, json.dumps(rows))
         return rows
 
     def _watch_tests(self, file: str) -> Rows:
-        where = self._planned(watched=True)
-        args = [each for each in PYTEST if each != "-x"]
-        said = self._run("pytest", [*args, "-p", "tests.helpers.mutants.plugin", file], where, 1800)
+        where = self.planted(watched=True)
+        said = self._run("pytest", [*PYTEST, "-m", FAST, "-p", "tests.helpers.mutants.plugin", file], where, 1800)
         rows = where / "watch.tests"
         found = [json.loads(line) for line in rows.read_text().splitlines()] if rows.exists() else []
         assert found, f"{file}: pytest wrote nothing: {said.stdout[-500:]}"
@@ -138,42 +138,49 @@ class Runs:
         return [row | {what: [*row[what], *numbers] for what, numbers in shared.items()} for row in tests]
 
     def _watch_configuration(self, name: str) -> Rows:
-        where = self._planned(watched=True)
+        where = self.planted(watched=True)
         said = self._run("tests.helpers.mutants.examine", [str(self.references), name], where, 900)
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
-        return rows or [{"configuration": name, "found": said.stderr[-500:]}]
+        return rows or [{"name": f"{VERIFY}{name}", "found": said.stderr[-500:]}]
 
     # ---- planted ----
 
     def judge(self, seen: Watched, numbers: Sequence[int]) -> Iterator[Outcome]:
         """Plant each change by itself, and yield what finds it as soon as it is known."""
-        with self._pool() as pool:
+        with self.pool() as pool:
             for running in as_completed([pool.submit(self._judge, seen, number) for number in numbers]):
                 yield running.result()
 
     def _judge(self, seen: Watched, number: int) -> Outcome:
         """Run the cheapest tests of the change's folder, `verify`, the folder's other tests, and those elsewhere."""
-        where = self._planned(self.sites[number])
-        tests = sorted((each for each in seen.tests if number in each.active), key=lambda each: each.seconds)
+        where = self.planted(self.sites[number])
+        active = sorted((each for each in seen.reaching if number in each.active), key=lambda each: each.seconds)
+        tests = [each for each in active if not each.verifies]
         own = next(f"tests/{folder}/" for folder in self.folders if is_below(self.sites[number], folder))
         first, later = _split([each for each in tests if each.name.startswith(own)], FIRST)
         elsewhere, _ = _split([each for each in tests if not each.name.startswith(own)], ELSEWHERE)
-        configurations = [each for each in seen.configurations if number in each.active]
+        configurations = [each for each in active if each.verifies]
         some = random.Random(number).sample(configurations, min(MOST, len(configurations)))
-        for run, what in ((self._test, first), (self._verify, some), (self._test, later), (self._test, elsewhere)):
-            found = run(where, what) if what else None
-            if found is not None and found[1].startswith(ACCIDENTS):
-                found = run(where, what)
-            if found is not None:
-                return Outcome(number, *found)
+        for what in (first, some, later, elsewhere):
+            if (failure := self.failure(where, what)) is not None:
+                return Outcome(number, *failure)
         return Outcome(number)
 
-    def _test(self, where: Path, tests: Sequence[Reaching]) -> tuple[str, str] | None:
-        return self._pytest(where, [each.name for each in tests], sum(each.seconds for each in tests))
+    def failure(self, where: Path, what: Sequence[Reaching]) -> tuple[str, str] | None:
+        """Run tests, and then `verify` on configurations. Return the first that fails, and how."""
+        for run, verifies in ((self._pytest, False), (self._verify, True)):
+            some = [each for each in what if each.verifies == verifies]
+            given = (where, [each.name for each in some], SLACK + TIMES * sum(each.seconds for each in some))
+            failure = run(*given) if some else None
+            if failure is not None and failure[1].startswith(ACCIDENTS):
+                failure = run(*given)
+            if failure is not None:
+                return failure
+        return None
 
-    def _pytest(self, where: Path, args: Sequence[str], seconds: float) -> tuple[str, str] | None:
+    def _pytest(self, where: Path, names: Sequence[str], longest: float) -> tuple[str, str] | None:
         try:
-            said = self._run("pytest", [*PYTEST, *args], where, SLACK + TIMES * seconds)
+            said = self._run("pytest", [*PYTEST, "-x", *names], where, longest)
         except subprocess.TimeoutExpired:
             return "a test", HANGS
         failed = [line for line in said.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
@@ -182,21 +189,18 @@ class Runs:
             return name, error[:80]
         return None if said.returncode == 0 else ("a test", f"{ENDS} {said.returncode}")
 
-    def _verify(self, where: Path, configurations: Sequence[Reaching]) -> tuple[str, str] | None:
-        names = [each.name for each in configurations]
-        seconds = sum(each.seconds for each in configurations)
+    def _verify(self, where: Path, names: Sequence[str], longest: float) -> tuple[str, str] | None:
+        args = [str(self.references), *(name.removeprefix(VERIFY) for name in names)]
         try:
-            said = self._run(
-                "tests.helpers.mutants.examine", [str(self.references), *names], where, SLACK + TIMES * seconds
-            )
+            said = self._run("tests.helpers.mutants.examine", args, where, longest)
         except subprocess.TimeoutExpired:
             return "verify", HANGS
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
         if said.returncode:
-            return f"verify: {names[min(len(rows), len(names) - 1)]}", f"{ENDS} {said.returncode}"
-        return (f"verify: {rows[-1]['configuration']}", rows[-1]["found"]) if rows[-1]["found"] is not None else None
+            return names[min(len(rows), len(names) - 1)], f"{ENDS} {said.returncode}"
+        return (rows[-1]["name"], rows[-1]["found"]) if rows[-1]["found"] is not None else None
 
-    def _planned(self, *sites: Site, watched: bool = False) -> Path:
+    def planted(self, *sites: Site, watched: bool = False) -> Path:
         """Return a folder of its own for a run, with what it changes or watches."""
         where = Path(tempfile.mkdtemp(dir=self.scratch.name))
         plan = Plan(self.sites, str(where / "watch.log")) if watched else Plan(sites)
@@ -213,10 +217,6 @@ def is_below(site: Site, folder: str) -> bool:
 
 def digest(*texts: str) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:12]
-
-
-def _reaching(name: str, row: dict[str, Any]) -> Reaching:
-    return Reaching(name, row["seconds"], frozenset(row["reached"]), frozenset(row["active"]))
 
 
 def _split(tests: Sequence[Reaching], seconds: float) -> tuple[list[Reaching], list[Reaching]]:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 KINDS = ("bound", "sign", "index", "dtype", "term", "flag")
+STATEMENT = "statement"  # the kind of a change that puts a whole statement in the place of another
 WATCH = "__rlexp_watch__"
 Make = Callable[[Sequence[ast.expr]], ast.expr]
 
@@ -28,6 +29,7 @@ DTYPES = {"float32": "bfloat16", "float64": "float32", "bfloat16": "float32"}
 CASTS = ("float", "double", "bfloat16")  # methods
 WIDE = ("wide", "accumulation_dtype")  # functions of a dtype
 SILENT = ("__repr__", "__str__")
+BODY = ("body", "orelse", "handlers", "finalbody")
 
 
 @dataclass(frozen=True)
@@ -281,7 +283,30 @@ def _texts(node: ast.expr | ast.stmt, change: Change) -> tuple[ast.AST, ast.AST]
     return node, change.after(change.operands)
 
 
+# ---- whole statements ----
+
+
+def bare(statement: ast.stmt, body: ast.stmt | None = None) -> ast.stmt:
+    """Return a statement without those that are in it, or with those that are in another."""
+    other = copy.copy(statement)
+    for name in {*BODY} & {*statement._fields}:
+        setattr(other, name, getattr(body, name, []))
+    return other
+
+
+def parsed(text: str) -> ast.stmt:
+    """Return the statement that a text is, or the first line of one that has a body."""
+    (statement,) = ast.parse(f"{text} pass" if text.endswith(":") else text).body
+    return bare(statement)
+
+
 # ---- the changed and the watched module ----
+
+
+def _change(node: ast.expr | ast.stmt, site: Site) -> Change:
+    if site.kind == STATEMENT:
+        return Change(STATEMENT, site.name, statement=bare(parsed(site.after), node))
+    return next(each for each in _changes(node) if each.name == site.name and each.kind == site.kind)
 
 
 def changed(source: str, site: Site) -> ast.Module:
@@ -307,7 +332,7 @@ def _rewritten(source: str, sites: dict[int, tuple[int, Site]], *, watched: bool
                 return node
             number, site = found
             assert isinstance(node, ast.expr | ast.stmt)
-            change = next(each for each in _changes(node) if each.name == site.name and each.kind == site.kind)
+            change = _change(node, site)
             if isinstance(node, ast.stmt):
                 assert change.statement is not None
                 told = ast.Expr(ast.Call(ast.Name(WATCH, ast.Load()), [ast.Constant(number)], []))

@@ -109,6 +109,7 @@ def test_a_foreign_tokenizer_reads_the_texts(llama: Path) -> None:
     assert TOKENIZER.decode(answer) == "yes<eos>"
     prompt, answer = model.encode(sample("yes", "x" * 30 + "end"))
     assert TOKENIZER.decode(prompt) == "x" * 13 + "end"
+    assert len(model.encode(sample("y" * 18))[0]) == 1  # as many tokens as there is room
     with pytest.raises(RewardError, match=r"rows.jsonl:1 is an answer of 31 of its tokens, and reward.max_length=20"):
         model.encode(sample("y" * 30))
     same = reward_model(llama)
