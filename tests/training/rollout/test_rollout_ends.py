@@ -20,10 +20,10 @@ from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.training.rollout import saved
 from rlexp.training.train.build import build
-from rlexp.training.train.rollout_supply import NEXT
+from rlexp.training.train.rollout_supply import NEXT, NOW
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
-from rlexp.training.types import Example, Sample
+from rlexp.training.types import CreditedSample, Example, Sample
 from tests.conftest import Shell
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
@@ -59,11 +59,17 @@ def sample(place: int) -> Sample:
 def test_texts_take_what_they_take(tmp_path: Path) -> None:
     """One long answer does not pad all others to its length, and every text that a tokenizer decodes is restored."""
     texts = ["x" * 10_000, "", "\0 a\0", "é\ud800", *["short"] * 996]
-    samples = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
-    path = saved.write(tmp_path, NEXT, 0, 1, samples)
-    assert path.stat().st_size < 200_000
-    again = saved.drawn(tmp_path, NEXT, [each.example for each in samples], 0, 1)
+    drawn = [dataclasses.replace(sample(place), text=text) for place, text in enumerate(texts)]
+    known: Any = {"terms": {}, "counts": True, "old": np.zeros(3), "advantages": np.ones(3)}
+    samples = [CreditedSample(**vars(each), **known, score=each.place / 3) for each in drawn]
+    path = saved.write(tmp_path, NOW, 0, 1, samples)
+    assert path.stat().st_size < 250_000
+    again = saved.credited(tmp_path, NOW, [each.example for each in drawn], 0, 1)
     assert [each.text for each in again] == texts
+    assert [each.score for each in again] == [place / 3 for place in range(len(texts))]
+    assert again[5].advantages.tolist() == [1.0, 1.0, 1.0]
+    saved.write(tmp_path, NEXT, 0, 1, drawn)
+    assert [each.text for each in saved.drawn(tmp_path, NEXT, [each.example for each in drawn], 0, 1)] == texts
 
 
 def test_a_rank_that_cannot_draw_is_not_taken_for_all() -> None:
