@@ -136,6 +136,8 @@ def test_listed_changes_are_in_the_code() -> None:
             site = place_of(row)
             assert isinstance(site, Site), site
             compile(changed((ROOT / site.path).read_text(), site), site.path, "exec")
+            file, _, test = row["finder"].partition("::")
+            assert not test or f"def {test.partition('[')[0]}(" in (ROOT / file).read_text(), row["finder"]
     moved = place_of(rows[0] | {"before": "if gone:"})
     assert "mutants_listed.tsv:2: " in moved
     assert ": 0 statements are `if gone:`. Write into this line where the same is computed now" in moved
