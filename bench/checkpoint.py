@@ -48,7 +48,7 @@ from rlexp.training.engine.base import MOMENTS, set_lr
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.policy import Policy
 from rlexp.training.train.build import build
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.train.task import Task
@@ -219,7 +219,7 @@ def save_rank(spec: RankSpec, cfg: Config, work: str) -> Saved | None:
 class SaveBench:
     """One engine's state, saved in several ways. All methods are collective calls."""
 
-    def __init__(self, run: Run, work: Path) -> None:
+    def __init__(self, run: TrainingRun, work: Path) -> None:
         from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.run, self.work, self.first = run, work, run.world.rank == 0

@@ -19,7 +19,7 @@ from typing import Any
 from bench.gpu_here import Machine
 from bench.simulate import Clock, Sizes, call_of, timed
 from rlexp.base import kernel_rates
-from rlexp.base.kernel_rates import BACKWARD, FORWARD, Row
+from rlexp.base.kernel_rates import BACKWARD, FORWARD, KernelRate
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import HardwareConfig
 from rlexp.launch.joining import RankSpec
@@ -59,7 +59,7 @@ class Rate:
     unit: str
     peak: float
     assumed: float | None = None  # the share, if not that of its name
-    row: Row | None = None  # of both passes of a kernel, on the backward pass
+    row: KernelRate | None = None  # of both passes of a kernel, on the backward pass
 
 
 def rates_section(
@@ -186,7 +186,7 @@ class Timing:
             yield from (one, other)
             return
         on = (kernel.name, kernel.generation, size, length)
-        row = Row(*on, round(one.rate, 1), round(other.rate, 1), peak, "", time.strftime("%Y-%m-%d"))
+        row = KernelRate(*on, round(one.rate, 1), round(other.rate, 1), peak, "", time.strftime("%Y-%m-%d"))
         known = kernel_rates.speed(*on)
         shares = (known.forward, known.backward) if known is not None and known.absolute else (None, None)
         yield from (replace(one, assumed=shares[0]), replace(other, assumed=shares[1], row=row))

@@ -44,7 +44,7 @@ from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.deal import Request, deal, micro_batches
 from rlexp.training.rollout.sampling import PREFILL, Drawer
 from rlexp.training.train.build import build
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Example, Sample
@@ -161,7 +161,7 @@ def give_back_at_once() -> None:
         mallopt(M_TRIM_THRESHOLD, 1 << 16)
 
 
-def peak_of(run: Run, work: Callable[[], object]) -> tuple[int, int]:
+def peak_of(run: TrainingRun, work: Callable[[], object]) -> tuple[int, int]:
     """Bytes held before, and at the peak."""
     reset_peak(run.device)
     before = peak_bytes(run.device)

@@ -26,7 +26,7 @@ TABLE = Path(__file__).with_suffix(".csv")
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelRate:
     """What was measured of a kernel."""
 
     kernel: str
@@ -128,7 +128,7 @@ def measured(name: str, generation: int | None, head_size: int | None, tokens: i
     (one,), (other,) = below, above
     far = math.log(tokens / one.tokens) / math.log(other.tokens / one.tokens) if other.tokens > one.tokens else 0.0
 
-    def between(rate: Callable[[Row], float]) -> float:
+    def between(rate: Callable[[KernelRate], float]) -> float:
         return (rate(one) + far * (rate(other) - rate(one))) / one.peak
 
     return Speed(between(attrgetter("forward")), between(attrgetter("backward")), f"measured on {one.card}, {one.date}")
@@ -151,10 +151,10 @@ def faster(name: str, generation: int, head_size: int | None, tokens: int, *, de
 
 
 @functools.cache
-def rows() -> tuple[Row, ...]:
+def rows() -> tuple[KernelRate, ...]:
     with TABLE.open(encoding="utf-8", newline="") as file:
         return tuple(
-            Row(
+            KernelRate(
                 kernel=each["kernel"], generation=int(each["generation"]), head_size=int(each["head_size"]),
                 tokens=int(each["tokens"]), forward=float(each["forward"]), backward=float(each["backward"]),
                 peak=float(each["peak"]), card=each["card"], date=each["date"],
@@ -163,12 +163,12 @@ def rows() -> tuple[Row, ...]:
         )  # fmt: skip
 
 
-def write(new: Iterable[Row], table: Path = TABLE) -> None:
+def write(new: Iterable[KernelRate], table: Path = TABLE) -> None:
     """Put rows into the table, in the place of older ones of the same kernels and GPUs."""
     new = [*new]
     again = {(row.kernel, row.generation) for row in new}
     kept = [row for row in rows() if (row.kernel, row.generation) not in again]
-    lines = [",".join(each.name for each in fields(Row))]
+    lines = [",".join(each.name for each in fields(KernelRate))]
     for row in sorted((*kept, *new), key=lambda row: astuple(row)[:4]):
         lines.append(",".join(f"{each:g}" if isinstance(each, float) else str(each) for each in astuple(row)))
     write_text(table, "\n".join([*lines, ""]))

@@ -156,7 +156,7 @@ def last(run: LoggedRun, name: str) -> float | None:
     return float(values[-1]) if len(values) else None
 
 
-def highest_peak(run: LoggedRun, of: str = "") -> page.Peak | None:
+def highest_peak(run: LoggedRun, of: str = "") -> page.HighestPeak | None:
     """Return the highest peak of all steps, with the phase and rank of its step: of memory, or `tensors_`."""
     peaks = run.column(f"memory/{of}peak_bytes")
     peaks = np.where(np.isfinite(peaks), peaks, np.nan)
@@ -167,7 +167,7 @@ def highest_peak(run: LoggedRun, of: str = "") -> page.Peak | None:
     phases = [match.group(1) for name in run.columns if (match := peak_name.fullmatch(name))]
     phase = next((p for p in phases if run.column(f"memory/{p}_{of}peak_bytes")[place] == peaks[place]), None)
     rank = run.column(f"memory/{of}peak_rank")[place]
-    return page.Peak(int(peaks[place]), int(rank) if np.isfinite(rank) else None, phase)
+    return page.HighestPeak(int(peaks[place]), int(rank) if np.isfinite(rank) else None, phase)
 
 
 def _steady(run: LoggedRun, name: str) -> Column:
@@ -197,7 +197,7 @@ def efficiency(run: LoggedRun, baseline: LoggedRun | None) -> float | None:
     return ours / run.sizes["world_size"] / (theirs / baseline.sizes["world_size"])
 
 
-def clock(run: LoggedRun) -> page.Clock | None:
+def clock(run: LoggedRun) -> page.Knots | None:
     """Return the tokens and seconds of training up to some steps."""
     if not len(run.steps):
         return None
@@ -206,7 +206,7 @@ def clock(run: LoggedRun) -> page.Clock | None:
     tokens = run.column("train/total_tokens")
     if np.isnan(tokens).all():
         tokens = np.cumsum(np.nan_to_num(run.column("train/tokens")))
-    return page.Clock(run.steps[knots], tokens[knots], seconds[knots])
+    return page.Knots(run.steps[knots], tokens[knots], seconds[knots])
 
 
 def metric(name: str, report: Report) -> page.MetricCurves:

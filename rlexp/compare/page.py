@@ -45,7 +45,7 @@ class Banner:
 
 
 @dataclass(frozen=True)
-class Clock:
+class Knots:
     """Tokens and seconds at some steps (the knots). The page interpolates between them. NaN or empty: not known."""
 
     steps: Integers
@@ -63,7 +63,7 @@ class RankMemory:
 
 
 @dataclass(frozen=True)
-class Peak:
+class HighestPeak:
     """The highest peak of all ranks and steps."""
 
     bytes: int
@@ -110,9 +110,9 @@ class RunCard:
     peak_bytes: int | None = None
     peak_rank: int | None = None
     peak_phase: str | None = None
-    tensors: Peak | None = None  # live tensors, where they were counted: on CPU, memory is the process's
+    tensors: HighestPeak | None = None  # live tensors, where they were counted: on CPU, memory is the process's
     lengths: list[LengthPart] = field(default_factory=list)
-    clock: Clock | None = None
+    clock: Knots | None = None
 
 
 @dataclass(frozen=True)
@@ -288,7 +288,7 @@ def _metric_bytes(metric: MetricCurves) -> bytes:
     return np.asarray(metric.steps).astype("<i4").tobytes() + b"".join(_narrow(c) for c in curves if c is not None)
 
 
-def _clock_bytes(clock: Clock) -> bytes:
+def _clock_bytes(clock: Knots) -> bytes:
     """Return steps, tokens and seconds as float64 columns of one length."""
     columns = []
     for column in (clock.steps, clock.tokens, clock.seconds):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import SinkError
-from rlexp.compare.runs import SIZES, CompareError, Group, LoggedRun, Reader, merge
+from rlexp.compare.runs import SIZES, CompareError, Group, LoggedRun, RunReader, merge
 from rlexp.run_files.metrics_jsonl import columns_of
 from rlexp.training.sinks.wandb_read import WandbRun, read_offline, read_project
 
@@ -18,7 +18,7 @@ FOLDERS = ("offline-run-*", "run-*")
 class Sources:
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
-        self._reader = Reader()
+        self._reader = RunReader()
 
     def read(self) -> Group:
         return merge([self._one(name) for name in dict.fromkeys(self.names)])

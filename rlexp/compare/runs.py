@@ -91,7 +91,7 @@ class Group:
     notes: list[str] = field(default_factory=list)
 
 
-class Reader:
+class RunReader:
     """Read runs, and read a file again only when it has changed, so that a live report costs only what is new."""
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from rlexp.base import plain_json
 from rlexp.base.errors import UserError
 from rlexp.base.secrets import masked
 from rlexp.convert import kinds
-from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Refused, Rule
-from rlexp.convert.versions import CHANGES, PACKAGES, Change, Versions, changes_of
+from rlexp.convert.rules import UNSAID, ByTrainer, Fate, RefusedValue, Rule
+from rlexp.convert.versions import CHANGES, PACKAGES, ChangedDefault, Versions, changes_of
 
 NOTHING = "it sets nothing here"  # of an argument that no code read: a test refuses it
 UNKNOWN_VARIABLE = "an environment variable: give it to `python -m rlexp` too, whose ranks get the same"
@@ -25,7 +25,7 @@ class ConvertError(UserError):
 
 
 @dataclass(frozen=True)
-class Line:
+class ArgumentNote:
     """An argument that was not simply taken over, and why."""
 
     name: str
@@ -54,11 +54,11 @@ class Conversion:
     of_command: bool = False  # the arguments are a command's
     versions: Versions = field(default_factory=Versions)  # of the framework
     folder: Path = field(default_factory=Path)  # of the file
-    undated: set[Change] = field(default_factory=set)  # defaults that an older version has otherwise
+    undated: set[ChangedDefault] = field(default_factory=set)  # defaults that an older version has otherwise
     choices: dict[str, Value] = field(default_factory=dict)  # group → option
     values: dict[str, Value] = field(default_factory=dict)  # key → value
     command: dict[str, Value] = field(default_factory=dict)  # keys that belong on the command line
-    lines: dict[Fate, list[Line]] = field(default_factory=lambda: {fate: [] for fate in Fate})
+    lines: dict[Fate, list[ArgumentNote]] = field(default_factory=lambda: {fate: [] for fate in Fate})
     notes: list[str] = field(default_factory=list)
     off: list[str] = field(default_factory=list)  # arguments that are null, false or 0, and ask for nothing
     done: set[str] = field(default_factory=set)  # arguments whose fate is known
@@ -260,11 +260,11 @@ class Conversion:
         if off and not value and (known or value in (None, False, "")):
             self.off.append(name)
         else:
-            self.lines[fate].append(Line(name, self.given[name], why, known))
+            self.lines[fate].append(ArgumentNote(name, self.given[name], why, known))
 
     def remark(self, fate: Fate, name: str, value: Any, why: str) -> None:
         """Add a line on an argument that is taken over in part, or on a part of one."""
-        if (line := Line(name, value, why)) not in self.lines[fate]:
+        if (line := ArgumentNote(name, value, why)) not in self.lines[fate]:
             self.lines[fate].append(line)
 
     def differs(self, name: str, why: str, fate: Fate = Fate.OTHER) -> None:
@@ -320,7 +320,7 @@ class Conversion:
             ours = convert(value)
         except kinds.WrongKind as wrong:
             self.refuse(name, str(wrong), self._remedy(name))
-        if isinstance(ours, Refused):
+        if isinstance(ours, RefusedValue):
             self.tell(ours.fate, name, ours.why)
         elif ours is not UNSAID:
             self.put(rule.key, ours, name, why=rule.why)

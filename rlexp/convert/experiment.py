@@ -20,7 +20,7 @@ from rlexp.config.literals import literal
 from rlexp.config.options import quoted
 from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
-from rlexp.convert.conversion import UNKNOWN_VARIABLE, Conversion, ConvertError, Line, Value
+from rlexp.convert.conversion import UNKNOWN_VARIABLE, ArgumentNote, Conversion, ConvertError, Value
 from rlexp.convert.kinds import place
 from rlexp.convert.rules import Fate
 
@@ -78,7 +78,7 @@ def _what_matters(conv: Conversion) -> Iterator[str]:
         yield f"# {plural(count, 'other argument')} {'changes' if count == 1 else 'change'} nothing: see --verbose."
 
 
-def _listed(fate: Fate, lines: Sequence[Line], *, apart: bool = False, longest: int | None = None) -> list[str]:
+def _listed(fate: Fate, lines: Sequence[ArgumentNote], *, apart: bool = False, longest: int | None = None) -> list[str]:
     """Return the lines of one fate, the worst of which are the first lines of the file."""
     head = ["#"] * apart + [f"# {fate.value[0].upper()}{fate.value[1:]}:"]
     return [*head, *(each for line in lines for each in explained(line, longest))] if lines else []
@@ -110,7 +110,7 @@ def wrapped(text: str, indent: str = "") -> list[str]:
                          break_on_hyphens=False)  # fmt: skip
 
 
-def explained(line: Line, longest: int | None = None) -> list[str]:
+def explained(line: ArgumentNote, longest: int | None = None) -> list[str]:
     """Return what is said of an argument, as comments. A value may be cut to its first characters."""
     value = HIDDEN if line.why == UNKNOWN_VARIABLE else scalar(masked(line.name.rpartition(": ")[2], line.value))
     value = f"{value[:longest]} …" if longest is not None and len(value) > longest else value

@@ -11,7 +11,7 @@ import yaml
 from rlexp.base import plain_json
 from rlexp.convert import kinds
 from rlexp.convert.conversion import Conversion
-from rlexp.convert.rules import Fate, Refused
+from rlexp.convert.rules import Fate, RefusedValue
 
 # Their names of templates that write the same text as ours: `tests/files/chat_templates.json` has what each wrote.
 FACTORY = {
@@ -47,7 +47,7 @@ def template_file(value: Any) -> Any:
     """Return the file of a template; any other text is a template, or names a tokenizer that has one."""
     if kinds.text(value).endswith((".jinja", ".jinja2")):
         return value
-    return Refused(
+    return RefusedValue(
         "a template, or a tokenizer with one: write it to a file, and give model.chat_template=FILE", Fate.OTHER
     )
 

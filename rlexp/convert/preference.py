@@ -51,7 +51,7 @@ DEFAULTS = {"label_smoothing": 0.0, "ld_alpha": 1.0, "discopop_tau": 0.05, "rpo_
 
 
 @dataclass
-class Asked:
+class AskedLosses:
     """The losses that a file asks for, by our names."""
 
     weights: dict[str, float] = field(default_factory=dict)
@@ -164,9 +164,9 @@ def put_likelihood(conv: Conversion, weight: float, note: str, *names: str) -> N
 WHY = {"normalize": "of mean log-probabilities, as theirs", "shift": "theirs has none"}
 
 
-def _asked(conv: Conversion, types: Sequence[str]) -> Asked:
+def _asked(conv: Conversion, types: Sequence[str]) -> AskedLosses:
     names = list(types) or conv.texts("loss_type") or ["sigmoid"]
-    asked, unknown = Asked(), []
+    asked, unknown = AskedLosses(), []
     weights = [] if types else conv.weights("loss_weights", len(names), "loss", least=0)
     for name, weight in zip(names, map(float, weights or [1] * len(names)), strict=True):
         if name == SFT:

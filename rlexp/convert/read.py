@@ -169,7 +169,7 @@ def mapping_of(text: str, file: Path, repeated: list[tuple[str, Any]] | None = N
     there twice the last one holds, as for the trainers; the earlier ones are added to `repeated`."""
     lines: dict[str, int] = {}
 
-    class Loader(plain_yaml.Loader):
+    class ConfigLoader(plain_yaml.Loader):
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
             seen: dict[str, yaml.Node] = {}
             for key, value in node.value:
@@ -182,7 +182,7 @@ def mapping_of(text: str, file: Path, repeated: list[tuple[str, Any]] | None = N
             return super().construct_mapping(node, deep)
 
     try:
-        given = plain_yaml.load(text, Loader)
+        given = plain_yaml.load(text, ConfigLoader)
     except plain_yaml.TooLarge as error:
         raise ConvertError(f"{file}: cannot be read, since {error}.") from None
     except yaml.YAMLError:

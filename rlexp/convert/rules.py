@@ -98,7 +98,7 @@ def extended(shared: Sequence[Rule], *own: Rule, **defaults: Any) -> tuple[Rule,
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedValue:
     """A value of an argument that has no equal here."""
 
     why: str
@@ -110,6 +110,6 @@ def one_of(options: Mapping[Any, Any], what: str) -> Callable[[Any], Any]:
 
     def convert(value: Any) -> Any:
         wanted = value.lower() if isinstance(value, str) else None
-        return options[wanted] if wanted in options else Refused(f"{what} {value} is missing")
+        return options[wanted] if wanted in options else RefusedValue(f"{what} {value} is missing")
 
     return convert

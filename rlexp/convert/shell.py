@@ -17,11 +17,21 @@ from itertools import takewhile
 from pathlib import Path
 
 from rlexp.base.secrets import HIDDEN, is_secret, masked
-from rlexp.convert.shell_words import ARRAY, ASSIGNMENT, Expansion, Token, Tokens, TooMuch, Unknown, joined, like
+from rlexp.convert.shell_words import (
+    ARRAY,
+    ASSIGNMENT,
+    Expansion,
+    ShellToken,
+    ShellTokens,
+    TooMuch,
+    Unknown,
+    joined,
+    like,
+)
 
 __all__ = ("Command", "TooMuch", "Unknown", "commands")
 
-Place = tuple[Tokens, int, Token]
+Place = tuple[ShellTokens, int, ShellToken]
 Status = tuple[bool | None, bool | None]  # whether a command succeeds, for && and ||, and for `if`
 SUCCESS: Status = (True, None)  # of a program: most succeed
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
@@ -85,7 +95,7 @@ class _Script(Expansion):
 
     def __init__(self, text: str, known: dict[str, list[str]], call: ScriptCall) -> None:
         super().__init__(known, call.arguments)
-        self.tokens, self.given = Tokens(text), call.variables
+        self.tokens, self.given = ShellTokens(text), call.variables
         self.commands: list[Command] = []  # that have been met
         self.functions: dict[str, Place] = {}
         self.exported: dict[str, str] = {}
@@ -324,7 +334,7 @@ class _Script(Expansion):
                 if not self.doubt and (self.loops or name in ("exit", "return")):
                     self.left = "exit" if name == "return" and not self.depth else name
             case ["eval", *others]:
-                tokens = Tokens(joined(others, " "), self.line)
+                tokens = ShellTokens(joined(others, " "), self.line)
                 self._within((tokens, tokens.at, tokens.token), prefix, self.args)
             case [name, *arguments] if name in self.functions and self.depth < MOST_WITHIN:
                 self._within(self.functions[name], prefix, arguments)
@@ -443,7 +453,7 @@ class _Script(Expansion):
         outer = {**self.known}, {**self.exported}
         inner = [place for place, word in enumerate(words) if self.depth < MOST_WITHIN and _has_command(word)]
         for place in inner:
-            tokens, count = Tokens(words[place], self.line), len(self.commands)
+            tokens, count = ShellTokens(words[place], self.line), len(self.commands)
             self._within((tokens, tokens.at, tokens.token), prefix, self.args)
             for number, each in enumerate(self.commands[count:], count):
                 self.commands[number] = replace(each, around=[*words[:place], *each.around])

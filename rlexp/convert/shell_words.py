@@ -1,4 +1,4 @@
-"""The words of a shell script: as they are written (`Tokens`), and as bash makes them (`Expansion`). Nothing is run.
+"""The words of a shell script: as written (`ShellTokens`), and as bash makes them (`Expansion`). Nothing is run.
 
 What only bash could know (`$1`, `$(date)`, a variable of the environment) stays as it is written, and its word is
 marked `Unknown`.
@@ -79,7 +79,7 @@ def like(word: str, text: str) -> str:
 
 
 @dataclass(frozen=True)
-class Token:
+class ShellToken:
     """A word or an operator as it is written; at the end of the script it has no text."""
 
     text: str
@@ -88,7 +88,7 @@ class Token:
     operator: bool
 
 
-class Tokens:
+class ShellTokens:
     """The words and operators of a script. Redirections are left out with the file that they name."""
 
     def __init__(self, text: str, line: int = 1) -> None:
@@ -99,7 +99,7 @@ class Tokens:
         self.documents: list[tuple[str, bool]] = []  # of the last command; whether no variable is put in
         self.token = self._read()
 
-    def take(self) -> Token:
+    def take(self) -> ShellToken:
         """Return this token, and go to the next."""
         token, self.token = self.token, self._read()
         return token
@@ -120,7 +120,7 @@ class Tokens:
         self.in_test = False
         return words
 
-    def _read(self) -> Token:
+    def _read(self) -> ShellToken:
         left_out = BLANK if self.in_test else LEFT_OUT
         while (match := left_out.match(self.text, self.at)) is not None:
             self.at = match.end()
@@ -128,11 +128,11 @@ class Tokens:
                 self.delimiters.append(match["target"])
         at, line = self.at, self.first_line + bisect(self.ends, self.at)
         if (operator := OPERATOR.match(self.text, at)) is None:
-            return Token(self._word(), at, line, operator=False)
+            return ShellToken(self._word(), at, line, operator=False)
         self.at = operator.end()
         if operator[0] == "\n":
             self._read_documents()
-        return Token(operator[0], at, line, operator=True)
+        return ShellToken(operator[0], at, line, operator=True)
 
     def _word(self) -> str:
         """Return the word here; `NAME=( … )` is one."""
@@ -210,7 +210,7 @@ class Expansion:
 
     def words(self, text: str, *, operators: bool = False) -> list[str]:
         """Return the words of a text; operators among them, if they are asked for."""
-        tokens, words = Tokens(text), list[str]()
+        tokens, words = ShellTokens(text), list[str]()
         while tokens.token.text:
             token = tokens.take()
             words += self.split(token.text) if not token.operator else [token.text] if operators else []

@@ -15,7 +15,7 @@ from rlexp.convert.rules import (
     UNSAID,
     ByTrainer,
     Fate,
-    Refused,
+    RefusedValue,
     Rule,
     absent,
     extended,
@@ -51,7 +51,7 @@ def _tokens(value: Any) -> Any:
     """Return new tokens, which theirs may read from a file."""
     tokens = value if isinstance(value, list) else [value]
     if any(str(each).endswith(".txt") for each in tokens):
-        return Refused("theirs reads the tokens of this file: give them as model.add_tokens", Fate.INSTEAD)
+        return RefusedValue("theirs reads the tokens of this file: give them as model.add_tokens", Fate.INSTEAD)
     return tokens
 
 

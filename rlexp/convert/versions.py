@@ -19,7 +19,7 @@ MOST = 1 << 20  # characters of a file
 
 
 @dataclass(frozen=True)
-class Change:
+class ChangedDefault:
     """A default that was another one before a version."""
 
     framework: str
@@ -30,30 +30,30 @@ class Change:
 
 
 # By the releases of each, the oldest first; only those that change a number.
-CHANGES: Sequence[Change] = (
-    Change("TRL", "", "bf16", "0.19", False),
-    Change("TRL", "grpo", "loss_type", "0.17", "grpo"),
-    Change("TRL", "grpo", "loss_type", "0.22", "bnpo"),
-    Change("TRL", "grpo", "temperature", "0.18", 0.9),
-    Change("TRL", "grpo", "top_k", "0.18", 50),
-    Change("TRL", "grpo", "beta", "0.19", 0.04),
-    Change("TRL", "grpo", "max_prompt_length", "0.26", 512),
-    Change("TRL", "grpo rloo", "max_completion_length", "1.10", 256),
-    Change("TRL", "grpo", "vllm_importance_sampling_correction", "0.23", False),
-    Change("TRL", "grpo", "vllm_importance_sampling_mode", "0.26", "token_truncate"),
-    Change("TRL", "reward", "learning_rate", "0.24", 5e-5),
-    Change("TRL", "bco", "learning_rate", "0.29", 5e-5),
-    Change("TRL", "grpo", "vllm_importance_sampling_clip_max", "0.26", 2.0),
-    Change("ms-swift", "", "split_dataset_ratio", "3.6", 0.01),
-    Change("ms-swift", "dpo", "rpo_alpha", "3.8", 1.0),
-    Change("ms-swift", "grpo", "top_p", "4.0.3", 0.9),
-    Change("ms-swift", "grpo", "top_k", "4.0.3", 50),
-    Change("LLaMA-Factory", "", "cutoff_len", "0.9.1", 1024),
-    Change("OpenRLHF", "ppo", "loss.normalize", "0.6.4", "sequence"),
-    Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.5.7", 0.95),
-    Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.0", 1.0),
-    Change("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.4", 0.95),
-    Change("OpenRLHF", "ppo", "critic.value_clip", "0.8.2", 0.2),
+CHANGES: Sequence[ChangedDefault] = (
+    ChangedDefault("TRL", "", "bf16", "0.19", False),
+    ChangedDefault("TRL", "grpo", "loss_type", "0.17", "grpo"),
+    ChangedDefault("TRL", "grpo", "loss_type", "0.22", "bnpo"),
+    ChangedDefault("TRL", "grpo", "temperature", "0.18", 0.9),
+    ChangedDefault("TRL", "grpo", "top_k", "0.18", 50),
+    ChangedDefault("TRL", "grpo", "beta", "0.19", 0.04),
+    ChangedDefault("TRL", "grpo", "max_prompt_length", "0.26", 512),
+    ChangedDefault("TRL", "grpo rloo", "max_completion_length", "1.10", 256),
+    ChangedDefault("TRL", "grpo", "vllm_importance_sampling_correction", "0.23", False),
+    ChangedDefault("TRL", "grpo", "vllm_importance_sampling_mode", "0.26", "token_truncate"),
+    ChangedDefault("TRL", "reward", "learning_rate", "0.24", 5e-5),
+    ChangedDefault("TRL", "bco", "learning_rate", "0.29", 5e-5),
+    ChangedDefault("TRL", "grpo", "vllm_importance_sampling_clip_max", "0.26", 2.0),
+    ChangedDefault("ms-swift", "", "split_dataset_ratio", "3.6", 0.01),
+    ChangedDefault("ms-swift", "dpo", "rpo_alpha", "3.8", 1.0),
+    ChangedDefault("ms-swift", "grpo", "top_p", "4.0.3", 0.9),
+    ChangedDefault("ms-swift", "grpo", "top_k", "4.0.3", 50),
+    ChangedDefault("LLaMA-Factory", "", "cutoff_len", "0.9.1", 1024),
+    ChangedDefault("OpenRLHF", "ppo", "loss.normalize", "0.6.4", "sequence"),
+    ChangedDefault("OpenRLHF", "ppo", "algo.advantage.lambd", "0.5.7", 0.95),
+    ChangedDefault("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.0", 1.0),
+    ChangedDefault("OpenRLHF", "ppo", "algo.advantage.lambd", "0.6.4", 0.95),
+    ChangedDefault("OpenRLHF", "ppo", "critic.value_clip", "0.8.2", 0.2),
 )
 
 
@@ -75,7 +75,7 @@ class Versions:
         return False if self.low >= parsed(until) else None
 
 
-def changes_of(framework: str, trainer: str, names: Iterable[str]) -> list[Change]:
+def changes_of(framework: str, trainer: str, names: Iterable[str]) -> list[ChangedDefault]:
     known = set(names)
     return [each for each in CHANGES if each.framework == framework and each.name in known
             and (not each.trainers or trainer in each.trainers.split())]  # fmt: skip

@@ -34,14 +34,14 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Section:
+class PanelSection:
     name: str
     panels: tuple[Panel, ...]
     sampled: bool = False  # only for runs that draw their own samples
 
 
 SECTIONS = (
-    Section(
+    PanelSection(
         "Loss",
         (
             Panel("Loss by ring size", "train/loss"),
@@ -50,7 +50,7 @@ SECTIONS = (
             Panel("Reward margin by ring size", "train/rewards/margins"),
         ),
     ),
-    Section(
+    PanelSection(
         "Samples",
         (
             Panel("Score by ring size", SCORE),
@@ -64,8 +64,8 @@ SECTIONS = (
         ),
         sampled=True,
     ),
-    Section("Difference to the baseline", (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),)),
-    Section(
+    PanelSection("Difference to the baseline", (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),)),
+    PanelSection(
         "Memory",
         (
             Panel("Highest peak by ring size", "max/memory/peak_bytes", by_ring="max", bars=True),
@@ -73,7 +73,7 @@ SECTIONS = (
             *(Panel(f"Peak: {phase}", f"memory/{phase}_peak_bytes", by_ring="max") for phase in PHASES),
         ),
     ),
-    Section(
+    PanelSection(
         "Throughput",
         (
             Panel("Tokens per second", "train/tokens_per_second"),

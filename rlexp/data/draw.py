@@ -15,7 +15,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rlexp.data import tables
-from rlexp.data.facts import Lengths, Part, Piece, Preview, ShownSample
+from rlexp.data.facts import Lengths, Piece, Preview, RowPart, ShownSample
 from rlexp.data.tables import Table
 from rlexp.data.visible import one_line, visible
 
@@ -153,7 +153,7 @@ def samples(shown: Sequence[ShownSample], width: int, *, colours: bool) -> Itera
             yield Padding(part_text(part, width - 2, colours=colours), (0, 0, 0, 2))
 
 
-def part_text(part: Part, width: int, *, colours: bool) -> Text:
+def part_text(part: RowPart, width: int, *, colours: bool) -> Text:
     """Write a part with its trained tokens marked."""
     written = Text(overflow="fold")
     inside = False

@@ -9,7 +9,7 @@ from rlexp.config.schema.row_kinds import ROWS_OF, Kind
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceFacts:
     """A source's rows, or those that are held out of it."""
 
     key: str
@@ -68,7 +68,7 @@ class Sharing:
 
 
 @dataclass(frozen=True)
-class Ring:
+class RingFacts:
     """The packs of the first steps on a ring of some size. Where `why` says why not, the rest is None."""
 
     size: int
@@ -112,7 +112,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Part:
+class RowPart:
     name: str  # prompt, chosen, rejected, answer
     tokens: int
     trained: int
@@ -122,7 +122,7 @@ class Part:
 @dataclass(frozen=True)
 class ShownSample:
     origin: str
-    parts: tuple[Part, ...]
+    parts: tuple[RowPart, ...]
     label: bool | None = None
     expected: str | None = None
     margin: float | None = None
@@ -137,12 +137,12 @@ class Preview:
     model: str
     max_length: int
     packing: bool
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
     lengths: tuple[Lengths, ...] = ()
     sharing: Sharing | None = None
     steps: Steps | None = None
-    rings: tuple[Ring, ...] = ()
+    rings: tuple[RingFacts, ...] = ()
     sampled: str = ""  # what the rings' packs were made of
     samples: tuple[ShownSample, ...] = ()
     problems: tuple[str, ...] = ()  # why the run cannot train on these rows

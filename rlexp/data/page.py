@@ -8,7 +8,7 @@ from string import Template
 
 from rlexp.compare.page import asset, content_policy
 from rlexp.data import tables
-from rlexp.data.facts import Lengths, Part, Piece, Preview, Ring, ShownSample, Source
+from rlexp.data.facts import Lengths, Piece, Preview, RingFacts, RowPart, ShownSample, SourceFacts
 from rlexp.data.markup import Markup, element, joined
 from rlexp.data.tables import Table, share
 from rlexp.data.visible import one_line, visible
@@ -110,7 +110,7 @@ def _code(shape: str) -> Iterator[Markup]:
         yield element("code", text) if place % 2 else joined(text)
 
 
-def _share_bar(source: Source, epoch: int) -> Markup:
+def _share_bar(source: SourceFacts, epoch: int) -> Markup:
     return _bar([("fill", (source.per_epoch or 0) / max(1, epoch), None)], "share of an epoch's samples")
 
 
@@ -200,7 +200,7 @@ def _rings(facts: Preview) -> Markup:
     return element("div", inside, class_="scroll framed rings")
 
 
-def _packing(ring: Ring, column: str) -> float | None:
+def _packing(ring: RingFacts, column: str) -> float | None:
     return {"packed": ring.packed, "padded": ring.padded}.get(column)
 
 
@@ -228,7 +228,7 @@ def _sample(number: int, sample: ShownSample) -> Markup:
     return element("article", name, *about, *map(_part, sample.parts), class_="sample", data_testid="sample")
 
 
-def _part(part: Part) -> Markup:
+def _part(part: RowPart) -> Markup:
     trained = f", {part.trained:,} trained on" if part.name != "prompt" else ""
     head = element("p", element("strong", part.name), f" {part.tokens:,} tokens{trained}", class_="part")
     return element("div", head, element("div", *map(_token, part.pieces), class_="text", dir="auto", tabindex=0,

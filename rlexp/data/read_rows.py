@@ -17,7 +17,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import sources_of, weights_of
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.data.facts import Reason, Source
+from rlexp.data.facts import Reason, SourceFacts
 from rlexp.data.sharing import blocks_of, hashes
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
@@ -39,7 +39,7 @@ class Rows:
     examples: Examples
     lengths: np.ndarray  # (examples to train on, parts)
     hashes: np.ndarray  # (examples to train on, 2)
-    sources: tuple[Source, ...]
+    sources: tuple[SourceFacts, ...]
     reasons: tuple[Reason, ...]
 
 
@@ -132,11 +132,11 @@ def _taken(examples: Sequence[Any]) -> Any:
     return slice(None) if examples.places is None else np.delete(np.arange(examples.places.total), examples.places.out)
 
 
-def _source(opened: _Opened, taken: int, per_epoch: int | None) -> Source:
+def _source(opened: _Opened, taken: int, per_epoch: int | None) -> SourceFacts:
     split, store = opened.split, opened.store
     path = split.path if split.split in (None, "train") else f"{split.path}[{split.split}]"
     shape = str(store.meta["shape"])
-    return Source(
+    return SourceFacts(
         split.source.key, path, opened.held_out, shape, store.kind.value, store.facts.read, len(store),
         int(store.lengths().sum()), None if opened.held_out else split.source.cfg.weight, taken, per_epoch,
     )  # fmt: skip
@@ -170,7 +170,7 @@ def _generated(cfg: Config, kind: Kind, tokenizer: Any) -> Rows:
             continue
         tokens = sum(len(part) for example in kept for part in ids_of(example))
         taken = (0, None) if held_out else (len(kept), len(kept))
-        sources.append(Source("data", cfg.data.name, held_out, f"{kind.value}, generated from a seed", kind.value,
+        sources.append(SourceFacts("data", cfg.data.name, held_out, f"{kind.value}, generated from a seed", kind.value,
                               read[held_out], len(kept), tokens, None, *taken))  # fmt: skip
         reasons += [Reason("data", held_out, what, count, None) for what, count in sorted(dropped.items())]
     lengths = np.array([[len(part) for part in ids_of(example)] for example in examples.train], dtype=np.int64)

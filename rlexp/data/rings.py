@@ -16,7 +16,7 @@ from rlexp.config.checks.micro_batches import size_in_words
 from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config, LayoutName
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.data.facts import Ring, counted
+from rlexp.data.facts import RingFacts, counted
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit
@@ -60,7 +60,7 @@ class _Shape:
     windows: tuple[int | None, ...]  # of the model's layers
 
 
-def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...], str]:
+def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts, ...], str]:
     """Return what each ring size makes of the first steps, and what was looked at, in words."""
     own = cfg.parallel.ring_size
     shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
@@ -81,7 +81,7 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[Ring, ...
                 _look(cfg, each, [examples[place] for place in places], seen[each.size])
     for size, shape in shapes.items():
         if isinstance(shape, str):
-            found.append(Ring(size, size == own, why=shape))
+            found.append(RingFacts(size, size == own, why=shape))
         else:
             found.append(_ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing))
     return tuple(found), _words(cfg, rows.kind, batches)
@@ -177,8 +177,8 @@ def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing:
     return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 
-def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> Ring:
-    return Ring(
+def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> RingFacts:
+    return RingFacts(
         shape.size,
         own,
         shape.name,

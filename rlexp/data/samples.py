@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.data.facts import Part, Piece, ShownSample
+from rlexp.data.facts import Piece, RowPart, ShownSample
 from rlexp.training.types import Example, Ids, Mask
 
 HEAD, TAIL = 1600, 800  # tokens of a part that are shown at least, if it is longer
@@ -29,13 +29,13 @@ class _Decoder:
     def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
         self._tokenizer, self._special = tokenizer, special
 
-    def parts(self, prompt: Ids, answers: dict[str, tuple[Ids, Mask | None]]) -> tuple[Part, ...]:
+    def parts(self, prompt: Ids, answers: dict[str, tuple[Ids, Mask | None]]) -> tuple[RowPart, ...]:
         untrained = np.zeros(len(prompt), bool)
-        parts = [Part("prompt", len(prompt), 0, self._pieces(prompt, untrained, prompt[:0]))]
+        parts = [RowPart("prompt", len(prompt), 0, self._pieces(prompt, untrained, prompt[:0]))]
         for name, (answer, mask) in answers.items():
             trained = np.ones(len(answer), bool) if mask is None else mask
             pieces = self._pieces(answer, trained, prompt[-CONTEXT:])
-            parts.append(Part(name, len(answer), int(trained.sum()), pieces))
+            parts.append(RowPart(name, len(answer), int(trained.sum()), pieces))
         return tuple(parts)
 
     def _pieces(self, ids: Ids, trained: Mask, before: Ids) -> tuple[Piece, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlexp.data.facts import Preview, Reason, Source, counted, epochs
+from rlexp.data.facts import Preview, Reason, SourceFacts, counted, epochs
 from rlexp.data.visible import one_line
 
 KEPT = "kept, but "
@@ -29,7 +29,7 @@ def share(part: float, whole: float) -> str:
     return f"{percent:.1f} %" if percent < 99.95 and percent else f"{percent:.0f} %"
 
 
-def source_lines(source: Source, epoch: int, *, several: bool) -> list[str]:
+def source_lines(source: SourceFacts, epoch: int, *, several: bool) -> list[str]:
     """Say what a source is and what is taken of it. `epoch`: the samples of all sources together."""
     role = " (held out)" if source.held_out else ""
     lines = [

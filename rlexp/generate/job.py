@@ -44,7 +44,7 @@ class GenerateJob:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Reply:
     text: str
     tokens: list[int]
     stopped: bool  # by a token or text that ends an answer, not by rollout.max_new_tokens
@@ -56,8 +56,8 @@ class Answered:
 
     origin: str
     prompt: str
-    answers: list[Answer]
-    beside: list[Answer]  # of the start, or of the reference
+    answers: list[Reply]
+    beside: list[Reply]  # of the start, or of the reference
 
 
 def job_of(

@@ -15,7 +15,7 @@ from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.rope import positions_in
 from rlexp.config.schema import Config, NoAdapterConfig
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.generate.job import Answer, Answered, Beside, GenerateJob
+from rlexp.generate.job import Answered, Beside, GenerateJob, Reply
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.training.checkpoint.restore import restore
 from rlexp.training.engine.frozen import Frozen
@@ -44,7 +44,7 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     examples = examples_of(job, roomy, tokenizer, here.world)
     cfg = within_positions(roomy, job.cfg.data.max_length)
     prompts = prompts_of(job, cfg, examples, tokenizer)
-    beside: list[list[Answer]] = [[] for _ in prompts]
+    beside: list[list[Reply]] = [[] for _ in prompts]
     if job.beside is Beside.reference:
         models_of(cfg, load_config(cfg.model, cfg.data.max_length), Wanted(reference=True), HERE)  # or refuse it
         alone = replace(cfg, model=model_of_reference(cfg), adapter=NoAdapterConfig())
@@ -90,7 +90,7 @@ class Here:
         refuse_foreign_tokens(examples, policy.model.get_input_embeddings().num_embeddings)
         return build_frozen(cfg.engine, policy, self.world, DTYPES[cfg.train.precision])
 
-    def generated(self, cfg: Config, engine: Frozen, prompts: Sequence[Example]) -> list[list[Answer]]:
+    def generated(self, cfg: Config, engine: Frozen, prompts: Sequence[Example]) -> list[list[Reply]]:
         """Return the answers to each prompt, on every rank. A collective call."""
         rollout, world = cfg.rollout, self.world
         in_step = engine.sharded and world.size > 1
@@ -99,7 +99,7 @@ class Here:
         mine = deal(prompts, rollout.n_samples, world.size)[world.rank]
         parts = micro_batches(mine, rollout.micro_batch_size, rollout.micro_batch_tokens, rollout.max_new_tokens)
         drawn: list[Sample] = [sample for samples in drawer.draw(parts, 0) for sample in samples]
-        answers = [(sample.place, Answer(sample.text, sample.answer.tolist(), sample.stopped)) for sample in drawn]
+        answers = [(sample.place, Reply(sample.text, sample.answer.tolist(), sample.stopped)) for sample in drawn]
         found = dict(each for part in gather_objects(answers, world.size) for each in part)
         return [
             [found[place * rollout.n_samples + number] for number in range(rollout.n_samples)]

@@ -12,7 +12,7 @@ from rlexp.base import plain_json
 from rlexp.base.printable import printable
 from rlexp.base.version import __version__
 from rlexp.config.model_names import called
-from rlexp.generate.job import Answer, Answered, Beside, GenerateJob
+from rlexp.generate.job import Answered, Beside, GenerateJob, Reply
 
 WIDEST = 100  # columns
 
@@ -57,7 +57,7 @@ def block(each: Answered, names: tuple[str, str], wide: int, columns: int) -> It
             yield from indented(f"{name:<{wide}}", said(answer), columns)
 
 
-def said(answer: Answer) -> str:
+def said(answer: Reply) -> str:
     shown = legible(answer.text) or "(nothing)"
     return shown if answer.stopped else f"{shown} … (cut off after {len(answer.tokens):,} tokens)"
 

@@ -13,12 +13,12 @@ from rlexp.launch.local import RankFailed
 from rlexp.launch.slurm import meeting
 
 
-def report_of(rank: int, error: BaseException) -> rank_reports.Report:
+def report_of(rank: int, error: BaseException) -> rank_reports.RankReport:
     """Return what a rank reports of the error that ends it."""
     mistake = error if isinstance(error, UserError) else None
     text = str(error) if mistake else "".join(traceback.format_exception(error))
     killed = isinstance(error, RankFailed) and error.killed  # a rank that this process started
-    return rank_reports.Report(rank, time.time(), text, mistake, task=meeting.task(), killed=killed)
+    return rank_reports.RankReport(rank, time.time(), text, mistake, task=meeting.task(), killed=killed)
 
 
 def report_here(error: BaseException) -> None:

@@ -27,7 +27,7 @@ from typing import Any
 from rlexp.base.errors import UserError
 from rlexp.launch import rank_progress, rank_reports, watch
 from rlexp.launch.joining import RankSpec
-from rlexp.launch.rank_reports import Report
+from rlexp.launch.rank_reports import RankReport
 from rlexp.launch.stops import (
     ASKING,
     END_NOW,
@@ -70,7 +70,7 @@ class _Rank:
     inbox: Connection
     done: bool = False
     value: Any = None
-    report: Report | None = None
+    report: RankReport | None = None
 
 
 def run_ranks(
@@ -135,7 +135,7 @@ def _context(device: str, preload: Sequence[str]) -> Any:
     return context
 
 
-def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float) -> list[Report]:
+def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float) -> list[RankReport]:
     """Wait until all ranks have returned, or one has failed and the others have had `GRACE` seconds to report."""
     give_up = time.monotonic() + timeout if timeout else None
     stop.grace = grace
@@ -156,7 +156,7 @@ def _watch(ranks: list[_Rank], timeout: float | None, stop: _Stop, grace: float)
             return reports
         if give_up is not None and now > give_up:
             late = UserError(f"The ranks did not end within {timeout:g} s.")
-            return reports or [Report(-1, now, str(late), late)]
+            return reports or [RankReport(-1, now, str(late), late)]
     return [rank.report for rank in ranks if rank.report]
 
 
@@ -182,10 +182,10 @@ def _read(rank: _Rank, number: int) -> None:
     if code in (-signal.SIGKILL, 255):  # 255: of a process whose fork server was killed
         how += "; perhaps the machine had no memory left"
     by_stop = code in {128 + signum for signum in ASKING}
-    rank.report = Report(number, time.monotonic(), f"the process {how}", by_stop=by_stop, killed=code < 0)
+    rank.report = RankReport(number, time.monotonic(), f"the process {how}", by_stop=by_stop, killed=code < 0)
 
 
-def _failure(reports: list[Report], world_size: int, log_dir: Path | None) -> UserError:
+def _failure(reports: list[RankReport], world_size: int, log_dir: Path | None) -> UserError:
     first = rank_reports.first_of(reports)
     if first.mistake is not None:
         return first.mistake
@@ -288,7 +288,7 @@ def _rank_main(
     def tell(error: BaseException) -> None:
         mistake = error if isinstance(error, UserError) else None
         text = str(error) if mistake else "".join(traceback.format_exception(error))
-        say("report", Report(spec.rank, time.monotonic(), text, mistake))
+        say("report", RankReport(spec.rank, time.monotonic(), text, mistake))
         sys.stderr.write(text + "\n" if spec.rank else "")
         sys.stderr.flush()
 

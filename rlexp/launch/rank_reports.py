@@ -28,7 +28,7 @@ _TIMED_OUT = re.compile(r"Timed out waiting|timeout|did not come", re.IGNORECASE
 
 
 @dataclass(frozen=True)
-class Report:
+class RankReport:
     """Why a rank failed. `at` is a time on a clock that the ranks of a run share."""
 
     rank: int
@@ -53,12 +53,12 @@ class Report:
         return self.text.rstrip().rpartition("\n")[2]
 
 
-def first_of(reports: Sequence[Report]) -> Report:
+def first_of(reports: Sequence[RankReport]) -> RankReport:
     """Return the first cause. Consequences of another rank's end come last."""
     return min(reports, key=lambda report: (report.is_collateral, report.at))
 
 
-def in_words(report: Report, run_dir: Path | None) -> str:
+def in_words(report: RankReport, run_dir: Path | None) -> str:
     """Return the report as text for the user."""
     seen = last_seen(run_dir, report.rank) if run_dir is not None else ""
     lines = [f"rank {report.rank} failed: {report.text.rstrip()}"]
@@ -67,7 +67,7 @@ def in_words(report: Report, run_dir: Path | None) -> str:
     return "\n".join(lines)
 
 
-def waited_for(reports: Sequence[Report], world_size: int, run_dir: Path | None, log: str = "") -> str | None:
+def waited_for(reports: Sequence[RankReport], world_size: int, run_dir: Path | None, log: str = "") -> str | None:
     """If ranks timed out waiting for others, say which ranks were missing and what they were doing; else None. `log` is
     the path of a rank's log, with %t for the rank."""
     if not reports or not (first := first_of(reports)).timed_out:
@@ -90,7 +90,7 @@ def _listed(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
-def write(run_dir: Path, start: str, report: Report) -> None:
+def write(run_dir: Path, start: str, report: RankReport) -> None:
     """Write a rank's report for the process that judges the job. `start` names this start of the job. A full disk is no
     error."""
     place = run_dir / FOLDER / f"rank{report.rank}.json"
@@ -118,7 +118,7 @@ def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:
     return verdict if isinstance(verdict, dict) and verdict.get("job_id") == job else {}
 
 
-def read(run_dir: Path, start: str) -> list[Report]:
+def read(run_dir: Path, start: str) -> list[RankReport]:
     """Return the reports of this start's ranks."""
     reports = []
     for place in sorted((run_dir / FOLDER).glob("rank*.json")):
@@ -128,5 +128,5 @@ def read(run_dir: Path, start: str) -> list[Report]:
             continue
         if facts.pop("start", None) == start:
             mistake = UserError(facts["text"]) if facts.pop("mistake") else None
-            reports.append(Report(**facts, mistake=mistake))
+            reports.append(RankReport(**facts, mistake=mistake))
     return reports

@@ -79,7 +79,7 @@ class _Progress:
 
 
 _progress = _Progress()
-_watch: Watch | None = None
+_watch: RankWatch | None = None
 
 
 def note() -> None:
@@ -111,7 +111,7 @@ def begin(store: dist.Store, rank: int, ranks: int, seconds: float, gpu: int | N
     end()
     if ranks > 1:
         _progress.event = None if gpu is None else _recorded
-        _watch = Watch(store, rank, ranks, seconds, gpu)
+        _watch = RankWatch(store, rank, ranks, seconds, gpu)
         _watch.start()
 
 
@@ -146,7 +146,7 @@ def report_by(report: Callable[[BaseException], None]) -> None:
     _report = report
 
 
-class Watch(threading.Thread):
+class RankWatch(threading.Thread):
     """Looks after all ranks from one of them."""
 
     def __init__(self, store: dist.Store, rank: int, ranks: int, seconds: float, gpu: int | None = None) -> None:

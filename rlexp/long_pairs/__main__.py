@@ -28,7 +28,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.base.files import replacing
 from rlexp.config.explain import explained
 from rlexp.config.schema import ModelConfig
-from rlexp.long_pairs.lengths import CHARACTERS, Count, Made, estimated, pairs
+from rlexp.long_pairs.lengths import CHARACTERS, Count, MadePair, estimated, pairs
 from rlexp.long_pairs.question import wrong
 from rlexp.long_pairs.texts import Texts, given, of_python
 
@@ -83,7 +83,7 @@ def model_of(words: list[str]) -> ModelConfig | None:
     return compose_config(words).model if words else None
 
 
-def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) -> list[Made]:
+def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) -> list[MadePair]:
     """Write the pairs one by one: a file of theirs may be larger than the memory."""
     count: Count = estimated
     if model is not None:
@@ -94,13 +94,13 @@ def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) 
     with replacing(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
         for each in pairs(texts, options.tokens, options.pairs, options.seed, count):
             file.write(json.dumps(each.pair.row(), ensure_ascii=False) + "\n")
-            made.append(Made(each.pair.without_text(), each.tokens))
+            made.append(MadePair(each.pair.without_text(), each.tokens))
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r{len(made)} of {options.pairs} pairs" + "\n" * (len(made) == options.pairs))
     return made
 
 
-def tell(options: argparse.Namespace, made: list[Made], model: ModelConfig | None, texts: Texts) -> None:
+def tell(options: argparse.Namespace, made: list[MadePair], model: ModelConfig | None, texts: Texts) -> None:
     from rlexp.config.model_names import called
 
     tokens = [each.tokens for each in made]

@@ -22,12 +22,12 @@ def estimated(pair: Pair) -> int:
 
 
 @dataclass(frozen=True)
-class Made:
+class MadePair:
     pair: Pair
     tokens: int
 
 
-def pairs(texts: Texts, tokens: int, number: int, seed: int, count: Count) -> Iterator[Made]:
+def pairs(texts: Texts, tokens: int, number: int, seed: int, count: Count) -> Iterator[MadePair]:
     """Yield pairs of at most so many tokens. Their questions are about places spread evenly over the texts."""
     parts = random.Random(f"{seed}").sample(range(number), number)
     each = CHARACTERS  # characters of a token, as the last pair had them
@@ -38,7 +38,7 @@ def pairs(texts: Texts, tokens: int, number: int, seed: int, count: Count) -> It
         yield made
 
 
-def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, each: float) -> Made:
+def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, each: float) -> MadePair:
     """Try lengths in characters until the tokens fit, each between one that is too short and one that is too long."""
     least = tokens - max(FEW, int(tokens * SHORT))
     low, high, best = (0, 0), None, None
@@ -50,7 +50,7 @@ def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, ea
         if pair is None:
             raise DataError(f"--texts={texts.named}: a part of {len(text):,} characters has no two lines that can be "
                             "asked for: each occurs once, as does the line below it. Give other texts.")  # fmt: skip
-        found = Made(pair, count(pair))
+        found = MadePair(pair, count(pair))
         if found.tokens < least and characters >= texts.characters:
             raise ConfigError(f"--tokens={tokens}: the texts have {found.tokens:,} tokens in all. Give more texts, or "
                               f"--tokens={found.tokens}.")  # fmt: skip

@@ -26,7 +26,7 @@ from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
 from rlexp.config.vllm_memory import uses_vllm
-from rlexp.preflight.host import COPIES, Host
+from rlexp.preflight.host import COPIES, HostBytes
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller
 from rlexp.training.checkpoint.host_copy import PIECE
@@ -113,7 +113,7 @@ def with_engine(cfg: Config, name: str) -> Config | None:
     return _checked(dataclasses.replace(cfg, engine=engine))
 
 
-def singles(cfg: Config, *, engines: bool = True, short: Host | None = None) -> Iterator[tuple[str, Config]]:
+def singles(cfg: Config, *, engines: bool = True, short: HostBytes | None = None) -> Iterator[tuple[str, Config]]:
     """Yield single changes. Without `engines` the engine stays: all were tried. `short` is a machine with less memory
     than the run needs there."""
     for less in LESS_KEPT[cfg.memory.recomputed]:
@@ -174,7 +174,7 @@ def _of_reference(cfg: Config) -> Iterator[tuple[str, Config]]:
             yield KEPT, other
 
 
-def _for_machine(cfg: Config, host: Host) -> Iterator[tuple[str, Config]]:
+def _for_machine(cfg: Config, host: HostBytes) -> Iterator[tuple[str, Config]]:
     """Yield what takes less of the host's memory: smaller copies for a checkpoint, or nothing moved there."""
     copies = host.by_kind[COPIES]
     left = max((host.limit or 0) - host.counted + copies, host.ranks * LEAST_COPIES)
@@ -206,7 +206,7 @@ def _compared_with(cfg: Config, name: ReferenceName) -> tuple[str, Config]:
     return words, dataclasses.replace(cfg, reference=dataclasses.replace(cfg.reference, name=name, offload=False))
 
 
-def pairs(cfg: Config, *, engines: bool = True, short: Host | None = None) -> dict[Words, Config]:
+def pairs(cfg: Config, *, engines: bool = True, short: HostBytes | None = None) -> dict[Words, Config]:
     """Return two changes at once. Two of the same key are the later one alone."""
     found: dict[Words, Config] = {}
     alone = list(singles(cfg, engines=engines, short=short))

@@ -34,7 +34,7 @@ COLLECTIVES, MESSAGES = "collectives", "messages"
 
 
 @dataclass
-class Group:
+class RankGroup:
     """How a step uses one group of ranks: how many it has, whether all call together, and who sends to this rank."""
 
     ranks: int
@@ -62,7 +62,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Beside:
+class OutsideTensors:
     """Bytes of a GPU that no tensor takes, by what they are for."""
 
     assumed: Mapping[str, int]
@@ -77,7 +77,7 @@ class Beside:
         return self.bytes > self.reserve
 
 
-def beside(cfg: Config, groups: Mapping[str, Group]) -> Beside:
+def beside(cfg: Config, groups: Mapping[str, RankGroup]) -> OutsideTensors:
     nccl = cfg.launch.carrier is Collectives.nccl  # else all goes through the host's memory
     several = sorted(
         (each for each in groups.values() if nccl and each.ranks > 1), key=lambda each: -each.bytes(cfg.hardware)
@@ -85,4 +85,4 @@ def beside(cfg: Config, groups: Mapping[str, Group]) -> Beside:
     assumed = {"CUDA context": CONTEXT, "cuBLAS workspaces": CUBLAS}
     for number, group in enumerate(several, 1):
         assumed[f"communicator {number}, {group.in_words()}"] = group.bytes(cfg.hardware)
-    return Beside(assumed, int(cfg.hardware.reserve_gib * 1024 * MIB))
+    return OutsideTensors(assumed, int(cfg.hardware.reserve_gib * 1024 * MIB))

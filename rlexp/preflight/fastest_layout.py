@@ -21,7 +21,7 @@ from rlexp.preflight.rehearsal.device import rehearsed_device
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
-from rlexp.preflight.rehearsal.rates import Clock, Rates
+from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
 from rlexp.preflight.rehearsal.world import joined
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
@@ -72,7 +72,7 @@ def seconds_of(cfg: Config, heads: Heads, choice: Choice) -> float:
 def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, choice: Choice) -> float:
     device = rehearsed_device() if cfg.launch.device is Device.cuda else torch.device("cpu")
     ring_size, dtype = cfg.parallel.ring_size, DTYPES[cfg.train.precision]
-    log = Log(device.type, clock=Clock(Rates.of(cfg, ring_size)))
+    log = Log(device.type, clock=DeviceClock(Rates.of(cfg, ring_size)))
     with joined(rank, ring_size), (mode := Rehearsing(log)):
         ring = watched(build_world(ring_size, inner_size=choice.ulysses_size).ring, cfg, log, mode)
         layout = get_layout(*choice.how)

@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Host:
+class HostBytes:
     """Bytes of one machine, by kind, and how many a run may take there; None where that is not known."""
 
     ranks: int
@@ -71,12 +71,12 @@ class Host:
         return self.bytes - sum(self.by_kind[kind] for kind in self.assumed)
 
 
-def host_of(cfg: Config, held: Held, peak: int) -> Host:
+def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
     """Return what the ranks of one machine hold. `peak` is a rank's on its device: on CPU, that is the host."""
     ranks = ranks_of_machine(cfg)
     on_cpu = cfg.launch.device is Device.cpu
     copied = _copied(cfg, held, ranks)
-    return Host(
+    return HostBytes(
         ranks,
         {
             TENSORS: ranks * peak if on_cpu else 0,
@@ -96,14 +96,14 @@ def limit_of(cfg: Config) -> int | None:
     return int(gib * GIB * (1 - FREE)) if gib else None
 
 
-def in_words(host: Host) -> str:
+def in_words(host: HostBytes) -> str:
     """Return the largest parts: `96.0 GiB copies for a checkpoint, 24.0 GiB processes`."""
     known = {kind: count for kind, count in host.by_kind.items() if count and kind not in host.assumed}
     parts = sorted(((count, kind) for kind, count in known.items()), reverse=True)
     return ", ".join(f"{size(count)} {kind}" for count, kind in parts[:3])
 
 
-def told_short(host: Host, cfg: Config) -> str:
+def told_short(host: HostBytes, cfg: Config) -> str:
     """Say what a machine has too little memory for, with the key that says how much it has."""
     need = "its rank needs" if host.ranks == 1 else f"its {host.ranks} ranks on a machine need"
     return (

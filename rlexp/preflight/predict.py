@@ -15,14 +15,14 @@ from rlexp.config.checks.micro_batches import fullest_micro_batch, micro_batches
 from rlexp.config.schema import Config, Device
 from rlexp.preflight.align import Growth, Line, NotAlikeError, grown, grown_like, growth_of
 from rlexp.preflight.children import Calls
-from rlexp.preflight.communicators import Group, beside
-from rlexp.preflight.host import Held, Host, host_of
+from rlexp.preflight.communicators import RankGroup, beside
+from rlexp.preflight.host import Held, HostBytes, host_of
 from rlexp.preflight.rehearsal import memo
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
 from rlexp.preflight.rehearsal.log import COLLECT, STORAGE_KINDS, VLLM, Counts, Log, Pass, passes, peak_of
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
-from rlexp.preflight.vllm import Share, share_of
+from rlexp.preflight.vllm import VllmShare, share_of
 
 # Layers from which on each adds the same to every peak, even where its work is in another order, and peaks go on along
 # straight lines. ZeRO-3 gathers up to three layers ahead.
@@ -50,9 +50,9 @@ class Prediction:
     grad_acc: int  # micro-batches of a step; two are rehearsed
     build_alone: bool = False  # the steps were not rehearsed: the build needs more than there is
     rank: int = 0
-    groups: Mapping[str, Group] = field(default_factory=dict)  # of ranks, over which the device's messages go
-    host: Host | None = None  # what one machine holds in the host's memory; None where only a build was rehearsed
-    vllm: Share | None = None  # where vLLM draws the samples, beside the ranks that train
+    groups: Mapping[str, RankGroup] = field(default_factory=dict)  # of ranks, over which the device's messages go
+    host: HostBytes | None = None  # what one machine holds in the host's memory; None where only a build was rehearsed
+    vllm: VllmShare | None = None  # where vLLM draws the samples, beside the ranks that train
 
     def fits(self, limit: float) -> bool:
         """Say whether the run has room on its devices, with so many bytes for each rank, and in its machines."""
@@ -62,7 +62,7 @@ class Prediction:
         return self.peak.bytes <= limit and (self.vllm is None or self.vllm.suffices)
 
     @property
-    def short(self) -> Host | None:
+    def short(self) -> HostBytes | None:
         """The machine, where it has less memory than the run needs there."""
         return None if self.host is None or self.host.fits else self.host
 

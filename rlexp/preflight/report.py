@@ -17,13 +17,13 @@ from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, SLEEP, Change, needed, offloads, seconds, trains_otherwise
 from rlexp.preflight.communicators import beside
 from rlexp.preflight.epoch import steps_of_epoch
-from rlexp.preflight.host import KINDS, Host, told_short
+from rlexp.preflight.host import KINDS, HostBytes, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import Peak, Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
-from rlexp.preflight.vllm import Share
+from rlexp.preflight.vllm import VllmShare
 from rlexp.training.train.choose_task import task_class
 
 CHECKPOINTING = {
@@ -110,7 +110,7 @@ def _memory(prediction: Prediction) -> Iterator[str]:
             yield f"  {phase:9}" + _row(prediction.peaks[phase], kinds, unit)
 
 
-def _vllm(vllm: Share) -> Iterator[str]:
+def _vllm(vllm: VllmShare) -> Iterator[str]:
     """Say what vLLM holds with its share, as part of the sums above."""
     holds = vllm.holds
     when = "while samples are generated" if vllm.sleeps else "to the end of the run"
@@ -145,7 +145,7 @@ def _tight(answer: Answer) -> Iterator[str]:
         )
 
 
-def _host(host: Host) -> Iterator[str]:
+def _host(host: HostBytes) -> Iterator[str]:
     """Say what one machine holds in the host's memory."""
     ranks = f"{host.ranks} rank{'s' * (host.ranks > 1)}"
     known = "" if host.limit is None else f", of {host.limit / GIB:,.1f} that a run may take"

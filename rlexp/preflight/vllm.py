@@ -45,7 +45,7 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class Share:
+class VllmShare:
     """vLLM's share of a device, beside a rank's own tensors."""
 
     holds: Holding
@@ -69,7 +69,7 @@ class Share:
         """Return the share of the GPU that is left, in whole percents, beside so many bytes of the rank's own."""
         return max(100 * (self.room - most) // self.memory, 0) / 100
 
-    def given(self, most: int) -> Share:
+    def given(self, most: int) -> VllmShare:
         """Return vLLM with what is left beside so many bytes of the rank's own, where its share is `auto`."""
         share = self.left(most + self.kept)
         if not self.auto or self.on_cpu or share <= self.holds.share:
@@ -120,7 +120,7 @@ class Share:
         return f"{self.asked}: vLLM needs {holds.needs()}; {own}. {less}"
 
 
-def share_of(cfg: Config, model: Any) -> Share | None:
+def share_of(cfg: Config, model: Any) -> VllmShare | None:
     """Return vLLM's share beside a rank of this run, and of an `auto` the least; None if vLLM draws nothing there."""
     if not uses_vllm(cfg):
         return None
@@ -135,7 +135,7 @@ def share_of(cfg: Config, model: Any) -> Share | None:
         parameters=parameters,
         rates=Rates.of(cfg, cfg.parallel.ring_size),
     )
-    return Share(
+    return VllmShare(
         held_by_vllm(cfg, model.to_dict(), parameters, memory), rollout, room(cfg), memory,
         auto=isinstance(cfg.rollout.vllm_memory, str), sleeps=cfg.rollout.vllm_sleep, on_cpu=on_cpu,
     )  # fmt: skip

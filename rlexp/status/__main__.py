@@ -24,7 +24,7 @@ from rich.live import Live
 
 from rlexp.base.command import exit_code
 from rlexp.status import draw
-from rlexp.status.view import Look, StatusError, View
+from rlexp.status.view import Look, StatusError, StatusView
 
 EVERY = 2.0
 
@@ -53,7 +53,7 @@ def status(options: argparse.Namespace) -> int:
         raise StatusError(f"--every {every:g}: sets how often --watch looks. Add --watch, or leave --every out.")
     if options.json and options.watch:
         raise StatusError("--json: prints one answer, and --watch many. Leave one of them out.")
-    view = View(Path(options.folder).expanduser())
+    view = StatusView(Path(options.folder).expanduser())
     terminal = sys.stdout.isatty() and os.environ.get("TERM") not in (None, "dumb", "unknown")
     if options.watch:
         look = (watch if terminal else follow)(view, every)
@@ -70,7 +70,7 @@ def status(options: argparse.Namespace) -> int:
     return 1 if look.ill else 0
 
 
-def watch(view: View, every: float) -> Look:
+def watch(view: StatusView, every: float) -> Look:
     """Draw in place. A signal that ends this process first gives the terminal its cursor back."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     console = Console(highlight=False)
@@ -84,7 +84,7 @@ def watch(view: View, every: float) -> Look:
     return look
 
 
-def follow(view: View, every: float) -> Look:
+def follow(view: StatusView, every: float) -> Look:
     """Print a table whenever something has changed, for output that is not a terminal."""
     before = ""
     while True:

@@ -95,7 +95,7 @@ class Look:
 
 
 @dataclass
-class View:
+class StatusView:
     path: Path
     _recalled: dict[str, Known] = field(default_factory=dict)  # jobs that have ended, since Slurm's accounting is slow
 

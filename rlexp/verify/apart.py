@@ -40,8 +40,8 @@ from rlexp.training.model.policy import DTYPES, Critic, Policy
 from rlexp.training.model.reward_model import here
 from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfAdapter, OfModel
-from rlexp.training.reference.stored import Kept, Rows, Stored, appended, types_of
-from rlexp.training.reference.stored import Values as StoredValues
+from rlexp.training.reference.stored import Kept, ReferenceRows, Stored, appended, types_of
+from rlexp.training.reference.stored import SequenceValues as StoredValues
 from rlexp.training.train.build import build_policy, pieces_for, placing_for, placing_of_frozen
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.surroundings import HERE
@@ -382,7 +382,7 @@ def stored_wrong(scene: Scene) -> bool:
     making = Appending(path, types_of(cfg.train.precision))
     appended(making, list(values.values()), len(indices))
     making.finish({})
-    rows = Rows(False, task.examples.train, np.array(indices))
+    rows = ReferenceRows(False, task.examples.train, np.array(indices))
     stored = Stored([Kept(rows, StoredValues.mapped(path, cfg.train.precision))], cfg.train.precision)
     says, wrong = scene.of_reference(stored), False
     for pack, keys in scene.packs:

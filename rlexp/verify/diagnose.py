@@ -38,7 +38,7 @@ from rlexp.training.ring.attention import KeptOutputs
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.train.build import build_policy
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.task import Task
 from rlexp.training.types import Example, Pack, Segment, Shard
 from rlexp.verify.apart import Differing, Scene, Tried, tried
@@ -158,7 +158,7 @@ def _largest(*values: float) -> float:
     return max(value if value == value else torch.inf for value in values)
 
 
-def _ring_sum(run: Run) -> tuple[float, float]:
+def _ring_sum(run: TrainingRun) -> tuple[float, float]:
     ring = run.world.ring
     values = ((ring.rank + 1) * torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, device=run.device)).requires_grad_()
     weight = torch.tensor([5.0, 7.0, 11.0], dtype=torch.float64, device=run.device)
@@ -169,7 +169,7 @@ def _ring_sum(run: Run) -> tuple[float, float]:
     return float((total.detach() - expected).abs().max()), float((values.grad - weight).abs().max())
 
 
-def _meter(run: Run) -> float:
+def _meter(run: TrainingRun) -> float:
     """Meter two micro-batches of known values: tokens by rank, pairs by replica."""
     world, ring = run.world, run.world.ring
     meter = Meter(world, run.device)
@@ -257,7 +257,7 @@ def _placed(task: Task, examples: Sequence[Example]) -> tuple[Pack, Tensor, Shar
     return pack, shard.tokens_t, shard
 
 
-def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int) -> tuple[float, float]:
+def _attention_of(run: TrainingRun, pack: Pack, index_t: Tensor, shard: Shard, seed: int) -> tuple[float, float]:
     """Compare attention of each kind of layer, and its backward pass."""
     # Short enough for these sequences, and on every rank in the same order, which that of a set is not.
     windows = dict.fromkeys(window and min(window, LONGEST // 4) for window in run.windows)
@@ -266,7 +266,7 @@ def _attention_of(run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int
 
 
 def _attention_with(
-    window: int | None, run: Run, pack: Pack, index_t: Tensor, shard: Shard, seed: int
+    window: int | None, run: TrainingRun, pack: Pack, index_t: Tensor, shard: Shard, seed: int
 ) -> tuple[float, float]:
     heads, kv_heads, size = _head_shape(run.engine.policy.model.config)
     generator = torch.Generator().manual_seed(seed)
@@ -285,7 +285,7 @@ def _attention_with(
     return apart[0], _largest(*apart[1:])
 
 
-def _attends(run: Run, shard: Shard, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Tensor:
+def _attends(run: TrainingRun, shard: Shard, q: Tensor, k: Tensor, v: Tensor, ask: Ask) -> Tensor:
     """Attend; where the run keeps what attention gives, as a layer does that is computed again, after another one."""
     if run.cfg.memory.recomputed is Checkpointing.attention:
         before, kept = KeptOutputs(), KeptOutputs()

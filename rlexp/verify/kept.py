@@ -21,7 +21,7 @@ from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.holdings import mark_modules
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Counting
-from rlexp.preflight.rehearsal.sharding import Kept, Sharding, compare, kept, of_attention
+from rlexp.preflight.rehearsal.sharding import KeptBytes, Sharding, compare, kept, of_attention
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.loading import load_config
 from rlexp.training.types import Shard, TokenLogps
@@ -34,7 +34,7 @@ QUIET = 0.1
 
 @dataclass(frozen=True)
 class KeptOnRank:
-    kept: Kept
+    kept: KeptBytes
     tokens: int  # of the rank in the micro-batch, padding included
 
 

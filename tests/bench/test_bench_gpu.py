@@ -107,7 +107,7 @@ def test_the_rates_are_rehearsed(tmp_path: Path) -> None:
 
 def test_rates_of_a_gpu_go_to_the_table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Those of both passes, with the card and its peak; where the peak is unknown, none do, and that is said."""
-    measured = kernel_rates.Row("torch_flash", 10, 128, 4096, 500.0, 400.0, 2250.0, "", "2026-12-01")
+    measured = kernel_rates.KernelRate("torch_flash", 10, 128, 4096, 500.0, 400.0, 2250.0, "", "2026-12-01")
     rates = [gpu_rates.Rate("forward", "ATTENTION", 500.0, "TFLOP/s", 2250.0, assumed=0.25),
              gpu_rates.Rate("backward", "ATTENTION", 400.0, "TFLOP/s", 2250.0, row=measured)]  # fmt: skip
     monkeypatch.setattr(gpu_rates, "_alone", lambda *_: rates)

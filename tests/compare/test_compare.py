@@ -16,8 +16,8 @@ import pytest
 from rlexp.compare import comparison as reports
 from rlexp.compare.__main__ import parse
 from rlexp.compare.families import sort_out
-from rlexp.compare.page import Peak
-from rlexp.compare.runs import Reader, merge
+from rlexp.compare.page import HighestPeak
+from rlexp.compare.runs import RunReader, merge
 from tests.helpers import warm
 from tests.helpers.curves import a_job, a_run, compare, report_of, rows
 
@@ -124,12 +124,12 @@ def test_sweeps_of_one_name_keep_their_own_baselines(tmp_path: Path) -> None:
         (tmp_path / parent / "sw" / "sweep.json").write_text(
             json.dumps({"name": "sw", "axes": ["parallel"], "jobs": jobs}), encoding="utf-8"
         )
-    group = merge([g for parent in "pq" if (g := Reader().group(tmp_path / parent / "sw"))])
+    group = merge([g for parent in "pq" if (g := RunReader().group(tmp_path / parent / "sw"))])
     assert len({run.name for run in group.runs}) == len({run.label for run in group.runs}) == 4
     families = sort_out(group, baseline=None, force=False)
     assert not families.notes
     assert families.families[0].baseline.path == tmp_path / "p" / "sw" / "0"
-    again = merge([g for _ in range(2) if (g := Reader().group(tmp_path / "p" / "sw"))])
+    again = merge([g for _ in range(2) if (g := RunReader().group(tmp_path / "p" / "sw"))])
     assert len(again.runs) == 2
 
 
@@ -151,7 +151,7 @@ def test_a_sweep_that_was_stopped_has_nothing_waiting(tmp_path: Path) -> None:
     for pid, status in ((dead.pid, "stopped"), (os.getpid(), "waiting")):
         ledger = {"name": "sw", "axes": ["parallel"], "jobs": jobs, "host": socket.gethostname(), "pid": pid}
         (tmp_path / "sw" / "sweep.json").write_text(json.dumps(ledger), encoding="utf-8")
-        group = Reader().group(tmp_path / "sw")
+        group = RunReader().group(tmp_path / "sw")
         assert [run.status for run in group.runs] == ["finished", status]
 
 
@@ -159,7 +159,7 @@ def test_a_reader_sees_that_a_run_was_killed(tmp_path: Path) -> None:
     """A killed run's files stay as they were."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     a_run(tmp_path / "a", status="running", pid=process.pid)
-    reader = Reader()
+    reader = RunReader()
     assert reader.group(tmp_path / "a").runs[0].status == "running"
     process.kill()
     process.communicate(timeout=240)
@@ -171,7 +171,7 @@ def test_a_job_that_was_repaired_by_itself_is_finished(tmp_path: Path) -> None:
     a_run(tmp_path / "sw" / "1", "parallel=ring2", status="failed", reason="rank 1 failed")
     jobs = [a_job(n, str(n), {"parallel": f"ring{n + 1}"}, status="failed", reason="killed") for n in range(2)]
     (tmp_path / "sw" / "sweep.json").write_text(json.dumps({"jobs": jobs, "axes": ["parallel"]}), encoding="utf-8")
-    assert [(run.status, run.reason) for run in Reader().group(tmp_path / "sw").runs] == [
+    assert [(run.status, run.reason) for run in RunReader().group(tmp_path / "sw").runs] == [
         ("finished", "all steps are done"),
         ("failed", "killed"),
     ]
@@ -219,7 +219,7 @@ def test_live_tensors_come_before_the_resident_peak_where_they_were_counted(
     a_run(tmp_path / "runs" / "b", steps=4)
     report = report_of(tmp_path / "runs")
     cards = {card.name: card for card in reports.payload_of(report).runs}
-    assert cards["a"].tensors == Peak(5_250_000, 1, "backward")
+    assert cards["a"].tensors == HighestPeak(5_250_000, 1, "backward")
     assert (cards["a"].peak_bytes, cards["a"].peak_phase) == (380_000_000, "forward")
     assert cards["b"].tensors is None
     assert compare(tmp_path / "runs") == 0
@@ -276,7 +276,7 @@ def test_comparing_imports_no_torch() -> None:
 
 
 def test_two_runs_that_are_given_by_themselves_have_their_own_names(tmp_path: Path) -> None:
-    groups = [group for name in ("one", "other") if (group := Reader().group(a_run(tmp_path / name))) is not None]
+    groups = [group for name in ("one", "other") if (group := RunReader().group(a_run(tmp_path / name))) is not None]
     for group in groups:
         group.runs[0].label = "alike"
     assert [run.label for run in merge(groups).runs] == ["one", "other"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 
-from rlexp.compare.page import Banner, MetricCurves, Payload, Peak, Worst
+from rlexp.compare.page import Banner, HighestPeak, MetricCurves, Payload, Worst
 from tests.helpers.browser import chromium, colour_at, opened
 from tests.helpers.report_pages import (
     HOSTILE,
@@ -288,7 +288,7 @@ def test_a_page_with_nothing_on_it(browser: Browser, tmp_path: Path) -> None:
 def test_live_tensors_are_shown_first_and_the_resident_peak_beside_them(browser: Browser, tmp_path: Path) -> None:
     good = ring_sizes()
     runs = [
-        replace(run, tensors=Peak(int(8e7 / ring), 3, "backward"), memory=[
+        replace(run, tensors=HighestPeak(int(8e7 / ring), 3, "backward"), memory=[
             replace(rank, tensors={"forward": int(7e7 / ring), "backward": int(8e7 / ring)}) for rank in run.memory])
         for run, ring in zip(good.runs, (1, 2, 4, 8), strict=True)
     ]  # fmt: skip

@@ -9,7 +9,7 @@ import pytest
 
 from rlexp.compare.comparison import make, payload_of
 from rlexp.compare.families import sort_out
-from rlexp.compare.runs import Reader
+from rlexp.compare.runs import RunReader
 from rlexp.compare.table import blocks, table
 from tests.helpers.report_pages import ring_sizes
 
@@ -50,7 +50,7 @@ def test_it_says_that_ranks_shared_cores_and_what_was_held_out(tmp_path: Path) -
     for name, ranks, cores, device in (("two", 2, 2, "cpu"), ("eight", 8, 2, "cpu"), ("gpu", 8, 2, "cuda"),
                                        ("old", 8, None, "cpu")):  # fmt: skip
         run_of(tmp_path / name, ranks, cores, device)
-    group = Reader().group(tmp_path)
+    group = RunReader().group(tmp_path)
     assert group is not None
     report = make(group, sort_out(group, baseline=None, force=True))
     said = "eight: more ranks than cores (2). They took turns, so efficiency says nothing of GPUs."

@@ -22,7 +22,7 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.data import draw, page, rings
 from rlexp.data.__main__ import main
 from rlexp.data.answer import preview
-from rlexp.data.facts import Part, Piece, Preview, plain
+from rlexp.data.facts import Piece, Preview, RowPart, plain
 from rlexp.data.lengths import lengths_of
 from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import hashes
@@ -381,7 +381,7 @@ def test_long_parts_are_shortened_in_the_middle() -> None:
     (gap,) = (piece.hidden for piece in shown if piece.hidden)
     assert f"… {gap:,} tokens …" in text
     assert gap > 9_700
-    one_line = Part("answer", 5000, 5000, tuple(Piece("x", (7,), trained=True) for _ in range(5000)))
+    one_line = RowPart("answer", 5000, 5000, tuple(Piece("x", (7,), trained=True) for _ in range(5000)))
     text = draw.part_text(one_line, 60, colours=False).plain
     assert text.count("x") == 40 * 60
     assert text.startswith("⟦x")

@@ -17,7 +17,7 @@ from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config, to_plain
 from rlexp.generate import report
 from rlexp.generate.__main__ import main
-from rlexp.generate.job import Answer, Answered, Beside, GenerateJob, job_of
+from rlexp.generate.job import Answered, Beside, GenerateJob, Reply, job_of
 from rlexp.generate.rank import examples_of, prompts_of, with_room
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
@@ -347,8 +347,8 @@ def test_what_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shutil.get_terminal_size", lambda *_, **__: os.terminal_size((44, 24)))
     cfg = compose_config(["launch.device=cpu"])
     shown = GenerateJob(cfg, folder=Path("run"), beside=Beside.start, given=False, rows=4, room=0)
-    found = [Answered("a.jsonl:3", "Say\x1b it\ntwice.", [Answer("One. " * 9, [5] * 9, True)], [Answer("", [2], True)]),
-             Answered("a.jsonl:4", "Go on.", [Answer("On", [1, 2], False)], [Answer("No", [3], True)])]  # fmt: skip
+    found = [Answered("a.jsonl:3", "Say\x1b it\ntwice.", [Reply("One. " * 9, [5] * 9, True)], [Reply("", [2], True)]),
+             Answered("a.jsonl:4", "Go on.", [Reply("On", [1, 2], False)], [Reply("No", [3], True)])]  # fmt: skip
     assert report.text(shown, found) == (
         "\n"
         "a.jsonl:3\n"

@@ -17,7 +17,7 @@ import numpy as np
 from rlexp.compare import comparison as reports
 from rlexp.compare.__main__ import main
 from rlexp.compare.families import sort_out
-from rlexp.compare.runs import Reader
+from rlexp.compare.runs import RunReader
 from rlexp.config.identity import identity
 from rlexp.config.load import compose_config, to_file
 from rlexp.config.schema import Config
@@ -125,7 +125,7 @@ def compare(*arguments: object) -> int:
 
 
 def report_of(folder: Path) -> reports.Report:
-    group = Reader().group(folder)
+    group = RunReader().group(folder)
     assert group is not None
     return reports.make(group, sort_out(group, baseline=None, force=False))
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rlexp.compare.page import Banner, Clock, ConfigRow, MetricCurves, Payload, RankMemory, RunCard, Worst, render
+from rlexp.compare.page import Banner, ConfigRow, Knots, MetricCurves, Payload, RankMemory, RunCard, Worst, render
 from tests.helpers.browser import Opened
 
 PHASES = ("data", "reference", "forward", "backward", "optimizer")
@@ -31,7 +31,7 @@ def card(number: int, ring: int, steps: int = STEPS) -> RunCard:
         tokens_per_second=12_345.0 / (1 + 0.1 * number), step_seconds=0.83 * (1 + 0.1 * number),
         efficiency=1 / (1 + 0.1 * number), memory=ranks, peak_bytes=ranks[7].peaks["optimizer"], peak_rank=7,
         peak_phase="optimizer",
-        clock=Clock(knots, knots * 4096.0, knots * 0.83 * (1 + 0.1 * number) + 2 * number),
+        clock=Knots(knots, knots * 4096.0, knots * 0.83 * (1 + 0.1 * number) + 2 * number),
     )  # fmt: skip
 
 

@@ -18,7 +18,7 @@ import pytest
 from rlexp.base.errors import UserError
 from rlexp.launch import rank_reports, run_folder
 from rlexp.launch.failure import report_here
-from rlexp.launch.rank_reports import Report
+from rlexp.launch.rank_reports import RankReport
 from rlexp.launch.slurm import ended, traces
 from rlexp.launch.slurm.ended import main
 from rlexp.launch.slurm.launcher import SlurmLauncher
@@ -32,8 +32,8 @@ LATE = "Traceback\nRuntimeError: [gloo/buf.cc:73] Timed out waiting 5000ms for r
 BROKE = "Traceback\nZeroDivisionError: division by zero"
 
 
-def lost(*ranks: int, text: str = RESET) -> list[Report]:
-    return [Report(rank, 10.0 + rank, text) for rank in ranks]
+def lost(*ranks: int, text: str = RESET) -> list[RankReport]:
+    return [RankReport(rank, 10.0 + rank, text) for rank in ranks]
 
 
 def requeued(*steps: int, why: str = "stop") -> list[dict]:
@@ -49,9 +49,9 @@ RUNNING = Facts(1, "running", None, world_size=4, log="/logs/7_%t.err")
         (replace(RUNNING, code=0, status="finished", reason="all steps done"), "finished", "", "all steps done"),
         (replace(RUNNING, code=0, status="stopped", reason="train.stop_after=5"), "stopped", "", "train.stop_after=5"),
         # The first rank with an error of its own decides, and the job is not started again.
-        (replace(RUNNING, reports=[*lost(0, 1), Report(2, 20.0, BROKE)], retries=5), "failed", "", "rank 2 failed: "),
-        (replace(RUNNING, reports=[Report(1, 9.0, "no", UserError("no"))], retries=5), "failed", "", "no"),
-        (replace(RUNNING, code=0, status="finished", reports=[Report(3, 1.0, BROKE)]), "failed", "", "rank 3 failed"),
+        (replace(RUNNING, reports=[*lost(0, 1), RankReport(2, 20.0, BROKE)], retries=5), "failed", "", "rank 2 failed"),
+        (replace(RUNNING, reports=[RankReport(1, 9.0, "no", UserError("no"))], retries=5), "failed", "", "no"),
+        (replace(RUNNING, code=0, status="finished", reports=[RankReport(3, 1, BROKE)]), "failed", "", "rank 3 failed"),
         (replace(RUNNING, status="failed", reason="the disk is full"), "failed", "", "the disk is full"),
         # Killed from outside: started again as often as `retries` allows.
         (replace(RUNNING, code=137, gone=[Gone(3, "n2", "Killed"), Gone(0, "n1", "Terminated")], reports=lost(0)),
@@ -88,9 +88,9 @@ RUNNING = Facts(1, "running", None, world_size=4, log="/logs/7_%t.err")
         (replace(RUNNING, reports=lost(0, 1, 2, 3)), "failed", "", "rank 0 failed: Traceback"),
         (replace(RUNNING, reports=lost(0, 1, 2, 3), retries=1), "stopped", "retry", "Connection reset by peer"),
         # A rank that a launcher on its own machine started.
-        (replace(RUNNING, reports=[Report(0, 1.0, "rank 0 failed: killed", killed=True)], retries=1),
+        (replace(RUNNING, reports=[RankReport(0, 1.0, "rank 0 failed: killed", killed=True)], retries=1),
          "stopped", "retry", "rank 0 failed: killed"),
-        (replace(RUNNING, reports=[Report(0, 1.0, "rank 0 failed: killed", killed=True)]), "failed", "", "killed"),
+        (replace(RUNNING, reports=[RankReport(0, 1.0, "rank 0 failed: killed", killed=True)]), "failed", "", "killed"),
         # Starts without progress, and with progress.
         (replace(RUNNING, code=140, status="stopped", reason="stopped by SIGUSR2", step=8,
                  requeues=requeued(*[8] * 10)), "failed", "", "was started 10 times since step 8 was saved"),
@@ -113,7 +113,7 @@ def test_who_is_slow_to_leave_a_finished_run_does_not_fail_it() -> None:
         RUNNING, code=137, status="finished", reason="all steps are done", gone=[Gone(1, "", "exited", early=True)]
     )
     assert judge(done) == Verdict("finished", "all steps are done", 0)
-    assert judge(replace(done, reports=[Report(0, 1.0, BROKE)])).status == "failed"
+    assert judge(replace(done, reports=[RankReport(0, 1.0, BROKE)])).status == "failed"
 
 
 def test_what_ends_a_process_before_it_is_a_rank_is_reported_as_rank_0_s(
@@ -192,7 +192,7 @@ def test_a_node_that_is_back_was_lost_all_the_same(
         line = {"rank": 1, "at": datetime.fromisoformat(f"{seen}+00:00").timestamp(), "step": 3, "phase": "forward",
                 "peaks": {}}  # fmt: skip
         (where / "memory.jsonl").write_text(f"{'':511}\n{json.dumps(line):511}\n", encoding="utf-8")
-    rank_reports.write(where, "8.0", Report(0, 5.0, RESET))
+    rank_reports.write(where, "8.0", RankReport(0, 5.0, RESET))
     (where / "run.json").write_text(json.dumps({"status": "running", "start": "8.0", "job_id": "7_1"}))
     verdict = ended.judge_and_record(ended.gather(1, where, 0, ""), where)
     assert verdict.requeue == ("lost" if came_back else "")
@@ -236,13 +236,15 @@ def test_a_finished_run_that_is_started_again_stays_finished(tmp_path: Path, mon
     (tmp_path / "run.json").write_text(json.dumps(finished))
     assert main(["0", f"--run-dir={tmp_path}"]) == 0
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
-    rank_reports.write(tmp_path, "12.1", Report(0, 5.0, "RuntimeError: the network is down"))  # before Slurm noticed
+    rank_reports.write(
+        tmp_path, "12.1", RankReport(0, 5.0, "RuntimeError: the network is down")
+    )  # before Slurm noticed
     assert main(["1", f"--run-dir={tmp_path}"]) == 1
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
     assert "the network is down" in rank_reports.read_verdict(tmp_path, "12")["reason"]
 
     monkeypatch.setenv("SLURM_JOB_ID", "13")
-    rank_reports.write(tmp_path, "13.1", Report(0, 5.0, "optim.lr: is not what it was", UserError("")))
+    rank_reports.write(tmp_path, "13.1", RankReport(0, 5.0, "optim.lr: is not what it was", UserError("")))
     assert main(["1", f"--run-dir={tmp_path}"]) == 1
     assert json.loads((tmp_path / "run.json").read_text())["status"] == "finished"
     assert rank_reports.read_verdict(tmp_path, "13")["reason"].startswith("optim.lr: is not what it was")
@@ -270,7 +272,7 @@ def test_a_rank_that_never_came_is_named(tmp_path: Path) -> None:
     assert "Timed out waiting 5000ms" in verdict.reason
     assert verdict.reason.endswith("Its log: /logs/7_2.err")
     # A stopped rank goes on when the others are gone, and reports that; it is still the rank that did not come.
-    woken = Report(2, 10.0 + rank_reports.PATIENCE + 0.5, RESET)
+    woken = RankReport(2, 10.0 + rank_reports.PATIENCE + 0.5, RESET)
     late = judge(replace(RUNNING, reports=[*lost(0, 1, 3, text=LATE), woken], run_dir=tmp_path))
     assert (late.status, late.reason) == ("failed", verdict.reason)
 
@@ -314,7 +316,7 @@ def test_it_writes_down_what_became_of_the_run(
     (tmp_path / "run.json").write_text(
         json.dumps({"status": "stopped", "reason": "stopped by SIGUSR2", "start": "8.1", "wandb_id": "w",
                     "requeues": [{"job": "6", "why": "retry", "step": 0}]}))  # fmt: skip
-    rank_reports.write(tmp_path, "8.0", Report(1, 5.0, BROKE))
+    rank_reports.write(tmp_path, "8.0", RankReport(1, 5.0, BROKE))
     log = tmp_path / "7_1_0.err"
     log.write_text("rlexp: start 1 of job 8 on n1\nsrun: error: n1: tasks 0-1: Exited with exit code 140\n")
     assert main(["140", f"--log={tmp_path}/%j_%t.err"]) == 140
@@ -323,7 +325,7 @@ def test_it_writes_down_what_became_of_the_run(
     assert (run["status"], run["reason"], run["wandb_id"]) == ("stopped", f"stopped by SIGUSR2{AGAIN}", "w")
     assert [(each["job"], each["why"]) for each in run["requeues"]] == [("6", "retry"), ("8", "stop")]
 
-    rank_reports.write(tmp_path, "8.1", Report(0, 5.0, "optim.lr=x: is no number", UserError("")))
+    rank_reports.write(tmp_path, "8.1", RankReport(0, 5.0, "optim.lr=x: is no number", UserError("")))
     assert main(["1", f"--log={tmp_path}/%j_%t.err"]) == 1
     assert capsys.readouterr().out == ""
     said = json.loads((tmp_path / "run.json").read_text())["reason"]

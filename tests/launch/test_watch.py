@@ -117,7 +117,7 @@ def test_why_a_stuck_rank_ends_is_reported_or_else_printed(
     ends: list[int] = []
     monkeypatch.setattr(watch, "_report", watch._report)
     monkeypatch.setattr(watch.os, "_exit", ends.append)
-    looking = watch.Watch(dist.HashStore(), 0, 2, PATIENT)
+    looking = watch.RankWatch(dist.HashStore(), 0, 2, PATIENT)
     for report in (lambda error: reported.append(error), lambda: None):
         watch.report_by(report)  # type: ignore[arg-type]
         looking._end([1], "Behind the others: rank 1")
@@ -128,7 +128,7 @@ def test_why_a_stuck_rank_ends_is_reported_or_else_printed(
 
 
 def test_a_long_wait_for_something_else_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    looking = watch.Watch(None, 1, 2, 10.0)  # type: ignore[arg-type]
+    looking = watch.RankWatch(None, 1, 2, 10.0)  # type: ignore[arg-type]
     for seconds in (9, 9, 30):
         with watch.elsewhere("the disk"):
             for _ in range(seconds):
@@ -151,7 +151,7 @@ def test_a_rank_is_quiet_from_its_last_progress_on(
 
     monkeypatch.setattr(watch, "clock", SimpleNamespace(now=lambda: now[0], pause=pause))
     monkeypatch.setattr(watch, "_progress", watch._Progress())
-    assert watch.Watch(dist.HashStore(), 0, 2, PATIENT)._nobody_gets_further() is not None
+    assert watch.RankWatch(dist.HashStore(), 0, 2, PATIENT)._nobody_gets_further() is not None
     assert len(beats) - len([*left]) == looks
 
 
@@ -174,7 +174,7 @@ def test_a_store_that_never_answers_is_not_waited_for(monkeypatch: pytest.Monkey
     monkeypatch.setattr(watch, "ANSWER", 0.01)
     monkeypatch.setattr(watch, "waits", lambda: True)
     monkeypatch.setattr(watch, "begun", lambda: 0)
-    looking = watch.Watch(SimpleNamespace(check=lambda _: never.wait(), set=lambda *_: never.wait()), 1, 2, 0.1)
+    looking = watch.RankWatch(SimpleNamespace(check=lambda _: never.wait(), set=lambda *_: never.wait()), 1, 2, 0.1)
     assert looking._passed_on(further=False) == b""
     assert looking._verdict(b"") == (
         [], "Their store does not answer: rank 0, which holds it, may be gone or stopped",
@@ -193,7 +193,7 @@ def test_the_watch_looks_at_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None
     """On another GPU, looking would take the memory of a context."""
     at: list[int] = []
     monkeypatch.setattr(torch.cuda, "set_device", at.append)
-    looking = watch.Watch(dist.HashStore(), 1, 2, PATIENT, gpu=3)
+    looking = watch.RankWatch(dist.HashStore(), 1, 2, PATIENT, gpu=3)
     looking.ended.set()
     looking.run()
     assert at == [3]

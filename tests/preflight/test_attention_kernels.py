@@ -22,7 +22,7 @@ from rlexp.preflight.rehearsal.device import rehearsed_device
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import Log, passes, peak_of
 from rlexp.preflight.rehearsal.mode import Rehearsing
-from rlexp.preflight.rehearsal.rates import Clock, Rates
+from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
 from rlexp.preflight.rehearsal.rehearse import rehearse
 from rlexp.training.model.loading import load_config
 from rlexp.training.ring import kernels
@@ -95,7 +95,7 @@ def test_dq_of_a_long_sequence_is_summed_in_two_gibibytes() -> None:
 
 def _attended(kernel: str, cfg: Config) -> tuple[list[int], float, list[str]]:
     """Attend twice, in both passes; return the largest sum of bytes of each time, the seconds, and what is imported."""
-    log = Log(rehearsed_device().type, clock=Clock(Rates.of(cfg, 1)))
+    log = Log(rehearsed_device().type, clock=DeviceClock(Rates.of(cfg, 1)))
     peaks = []
     with Rehearsing(log):
         block = rehearsed_kernel(log, kernel, "rehearsed", torch.bfloat16, 128, *_usual(), 8192, 9)

@@ -10,7 +10,7 @@ import pytest
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config, HardwareConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.preflight.communicators import CONTEXT, CUBLAS, MIB, Group, beside
+from rlexp.preflight.communicators import CONTEXT, CUBLAS, MIB, RankGroup, beside
 from rlexp.preflight.rehearsal.rehearse import preload, rehearse
 from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
@@ -84,14 +84,14 @@ def test_no_group_of_ours_is_made_that_nothing_uses(case: str, unused: int) -> N
 def test_what_is_assumed_for_each() -> None:
     sheet = elsewhere(*BASE).hardware
     with_nvlink, without = (dataclasses.replace(sheet, link_gb_s=rate) for rate in (450, 20))
-    ring = Group(8, collective=True, senders={1, 2, 3, 4, 5, 6, 7})
+    ring = RankGroup(8, collective=True, senders={1, 2, 3, 4, 5, 6, 7})
     assert ring.bytes(with_nvlink) == (24 * 2 + 7 * 32) * 10 * MIB
     assert ring.bytes(without) == (2 * 2 + 7 * 2) * 10 * MIB
-    assert Group(8, collective=True).bytes(with_nvlink) == 480 * MIB
+    assert RankGroup(8, collective=True).bytes(with_nvlink) == 480 * MIB
 
 
-@pytest.mark.parametrize(("groups", "exceeds"), [({}, False), ({"ring": Group(8, True, set(range(1, 8)))}, True)])
-def test_the_sum_is_compared_with_the_reserve(groups: dict[str, Group], exceeds: bool) -> None:
+@pytest.mark.parametrize(("groups", "exceeds"), [({}, False), ({"ring": RankGroup(8, True, set(range(1, 8)))}, True)])
+def test_the_sum_is_compared_with_the_reserve(groups: dict[str, RankGroup], exceeds: bool) -> None:
     cfg = elsewhere(*BASE)
     found = beside(cfg, groups)
     assert isinstance(cfg.hardware, HardwareConfig)

@@ -28,7 +28,7 @@ from rlexp.preflight.host import (
     REFERENCE,
     TENSORS,
     Held,
-    Host,
+    HostBytes,
     host_of,
     power_of_two,
 )
@@ -243,9 +243,9 @@ def test_a_refused_run_is_told_what_would_fit() -> None:
     assert answer["remedy"].startswith("The cheapest change that fits: checkpoint.host_memory_gib=0.3")
 
 
-def short(copies: int, **more: int) -> Host:
+def short(copies: int, **more: int) -> HostBytes:
     kinds = {COPIES: copies, PROCESSES: 3 * GIB, REFERENCE: 0, OFFLOADED: 0} | more
-    return Host(2, kinds, 4 * GIB)
+    return HostBytes(2, kinds, 4 * GIB)
 
 
 def test_what_would_help_a_machine() -> None:

@@ -11,7 +11,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.paths import conf_dir
 from rlexp.preflight.predict import Prediction
 from rlexp.preflight.rehearsal.log import Counts, Log, Pass
-from rlexp.preflight.rehearsal.rates import ATTENTION, MEASURED, MEMORY, OF_SHEET, PRODUCTS, Clock, Rates
+from rlexp.preflight.rehearsal.rates import ATTENTION, MEASURED, MEMORY, OF_SHEET, PRODUCTS, DeviceClock, Rates
 
 FAST = Rates(products=1e12, attention=1e12, memory=1e12, link=1e9, launch=1e-5)
 
@@ -44,12 +44,12 @@ def test_every_measured_hardware_is_described_and_dated() -> None:
 
 def test_launches_run_ahead_of_the_device() -> None:
     """A hundred small kernels behind a large one are launched while it runs; alone, they take as long as the host."""
-    log = Log("cuda", clock=Clock(FAST))
+    log = Log("cuda", clock=DeviceClock(FAST))
     log.computed(10**10, 0)  # 10 ms
     for _ in range(100):
         log.computed(10**3, 0)  # 1 ns each, and 10 µs of the host
     assert log.counts.took == pytest.approx(10e-3, rel=1e-3)
-    alone = Log("cuda", clock=Clock(FAST))
+    alone = Log("cuda", clock=DeviceClock(FAST))
     for _ in range(100):
         alone.computed(10**3, 0)
     assert alone.counts.took == pytest.approx(1e-3)
@@ -57,7 +57,7 @@ def test_launches_run_ahead_of_the_device() -> None:
 
 def test_on_a_cpu_an_operator_takes_at_least_its_call() -> None:
     cfg = compose_config(["launch.device=cpu", "logger=none"])
-    log = Log("cpu", clock=Clock(Rates.of(cfg, 1)))
+    log = Log("cpu", clock=DeviceClock(Rates.of(cfg, 1)))
     log.computed(10**3, 0)
     log.computed(10**9, 0)
     assert (log.counts.took, log.counts.launching) == (pytest.approx(1e-5 + 0.02), 0.0)

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlexp.compare import comparison as reports
-from rlexp.compare.runs import Reader
+from rlexp.compare.runs import RunReader
 from rlexp.config.schema import Best, LoggerConfig
 from rlexp.config.schema.models import Precision
 from rlexp.run_files import metrics_jsonl
@@ -403,7 +403,7 @@ def test_records_that_are_not_whole(tmp_path: Path) -> None:
 def test_a_live_report_sees_new_rollouts(tmp_path: Path) -> None:
     facts = drawn(flips=[FLIP])
     a_run(tmp_path / "a", drawn=drawn())
-    path, reader = a_run(tmp_path / "b", "parallel=ring2", drawn=facts[:2]) / "rollouts.jsonl", Reader()
+    path, reader = a_run(tmp_path / "b", "parallel=ring2", drawn=facts[:2]) / "rollouts.jsonl", RunReader()
     runs = [reader.group(tmp_path / name).runs[0] for name in "ab"]
     assert runs[0].record.apart(runs[1].record) is None
     sink = RolloutsSink(path, 20)

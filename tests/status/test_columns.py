@@ -14,7 +14,7 @@ import pytest
 from rlexp.launch.rank_progress import Whereabouts
 from rlexp.status import draw
 from rlexp.status.__main__ import main
-from rlexp.status.view import View
+from rlexp.status.view import StatusView
 
 Rank = tuple[dict[str, int], dict[str, int]]  # the peaks of its memory by phase, and those of its tensors
 
@@ -63,7 +63,7 @@ def test_each_number_of_a_running_and_a_finished_run_is_what_its_files_tell(
     assert finished == [5, 5, 1 / 7, None, 1.1e6, 3.5, None, 87_640_000, 2, 34_560, 0]
     assert running == [60, 90, 1 / 62, 0.45678, *map(pytest.approx, (12_485 / 7.1, 7.1, 213.0)), 4_567_000_000, 1,
                        123_400_000, 0]  # fmt: skip
-    look, gone = View(tmp_path).look(), list[str]()
+    look, gone = StatusView(tmp_path).look(), list[str]()
     names = [each.name for each in draw.columns(look, bars=False)]
     for width in range(200, 30, -1):  # of a terminal
         kept = draw.fitting(draw.columns(look, bars=False), look.rows, width)
@@ -82,4 +82,4 @@ def test_labels_are_cut_where_they_still_differ() -> None:
 
 def test_a_job_that_failed_without_a_reason_is_named(tmp_path: Path) -> None:
     written(tmp_path / "r", [], [], status="failed")
-    assert draw.text(View(tmp_path / "r").look()).splitlines()[-1] == "r is failed"
+    assert draw.text(StatusView(tmp_path / "r").look()).splitlines()[-1] == "r is failed"

@@ -31,7 +31,7 @@ from rlexp.status import draw, tail
 from rlexp.status.__main__ import main
 from rlexp.status.alive import Locks
 from rlexp.status.state import Evidence, legible, state_of
-from rlexp.status.view import View
+from rlexp.status.view import StatusView
 from tests.conftest import Shell
 from tests.helpers import warm
 
@@ -213,7 +213,7 @@ def test_looking_takes_no_lock(tmp_path: Path) -> None:
 
     def look() -> None:
         while not done.is_set():
-            View(tmp_path).look()
+            StatusView(tmp_path).look()
 
     lookers = [threading.Thread(target=look) for _ in range(2)]
     for each in lookers:
@@ -232,15 +232,15 @@ def test_looking_takes_no_lock(tmp_path: Path) -> None:
 def test_whose_lock_is_held(tmp_path: Path) -> None:
     """A rank that outlives its launcher counts as alive; another process with the same id does not."""
     by_hand(tmp_path, status="running", pid=os.getpid())
-    assert View(tmp_path).look().rows[0].state == "lost"
+    assert StatusView(tmp_path).look().rows[0].state == "lost"
     with (tmp_path / ".ranks").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_SH)
-        assert View(tmp_path).look().rows[0].state == "running"
+        assert StatusView(tmp_path).look().rows[0].state == "running"
     with (tmp_path / ".lock").open("w"):  # open, although its lock is not listed, as on some file systems
-        assert View(tmp_path).look().rows[0].state == "running"
-    assert View(tmp_path).look().rows[0].state == "lost"
+        assert StatusView(tmp_path).look().rows[0].state == "running"
+    assert StatusView(tmp_path).look().rows[0].state == "lost"
     by_hand(tmp_path, status="running", host="elsewhere")
-    assert View(tmp_path).look().rows[0].state == "running"
+    assert StatusView(tmp_path).look().rows[0].state == "running"
 
 
 # ---- by hand: what cannot be made quickly ----
@@ -415,7 +415,7 @@ def test_a_hundred_long_runs_are_read_at_once(tmp_path: Path) -> None:
         (sweep / str(n) / "metrics.jsonl").unlink()
         (sweep / str(n) / "metrics.jsonl").hardlink_to(tmp_path / "long")
     began = time.process_time()
-    look = View(sweep).look()
+    look = StatusView(sweep).look()
     assert time.process_time() - began < 2
     assert {row.curve.step for row in look.rows} == {100_000}
 
@@ -429,7 +429,7 @@ def test_a_narrow_terminal_stays_readable(tmp_path: Path, width: int, bars: bool
     for n in range(30):
         by_hand(sweep / str(n), 40, status="failed" if n == 29 else "finished", reason="[/x] it fell")
     console = Console(width=width, file=io.StringIO(), force_terminal=True, color_system=None)
-    console.print(draw.page(View(sweep).look(), width, lines=16 if bars else None, bars=bars))
+    console.print(draw.page(StatusView(sweep).look(), width, lines=16 if bars else None, bars=bars))
     lines = console.file.getvalue().splitlines()
     assert max(map(len, lines)) <= width
     shown = [line for line in lines if "finished" in line and "more" not in line]
@@ -443,14 +443,14 @@ def test_a_narrow_terminal_stays_readable(tmp_path: Path, width: int, bars: bool
 
 def test_names_that_would_move_the_cursor(tmp_path: Path) -> None:
     by_hand(tmp_path / "a\x1b[2Jb\udcff")
-    assert "a\\x1b[2Jb" in draw.text(View(tmp_path).look())
+    assert "a\\x1b[2Jb" in draw.text(StatusView(tmp_path).look())
 
 
 def test_who_has_not_written_for_long_is_named(tmp_path: Path) -> None:
     by_hand(tmp_path / "r", 20, status="running", host="n7")
     for path in (tmp_path / "r").iterdir():
         os.utime(path, (time.time() - 7200, time.time() - 7200))
-    assert "r is running: no sign of life for 2 h 00 min" in draw.text(View(tmp_path / "r").look())
+    assert "r is running: no sign of life for 2 h 00 min" in draw.text(StatusView(tmp_path / "r").look())
 
 
 def test_a_long_step_is_watched_while_it_goes_on(tmp_path: Path) -> None:
@@ -458,7 +458,7 @@ def test_a_long_step_is_watched_while_it_goes_on(tmp_path: Path) -> None:
         by_hand(tmp_path / label, 20, status="running", host="n7")
         Whereabouts(tmp_path / label, 0).tell(step=21, phase="backward", peaks={}, pack=3, packs=8, tokens=3000,
                                               of_tokens=8000, began=time.time() - since, pace=0.025)  # fmt: skip
-    shown = draw.text(View(tmp_path).look())
+    shown = draw.text(StatusView(tmp_path).look())
     assert "long is in step 21: pack 3 of 8, backward, 3,000 of 8,000 tokens, 140 s left of the step" in shown
     assert "short is in" not in shown
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rlexp.config.load import compose_config
-from rlexp.preflight.rehearsal.sharding import Kept, compare
+from rlexp.preflight.rehearsal.sharding import KeptBytes, compare
 from rlexp.verify import kept
 
 SENT, SAVED = 4096, 64  # bytes
@@ -64,9 +64,9 @@ def test_what_the_transport_still_holds_is_not_kept(
 def test_a_module_that_keeps_too_much_is_named_whatever_its_recomputation_keeps() -> None:
     """Attention may keep more than its share where a layout says so, but only so much."""
     attending = frozenset({"attention"})
-    ring = Kept(Counter(attention=400), Counter(attention=130), attending)
-    alone = Kept(Counter(attention=400), Counter(attention=400), attending)
+    ring = KeptBytes(Counter(attention=400), Counter(attention=130), attending)
+    alone = KeptBytes(Counter(attention=400), Counter(attention=400), attending)
     assert compare(ring, alone, 4, attention=1.4).whole == {"attention": 4.0}
     assert compare(ring, alone, 4, attention=1.4).meant == {}
-    within = Kept(Counter(attention=100), Counter(attention=130), attending)
+    within = KeptBytes(Counter(attention=100), Counter(attention=130), attending)
     assert compare(within, alone, 4, attention=1.4).meant == {"attention": 1.3}

@@ -90,10 +90,10 @@ def nodes() -> list[str]:
     """Return the step's nodes, which may be only some of the job's."""
     from submitit.slurm.slurm import SlurmJobEnvironment
 
-    class Step(SlurmJobEnvironment):
+    class SlurmStep(SlurmJobEnvironment):
         _env = SlurmJobEnvironment._env | {"nodes": "SLURM_STEP_NODELIST"}
 
-    return [*Step().hostnames]
+    return [*SlurmStep().hostnames]
 
 
 def interface_towards(hosts: Sequence[str]) -> str | None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.launch import rank_reports
-from rlexp.launch.rank_reports import Report
+from rlexp.launch.rank_reports import RankReport
 from rlexp.launch.slurm.traces import EXITED_1, GOES_ON, Gone, last_error
 from rlexp.launch.stops import name_of, stopped_by
 
@@ -25,7 +25,7 @@ class Facts:
     code: int  # srun's exit code
     status: str | None  # from run.json, as is the reason
     reason: str | None
-    reports: Sequence[Report] = ()
+    reports: Sequence[RankReport] = ()
     gone: Sequence[Gone] = ()  # in the order in which they ended
     out_of_memory: bool = False
     world_size: int = 1
@@ -136,11 +136,11 @@ def _stop(facts: Facts) -> signal.Signals | None:
     return None
 
 
-def _told(facts: Facts, report: Report) -> str:
+def _told(facts: Facts, report: RankReport) -> str:
     log = _log(facts, report.rank if report.task is None else report.task)
     if report.mistake is not None:
         return f"{report.text}\nIts log: {log}"
-    return rank_reports.in_words(Report(report.rank, report.at, report.text, log=log), facts.run_dir)
+    return rank_reports.in_words(RankReport(report.rank, report.at, report.text, log=log), facts.run_dir)
 
 
 def _log(facts: Facts, task: int) -> str:
@@ -160,4 +160,4 @@ def _how_killed(facts: Facts, task: Gone) -> str:
         return f"torchrun {how}{on}{memory}\nIts log: {_log(facts, task.task or 0)}"
     error = f": {last_error(_log(facts, task.rank))}" if task.how.startswith("Exited") and task.task is None else ""
     text = f"the process {how}{on}{memory}{error}".removesuffix(": ")
-    return _told(facts, Report(task.rank, 0.0, text, task=task.task))
+    return _told(facts, RankReport(task.rank, 0.0, text, task=task.task))

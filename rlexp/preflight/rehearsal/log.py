@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rlexp.preflight.communicators import Group
+from rlexp.preflight.communicators import RankGroup
 from rlexp.preflight.host import Held
-from rlexp.preflight.rehearsal.rates import Attending, Clock
+from rlexp.preflight.rehearsal.rates import Attending, DeviceClock
 
 Array = npt.NDArray[np.int64]
 
@@ -93,7 +93,7 @@ class Log:
     numbers: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
-    clock: Clock = field(default_factory=lambda: Clock(None))
+    clock: DeviceClock = field(default_factory=lambda: DeviceClock(None))
     kinds: dict[int, str] = field(default_factory=dict)  # of the storages that are known for what they are
     received: set[int] = field(default_factory=set)  # storages into which the model received what others sent
     modules: dict[int, str] = field(default_factory=dict)  # in whose forward pass a storage was made
@@ -108,7 +108,9 @@ class Log:
     times: float = 1  # of the sections that begin from now on
     host_live: int = 0  # bytes of floating-point tensors of the host, where the device is another
     host_peak: int = 0  # since the build
-    groups: dict[str, Group] = field(default_factory=dict)  # of ranks that the device's collectives go over, by name
+    groups: dict[str, RankGroup] = field(
+        default_factory=dict
+    )  # of ranks that the device's collectives go over, by name
     held: Held = field(default_factory=Held)  # in the host's memory
 
     def __post_init__(self) -> None:

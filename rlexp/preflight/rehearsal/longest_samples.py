@@ -37,7 +37,7 @@ from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, Sequences
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.ring_reward_model import ring_reward_model
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.surroundings import UNPROBED, Unprobed
@@ -74,7 +74,7 @@ class LongestSamples(Unprobed):
     def rewards(self, cfg: RewardConfig) -> Rewards:
         return constant_rewards(cfg)
 
-    def reward_model(self, run: Run, term: ModelTerm) -> RingRewardModel:
+    def reward_model(self, run: TrainingRun, term: ModelTerm) -> RingRewardModel:
         return longest_reward_model(run, term, log=self.mode.log, made=self.judging)
 
     def drawer(self, **parts: Any) -> Draws:
@@ -281,7 +281,7 @@ class Constant:
     def close(self) -> None: ...
 
 
-def longest_reward_model(run: Run, term: ModelTerm, *, log: Log, made: list[nn.Module]) -> RingRewardModel:
+def longest_reward_model(run: TrainingRun, term: ModelTerm, *, log: Log, made: list[nn.Module]) -> RingRewardModel:
     """Build a reward model from its configuration alone, for sequences as long as it takes."""
     longest = term.cfg.max_length or run.cfg.data.max_length
 

@@ -34,12 +34,12 @@ class Cost(NamedTuple):
     waits: str = ""  # for which the host waits
 
 
-class Known(NamedTuple):
+class KnownCost(NamedTuple):
     recipe: Recipe | None  # None: its results cannot be told
     cost: Cost
 
 
-KNOWN: dict[Place, Known] = {}
+KNOWN: dict[Place, KnownCost] = {}
 _NAMES: dict[int, str] = {}  # by the address of an operator, of which torch keeps one: its hash costs more
 
 
@@ -49,7 +49,7 @@ class Memo:
     def __init__(self, mode: FakeTensorMode, device: str) -> None:
         self.mode = mode
         self.device = device
-        self.learned: dict[Place, Known] = {}  # since the process was forked
+        self.learned: dict[Place, KnownCost] = {}  # since the process was forked
         self.plain: dict[str, dict[str, Any]] = {}  # attributes of a new tensor, by device
         self.works: dict[Any, Any] = {}  # by collective: it is over when it is called, so any one of its works will do
 
@@ -83,7 +83,7 @@ class Memo:
             return self._make(known.recipe, args), known.cost
 
     def learn(self, place: Place, args: Any, made: Any, cost: Cost) -> None:
-        known = Known(self._learn(args, made), cost)
+        known = KnownCost(self._learn(args, made), cost)
         if place not in KNOWN:
             self.learned[place] = KNOWN[place] = known
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 
-from rlexp.preflight.communicators import Group
+from rlexp.preflight.communicators import RankGroup
 from rlexp.preflight.rehearsal import operators
 from rlexp.preflight.rehearsal.device import NAME
 from rlexp.preflight.rehearsal.log import BUFFERS, REFERENCE, Log
@@ -78,7 +78,7 @@ class Counting(LiveTensors):
         if (called := operators.called(func, args)) is not None:
             name, source = called
             group = operators.group_of(args)
-            self.log.groups.setdefault(group.group_name, Group(group.size())).note(name, source)
+            self.log.groups.setdefault(group.group_name, RankGroup(group.size())).note(name, source)
 
     def count_sent(self, func: Any, args: Any) -> None:
         self.count_group(func, args)

@@ -102,7 +102,7 @@ def measured_rates(hardware: HardwareConfig) -> dict[str, float]:
 
 
 @dataclass
-class Clock:
+class DeviceClock:
     """The time of a device and of its link, which works beside it."""
 
     rates: Rates | None

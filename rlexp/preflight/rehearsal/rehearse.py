@@ -23,7 +23,7 @@ from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import COLLECT, Log, peak_of
 from rlexp.preflight.rehearsal.longest_samples import LongestSamples, Wordless
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
-from rlexp.preflight.rehearsal.rates import Clock, Rates
+from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.preflight.rehearsal.world import joined
 from rlexp.training.checkpoint.tensors import share
@@ -74,7 +74,7 @@ def rehearse(plan: RehearsalPlan) -> Log:
     gc.disable()  # what it frees, and when, would depend on what this process did before
     device = rehearsed_device() if plan.gpu else torch.device("cpu")
     layers = plan.layers or int(plan.model.num_hidden_layers)
-    log = Log(device.type, clock=Clock(plan.rates), layers=layers)
+    log = Log(device.type, clock=DeviceClock(plan.rates), layers=layers)
     mode = Rehearsing(log)
     with (
         joined(plan.rank, plan.cfg.parallel.world_size),
@@ -190,7 +190,7 @@ class Rehearsed(LongestSamples):
         return model
 
     def stored_reference(self, setting: Setting, *_: Any, **__: Any) -> Reference:
-        return Unknown(setting)
+        return StandInReference(setting)
 
     def device(self, cfg: Config) -> torch.device:  # noqa: ARG002
         return self.on
@@ -208,7 +208,7 @@ class Rehearsed(LongestSamples):
         return None
 
 
-class Unknown(Reference):
+class StandInReference(Reference):
     """Stands in for what is computed before training: each token has a value, and no model is in memory."""
 
     def __init__(self, setting: Setting) -> None:

@@ -17,7 +17,7 @@ SMALL = 0.01  # of all that is kept: less is not named
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptBytes:
     """Bytes by module, of which layers count together."""
 
     forward: Counter[str]  # from the forward to the backward pass
@@ -49,7 +49,9 @@ class Sharding:
                 "meant": dict(self.meant)}  # fmt: skip
 
 
-def compare(ring: Kept, alone: Kept, ring_size: int, *, share: float | None = None, attention: float = 1) -> Sharding:
+def compare(
+    ring: KeptBytes, alone: KeptBytes, ring_size: int, *, share: float | None = None, attention: float = 1
+) -> Sharding:
     """Compare a rank with a ring of one on the same sequences.
 
     `share` is the rank's part of their tokens. The layout's attention keeps up to `attention` times its share.
@@ -72,13 +74,13 @@ def _over(here: Counter[str], there: Counter[str], share: float) -> dict[str, fl
     return found
 
 
-def kept(log: Log) -> Kept:
+def kept(log: Log) -> KeptBytes:
     """Add up what is kept in the first micro-batch, by the module that made it."""
     again: Counter[str] = Counter()
     for first, last in log.recomputed:
         again += _made_and_held(log, first, last)
     attending = frozenset(map(together, log.attending))
-    return Kept(_with_parts(_kept_forward(log), attending), _with_parts(again, attending), attending)
+    return KeptBytes(_with_parts(_kept_forward(log), attending), _with_parts(again, attending), attending)
 
 
 def _with_parts(sizes: Counter[str], attending: frozenset[str]) -> Counter[str]:

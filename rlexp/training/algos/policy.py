@@ -31,7 +31,7 @@ from rlexp.config.schema.losses import (
 )
 from rlexp.training.algos.advantages import centred, gae, returns_to_go, token_rewards
 from rlexp.training.algos.kl import estimate
-from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, Spread
+from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, TokenAdvantages
 from rlexp.training.types import Wanted
 
 
@@ -59,9 +59,9 @@ class ClippedRatio(ABC):
         """Return the same token by token, (L,)."""
         return token_rewards(score, kl_L, kl_coef if self.cfg.kl_in is KLPlace.reward else 0.0)
 
-    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:  # noqa: ARG002
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:  # noqa: ARG002
         """Give every token of an answer the credit of the whole answer."""
-        return Spread(torch.full_like(kl_L, credit, dtype=torch.float64))
+        return TokenAdvantages(torch.full_like(kl_L, credit, dtype=torch.float64))
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
         ratio_n = torch.exp(tokens.logps_n - tokens.old_n)
@@ -144,10 +144,10 @@ class PPO(ClippedRatio):
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
         return outcomes.scores_N
 
-    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:
         assert values_L is not None
         advantages_L = gae(self.rewards(credit, kl_L, kl_coef), values_L, self.cfg.gamma, self.cfg.lam)
-        return Spread(advantages_L, advantages_L + values_L.double())
+        return TokenAdvantages(advantages_L, advantages_L + values_L.double())
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms:
         """Add the critic's loss. `loss/value_avg` is logged without its coefficient, as TRL does."""
@@ -246,8 +246,8 @@ class ReinforcePP(ClippedRatio):
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
         return outcomes.scores_N
 
-    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:  # noqa: ARG002
-        return Spread(returns_to_go(self.rewards(credit, kl_L, kl_coef)))
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:  # noqa: ARG002
+        return TokenAdvantages(returns_to_go(self.rewards(credit, kl_L, kl_coef)))
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ class Outcomes:
 
 
 @dataclass(frozen=True)
-class Spread:
+class TokenAdvantages:
     """Advantages and returns of one answer's tokens, in float64."""
 
     advantages_L: Tensor
@@ -82,7 +82,7 @@ class PolicyLoss(Protocol):
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
         """Return what each answer has earned, (N,)."""
 
-    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> Spread:
+    def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:
         """Give an answer's credit to its tokens. `kl_L` estimates their divergence; zeros without a reference."""
 
     def __call__(self, tokens: PolicyTokens, kl_coef: float) -> PolicyTerms: ...

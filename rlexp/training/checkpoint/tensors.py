@@ -52,7 +52,7 @@ def laid_out(fragments: Iterable[Fragment]) -> Laid:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Elements:
     file: Path
     start: int
     stop: int
@@ -64,7 +64,7 @@ class Reader:
     def __init__(self, checkpoint: Path, manifest: Mapping[str, Any]) -> None:
         self.checkpoint = checkpoint
         self.shapes = {name: torch.Size(shape) for name, shape in manifest["parameters"].items()}
-        self._runs: dict[str, list[_Run]] = {}
+        self._runs: dict[str, list[_Elements]] = {}
         self._open: dict[Path, Any] = {}
         for name in manifest["files"]:
             if name.endswith(".safetensors"):
@@ -75,7 +75,7 @@ class Reader:
         starts = json.loads(file.metadata()["starts"])
         for key in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
             (length,) = file.get_slice(key).get_shape()
-            self._runs.setdefault(key, []).append(_Run(path, starts[key], starts[key] + length))
+            self._runs.setdefault(key, []).append(_Elements(path, starts[key], starts[key] + length))
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` of the flattened parameter or moment, in the dtype of the file."""

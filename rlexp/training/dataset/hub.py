@@ -23,7 +23,7 @@ SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` w
 
 
 @dataclass(frozen=True)
-class Table:
+class HubSplit:
     """A split of a data set, in the order that it has there."""
 
     name: str
@@ -66,7 +66,7 @@ def _hashed(rows: Any) -> str:
 
 def table(
     key: str, path: str, subset: str | None, split: str, revision: str | None, streaming: bool, most: int | None = None
-) -> Table:
+) -> HubSplit:
     """Open a folder or a data set of the hub. Of a streamed one, only so many rows are fetched."""
     import datasets
 
@@ -89,7 +89,7 @@ def table(
         raise
     except Exception as error:  # the library raises what its readers and its network raise
         raise DataError(_explained(key, at, name, subset, split, error)) from None
-    return Table(f"{path}[{split}]", rows)
+    return HubSplit(f"{path}[{split}]", rows)
 
 
 def _go_without_hub_if_unreachable(datasets: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import FieldError
-from rlexp.training.dataset.row_files import Part, Unreadable, parsed
+from rlexp.training.dataset.row_files import FilePart, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import Shape
 from rlexp.training.dataset.store import Block, StoreFacts, block_of, labels_of
 from rlexp.training.dataset.tokens import Dropped, Encoder, Refused
@@ -53,7 +53,7 @@ class Recipe:
     def kind(self) -> Kind:
         return self.shape.kind
 
-    def block(self, file: int, part: Part) -> tuple[Block, list[Problem]]:
+    def block(self, file: int, part: FilePart) -> tuple[Block, list[Problem]]:
         """Tokenize a part. A row that cannot be used is a problem, or left out and noted."""
         places: list[Place] = []
         rows: list[Row] = []
@@ -92,7 +92,7 @@ class Recipe:
         facts = StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept), labels)
         return block_of(kept, lines, facts), problems
 
-    def _rows(self, file: int, part: Part) -> Iterator[tuple[Place, Row | Refused]]:
+    def _rows(self, file: int, part: FilePart) -> Iterator[tuple[Place, Row | Refused]]:
         for number, fields in parsed(part):
             origin = self.names(file, number)
             if isinstance(fields, Unreadable):

@@ -39,7 +39,7 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(frozen=True)
-class Part:
+class FilePart:
     """Rows that stand together in a file: lines of JSON, or rows that are parsed already."""
 
     first: int  # number of its first row, from 1
@@ -54,7 +54,7 @@ class Unreadable:
     rule: str
 
 
-def parts_of(path: Path) -> Iterator[Part]:
+def parts_of(path: Path) -> Iterator[FilePart]:
     """Yield the parts of a file, in order. How it is cut depends on its content alone."""
     try:
         with path.open("rb") as file:
@@ -87,7 +87,7 @@ def _is_list(stream: io.BufferedReader) -> bool:
     return text[:1] == b"[" and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
-def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[Part]:
+def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[FilePart]:
     rows: list[bytes] = []
     size, first = 0, 1
     while line := stream.readline(LONGEST):
@@ -98,10 +98,10 @@ def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[Part]:
         rows.append(line)
         size += len(line)
         if size >= PART or len(rows) == MOST_ROWS:
-            yield Part(first, rows, file.tell())
+            yield FilePart(first, rows, file.tell())
             first, rows, size = first + len(rows), [], 0
     if rows:
-        yield Part(first, rows, file.tell())
+        yield FilePart(first, rows, file.tell())
 
 
 def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
@@ -169,7 +169,7 @@ class _Text:
             return value, size
 
 
-def _parquet(path: Path) -> Iterator[Part]:
+def _parquet(path: Path) -> Iterator[FilePart]:
     """Read texts as dictionaries, as the file has them: a text that stands there once may be the value of every row."""
     metadata, schema, size = pq.read_metadata(path), pq.read_schema(path), path.stat().st_size
     texts = [field.name for field in schema if _is_text(field.type)]
@@ -256,7 +256,9 @@ def _decoded(value: Any, kind: pa.DataType) -> Any:
     return [_decoded(each, kind.field(0).type) for each in value]
 
 
-def together(rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: Callable[[int], int]) -> Iterator[Part]:
+def together(
+    rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: Callable[[int], int]
+) -> Iterator[FilePart]:
     """Cut rows with their sizes into parts; `done` says how far the file was read after so many rows."""
     taken: list[Mapping[str, Any] | Unreadable] = []
     size, first = 0, 1
@@ -264,24 +266,24 @@ def together(rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: C
         taken.append(row)
         size += bytes_
         if size >= PART or len(taken) == MOST_ROWS:
-            yield Part(first, taken, done(first - 1 + len(taken)))
+            yield FilePart(first, taken, done(first - 1 + len(taken)))
             first, taken, size = first + len(taken), [], 0
     if taken:
-        yield Part(first, taken, done(first - 1 + len(taken)))
+        yield FilePart(first, taken, done(first - 1 + len(taken)))
 
 
-def rows_in(part: Part) -> int:
+def rows_in(part: FilePart) -> int:
     """Count the rows of a part: all but blank lines."""
     return sum(not isinstance(row, bytes) or bool(row.strip()) for row in part.rows)
 
 
-def of_first(part: Part, count: int) -> Part:
+def of_first(part: FilePart, count: int) -> FilePart:
     """Return the part with its first rows alone, so many of them."""
     places = (at for at, row in enumerate(part.rows, 1) if not isinstance(row, bytes) or row.strip())
     return replace(part, rows=part.rows[: next(itertools.islice(places, count - 1, None))])
 
 
-def parsed(part: Part) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:
+def parsed(part: FilePart) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:
     """Yield the rows of a part with their numbers, without blank lines."""
     for number, row in enumerate(part.rows, part.first):
         if isinstance(row, bytes):

@@ -51,7 +51,7 @@ class Split:
     path: str
     split: str | None
 
-    def opened(self, first: int | None = None) -> Files | hub.Table:
+    def opened(self, first: int | None = None) -> Files | hub.HubSplit:
         """Open the rows; of a streamed set, only so many of them."""
         files = files_of(self.path)
         if files:
@@ -192,7 +192,7 @@ def first_rows(parts: Iterator[PartOf], count: int | None) -> Iterator[PartOf]:
         count = count and count - rows
 
 
-def _no_rows(split: Split, opened: Files | hub.Table) -> DataError:
+def _no_rows(split: Split, opened: Files | hub.HubSplit) -> DataError:
     for file, part in opened.parts():
         for number, fields in parsed(part):
             if isinstance(fields, Unreadable):

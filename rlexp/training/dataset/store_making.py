@@ -32,7 +32,7 @@ class Work:
 
     name: str  # for messages and the progress bar
     parts: Callable[[], Iterator[PartOf]]
-    size: int  # of all parts, in the unit of `Part.done`
+    size: int  # of all parts, in the unit of `FilePart.done`
     names: Names
     recipe: Callable[[Iterator[PartOf]], Recipe]  # from the first rows
     contents: Callable[[], Any]  # of the rows, as it is now

@@ -23,13 +23,13 @@ from typing import Any, BinaryIO
 
 from rlexp.base.errors import DataError
 from rlexp.training.dataset.recipe import Problem, Recipe
-from rlexp.training.dataset.row_files import Part
+from rlexp.training.dataset.row_files import FilePart
 from rlexp.training.dataset.store import Block
 
 HEADER = struct.Struct(">Q")
 AHEAD = 2  # parts that a process is given before the first is answered
 Made = tuple[Block, list[Problem]]
-PartOf = tuple[int, Part]  # a file's number, and a part of it
+PartOf = tuple[int, FilePart]  # a file's number, and a part of it
 
 
 def packed(message: Any) -> bytes:
@@ -57,7 +57,7 @@ class Ended(DataError):
     """A process is gone: the rows are not at fault."""
 
 
-class Worker:
+class TokenizeWorker:
     """A process that tokenizes, and the thread that hands it what to do, so that nobody waits with a full pipe.
 
     The process ends when this end of its pipes is closed, or this process dies.
@@ -109,10 +109,10 @@ def made_beside(recipe: Recipe, parts: Iterable[PartOf], workers: int) -> Iterat
     """Tokenize parts in so many processes, and yield what they become, in order; a few parts are in flight."""
     with contextlib.ExitStack() as closing:
         message = packed(sys.path) + packed(recipe)
-        pool = [Worker(message) for _ in range(workers)]
+        pool = [TokenizeWorker(message) for _ in range(workers)]
         for worker in pool:
             closing.callback(worker.close)
-        waiting: deque[Worker] = deque()
+        waiting: deque[TokenizeWorker] = deque()
         for number, part in enumerate(parts):
             if len(waiting) == workers * AHEAD:
                 yield waiting.popleft().answer()
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def answer_all(requests: BinaryIO, replies: BinaryIO) -> None:
-    block: Callable[[int, Part], Made] | None = None
+    block: Callable[[int, FilePart], Made] | None = None
     while True:
         message = received(requests)
         try:

@@ -74,10 +74,10 @@ def install(device: torch.device) -> None:
     from deepspeed.accelerator import real_accelerator
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 
-    class Rehearsed(AsGPU, CPU_Accelerator):
+    class RehearsedAccelerator(AsGPU, CPU_Accelerator):
         on = device
 
-    real_accelerator.set_accelerator(Rehearsed())
+    real_accelerator.set_accelerator(RehearsedAccelerator())
 
 
 @contextlib.contextmanager

@@ -254,14 +254,14 @@ def in_pieces(config: dict[str, Any]) -> Iterator[None]:
     Random models are made whole, the same on every rank, and sharded later.
     """
 
-    class Sharding:
+    class ShardedLoading:
         def __init__(self) -> None:
             self.config = config
 
         def is_zero3(self) -> bool:
             return True
 
-    sharding = Sharding()  # transformers keeps a weak reference
+    sharding = ShardedLoading()  # transformers keeps a weak reference
     set_hf_deepspeed_config(sharding)
     try:
         yield

@@ -104,7 +104,7 @@ def kept_dtype(precision: Precision) -> np.dtype[Any]:
 
 
 @dataclass(frozen=True)
-class Values:
+class SequenceValues:
     """The values of a list of sequences."""
 
     ends: np.ndarray
@@ -118,14 +118,14 @@ class Values:
         return np.array(self.values[start : int(self.ends[place])])
 
     @staticmethod
-    def laid_out(arrays: Sequence[Floats], dtype: np.dtype[Any]) -> Values:
+    def laid_out(arrays: Sequence[Floats], dtype: np.dtype[Any]) -> SequenceValues:
         ends = np.cumsum([len(each) for each in arrays], dtype=np.int64)
-        return Values(ends, np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype))
+        return SequenceValues(ends, np.concatenate([np.zeros(0, dtype), *arrays]).astype(dtype))
 
     @staticmethod
-    def mapped(folder: Path, precision: Precision) -> Values:
+    def mapped(folder: Path, precision: Precision) -> SequenceValues:
         """Map a whole folder into memory: of its values only those are read that are asked for."""
-        return Values(*(mapped(folder / name, dtype) for name, dtype in types_of(precision).items()))
+        return SequenceValues(*(mapped(folder / name, dtype) for name, dtype in types_of(precision).items()))
 
 
 def types_of(precision: Precision) -> dict[str, np.dtype[Any]]:
@@ -134,7 +134,7 @@ def types_of(precision: Precision) -> dict[str, np.dtype[Any]]:
 
 def appended(making: Appending, arrays: Sequence[Floats], last: int) -> None:
     """Append the values of the sequences of some rows, of which the last is before row `last`."""
-    part = Values.laid_out(arrays, making.types["values"])
+    part = SequenceValues.laid_out(arrays, making.types["values"])
     making.append({"ends": part.ends + making.length("values"), "values": part.values}, last)
 
 
@@ -142,7 +142,7 @@ def appended(making: Appending, arrays: Sequence[Floats], last: int) -> None:
 
 
 @dataclass(frozen=True)
-class Rows:
+class ReferenceRows:
     """The examples whose values are kept, in order: all, or those at some places."""
 
     held_out: bool
@@ -169,8 +169,8 @@ class Rows:
 class Kept:
     """What is kept of rows, each with as many sequences as a row has answers."""
 
-    rows: Rows
-    values: Values
+    rows: ReferenceRows
+    values: SequenceValues
 
     def of(self, example: int, answer: int) -> Floats:
         sides = len(self.values) // len(self.rows)

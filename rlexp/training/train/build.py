@@ -58,7 +58,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import refuse_foreign_tokens
 from rlexp.training.train.operations import of_reference, of_training, peak_of
-from rlexp.training.train.parts import Run, Setting
+from rlexp.training.train.parts import Setting, TrainingRun
 from rlexp.training.train.schedule import Schedule, warm_up_of
 from rlexp.training.train.surroundings import HERE, Surroundings
 from rlexp.training.train.task import Task
@@ -125,9 +125,9 @@ def build(
     return task
 
 
-def run_of(setting: Setting, engine: Engine) -> Run:
+def run_of(setting: Setting, engine: Engine) -> TrainingRun:
     parameters, trained = counted(engine)
-    return Run(
+    return TrainingRun(
         **vars(setting), engine=engine, parameters=parameters, trained=trained,
         operations=of_training(engine.policy), peak=peak_of(setting.cfg, setting.device),
     )  # fmt: skip
@@ -345,7 +345,9 @@ def kernel_for(
     return kernel
 
 
-def build_reference(run: Run, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings) -> Reference:
+def build_reference(
+    run: TrainingRun, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings
+) -> Reference:
     """Build what the policy is compared with, after the engine, which wanted more memory for a moment while it is
     built."""
     match run.cfg.reference.name:

@@ -31,7 +31,7 @@ from rlexp.training.rollout.draws import Draws
 from rlexp.training.rollout.pipelined import Pipelined
 from rlexp.training.rollout.sampling import Forward
 from rlexp.training.train.examples import Examples
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_supply import Rollouts, Source
 from rlexp.training.train.surroundings import HERE, Surroundings
 
@@ -39,7 +39,7 @@ VLLM_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Pr
 
 
 def build_rollouts(
-    run: Run,
+    run: TrainingRun,
     loss_cfg: PolicyLossConfig,
     loss: PolicyLoss,
     examples: Examples,
@@ -80,7 +80,7 @@ def build_rollouts(
     )
 
 
-def build_source(run: Run, bridge: Bridge | None, around: Surroundings) -> Source:
+def build_source(run: TrainingRun, bridge: Bridge | None, around: Surroundings) -> Source:
     in_step = run.engine.sharded and run.world.size > 1
     model = run.engine.policy.model
     cfg = run.cfg

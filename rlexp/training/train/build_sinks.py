@@ -23,12 +23,12 @@ from rlexp.training.sinks.jsonl_rollouts import RolloutsSink
 from rlexp.training.sinks.last_evaluation import LastEvaluation
 from rlexp.training.sinks.run_names import new_id
 from rlexp.training.train.loop import Position, last_step
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 
 TAG = 64  # most characters of a tag of W&B
 
 
-def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
+def build_sinks(run: TrainingRun, run_dir: Path, position: Position, curve: JsonlSink) -> Sinks:
     logger, rows = run.cfg.logger, read_rows(run_dir / METRICS)  # up to where the run goes on
     sinks: list[Sink] = [curve, RolloutsSink(run_dir / ROLLOUTS, position.step), LastEvaluation(run_dir)]
     if logger.progress:
@@ -50,14 +50,14 @@ def build_sinks(run: Run, run_dir: Path, position: Position, curve: JsonlSink) -
     return Sinks(sinks, baseline)
 
 
-def run_id_of(run: Run, run_dir: Path) -> str:
+def run_id_of(run: TrainingRun, run_dir: Path) -> str:
     """Return the run's id; a new one is noted before anything is sent under it."""
     run_id = run_folder.read(run_dir).get("wandb_id") or new_id(run.cfg.logger, run_dir)
     run_folder.note(run_dir, wandb_id=run_id)
     return str(run_id)
 
 
-def wandb_sink(run: Run, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
+def wandb_sink(run: TrainingRun, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
     from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink
 
     cfg = run.cfg
@@ -68,14 +68,14 @@ def wandb_sink(run: Run, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
     return WandbSink(cfg.logger, run_dir, facts, run_id=run_id_of(run, run_dir), history=rows)
 
 
-def described(run: Run, run_dir: Path) -> dict[str, object]:
+def described(run: TrainingRun, run_dir: Path) -> dict[str, object]:
     """Return the configuration for dashboards: keys to group by are flat, without dots, which would read as levels."""
     axes = {f"axis/{key.replace('.', '_')}": value for key, value in run.cfg.logger.axes.items()}
     known = {"identity": run_folder.read(run_dir).get("identity")}
     return to_plain(run.cfg) | derived_sizes(run.cfg) | axes | known
 
 
-def ending_of(error: BaseException, run: Run, run_dir: Path) -> Ending:
+def ending_of(error: BaseException, run: TrainingRun, run_dir: Path) -> Ending:
     """Describe the end of a process by an error. A rank that died of memory has left a note in the run's folder."""
     cause = run.phases.explained(error, run.world.rank) or cause_of(error)
     reason = str(cause) or type(cause).__name__

@@ -19,7 +19,7 @@ from rlexp.launch import run_folder, watch
 from rlexp.training.model.export import Export, dtype_of
 from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
 from rlexp.training.model.policy import CRITIC
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.world.objects import rank0_does
 
 EVERY = 5.0  # seconds after which rank 0 says again that it is still writing
@@ -27,7 +27,7 @@ EVERY = 5.0  # seconds after which rank 0 says again that it is still writing
 T = TypeVar("T")
 
 
-def export_run(run: Run, run_dir: Path, step: int) -> None:
+def export_run(run: TrainingRun, run_dir: Path, step: int) -> None:
     """Gather the parameters one by one; rank 0 writes a file whenever it holds all of its weights. A collective call.
 
     The folder gets its name when it is whole. While rank 0 writes, the others hear from it again and again.
@@ -63,19 +63,19 @@ def export_run(run: Run, run_dir: Path, step: int) -> None:
     together(commit)
 
 
-def alone(run: Run) -> bool:
+def alone(run: TrainingRun) -> bool:
     """Say whether the adapter is written, and not a model."""
     return run.engine.policy.adapter is not None and run.cfg.checkpoint.export != MERGED
 
 
-def weights_to_write(run: Run) -> Iterator[tuple[str, Tensor]]:
+def weights_to_write(run: TrainingRun) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the model, or of the adapter, whole and one by one. A collective call."""
     if not alone(run):
         return run.engine.merged()
     return ((name, weight) for name, weight in run.engine.weights(trained=True) if not name.startswith(CRITIC))
 
 
-def export_of(run: Run, place: Path) -> Export | AdapterExport:
+def export_of(run: TrainingRun, place: Path) -> Export | AdapterExport:
     policy, chosen = run.engine.policy, run.cfg.checkpoint.export_dtype
     if policy.adapter is not None and alone(run):
         place.mkdir()

@@ -25,7 +25,7 @@ from rlexp.run_files import evaluations
 from rlexp.run_files.checkpoint_folder import latest_first
 from rlexp.training.train.export_at_end import alone
 from rlexp.training.train.fitting import remarks
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.surroundings import HERE
 from rlexp.training.train.task import Task
 
@@ -63,7 +63,7 @@ def shares_in_words(task: Task) -> str:
     return f"  {', '.join(said)}\n" if said else ""
 
 
-def trained(run: Run) -> str:
+def trained(run: TrainingRun) -> str:
     """Say how many parameters are trained, where it is not all of the model's."""
     if run.trained == run.parameters:
         return ""
@@ -76,13 +76,13 @@ def sharing(task: Task) -> str:
     return "" if said is None else f"  sharing, in the first batch: {said}\n"
 
 
-def positions(run: Run) -> str:
+def positions(run: TrainingRun) -> str:
     """Warn of a data.max_length beyond the model's positions, where that was not known before the ranks started."""
     said = note_on_loaded(run.cfg, run.engine.policy.model.config.to_dict())
     return "" if said is None else f"  {said}\n"
 
 
-def carried(run: Run) -> str:
+def carried(run: TrainingRun) -> str:
     """Say that ranks talk through the host, which is slow."""
     launch = run.cfg.launch
     if launch.carrier is not Collectives.staged or run.device.type != "cuda":
@@ -91,7 +91,7 @@ def carried(run: Run) -> str:
     return f"  slow: {sharing}what ranks tell each other goes through the host's memory (launch.collectives=staged)\n"
 
 
-def generating(run: Run) -> str:
+def generating(run: TrainingRun) -> str:
     """Say what vLLM holds with its share of memory."""
     if not uses_vllm(run.cfg):
         return ""
@@ -103,18 +103,18 @@ def generating(run: Run) -> str:
     return f"  vLLM has {holds.share:g} of the memory of {where} ({KEY}): {holds.in_words()}\n"
 
 
-def chosen(run: Run) -> str:
+def chosen(run: TrainingRun) -> str:
     """Say why `auto` chose this layout."""
     return f"  layout {run.choice.name}: {run.choice.reason}\n" if run.choice.reason else ""
 
 
-def fused(run: Run) -> str:
+def fused(run: TrainingRun) -> str:
     """Say which of the model's modules compute with fused pieces, where any may."""
     pieces = run.engine.policy.fused
     return "" if pieces is None else f"  fused: {pieces}\n"
 
 
-def installable(run: Run) -> str:
+def installable(run: TrainingRun) -> str:
     """Name a faster kernel that could be installed for the run's GPU."""
     kernel, heads = run.kernel, heads_in(run.engine.policy.model.config.to_dict())
     if kernel.generation is None or heads is None or run.cfg.parallel.backend is not BackendName.native:
@@ -124,7 +124,7 @@ def installable(run: Run) -> str:
     return f"  kernel {kernel.name}: {said}\n" if said else ""
 
 
-def sampling(run: Run) -> str:
+def sampling(run: TrainingRun) -> str:
     ranks = run.cfg.rollout.sampling_ranks
     return f", and {ranks} that sample{'s' * (ranks == 1)}" if ranks else ""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rlexp.config.schema.cadence import eval_cadence
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Sinks
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.step import train_step
 from rlexp.training.train.task import NOTHING, Task, Watch
 
@@ -51,7 +51,7 @@ def train_loop(
     return row, None
 
 
-def last_step(run: Run, position: Position) -> int:
+def last_step(run: TrainingRun, position: Position) -> int:
     stop_after = run.cfg.train.stop_after
     return run.total_steps if stop_after is None else min(run.total_steps, position.step + stop_after)
 

@@ -92,7 +92,7 @@ class Setting:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run(Setting):
+class TrainingRun(Setting):
     """A setting with the policy's weights. It knows nothing of what is trained: that is the task's."""
 
     engine: Engine

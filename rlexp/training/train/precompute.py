@@ -37,9 +37,9 @@ from rlexp.training.model.prepared import commit_of, of_hub
 from rlexp.training.reference.models import OfModel
 from rlexp.training.reference.stored import (
     Kept,
-    Rows,
+    ReferenceRows,
+    SequenceValues,
     Stored,
-    Values,
     appended,
     cache_of,
     digest_of,
@@ -76,7 +76,7 @@ def precomputed(
         sequences = shared_digest(rows, setting)
         # All machines have the same key. The model's own files are read here, so an error is not the cache's.
         facts = rank0_does(partial(_facts, cfg, model, sequences), setting.world.size, EVERY)
-        kept.append(Kept(rows, Values.mapped(keeper.ensured(rows, facts), cfg.train.precision)))
+        kept.append(Kept(rows, SequenceValues.mapped(keeper.ensured(rows, facts), cfg.train.precision)))
     keeper.forget_model()
     return Stored(kept, cfg.train.precision)
 
@@ -96,11 +96,11 @@ def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
         ) from None
 
 
-def rows_of(task: RowsTask, cfg: Config, total_steps: int, *, trains: bool) -> list[Rows]:
+def rows_of(task: RowsTask, cfg: Config, total_steps: int, *, trains: bool) -> list[ReferenceRows]:
     """Return the rows that a run asks for: those that its steps take, and those held out if it evaluates any."""
     evaluates = not trains or cfg.train.eval_every is not None or cfg.eval.before_training
-    train = [Rows(False, task.examples.train, places_of(task, total_steps))] if trains else []
-    held_out = [Rows(True, task.examples.held_out)] if evaluates else []
+    train = [ReferenceRows(False, task.examples.train, places_of(task, total_steps))] if trains else []
+    held_out = [ReferenceRows(True, task.examples.held_out)] if evaluates else []
     return [rows for rows in (*train, *held_out) if len(rows)]
 
 
@@ -118,7 +118,7 @@ def places_of(task: RowsTask, total_steps: int) -> np.ndarray | None:
     return None if taken.all() else np.flatnonzero(taken)
 
 
-def shared_digest(rows: Rows, setting: Setting) -> str:
+def shared_digest(rows: ReferenceRows, setting: Setting) -> str:
     """Hash the tokens of all rows, each rank a part of them. A collective call."""
     world = setting.world
     blocks = range(-(-len(rows) // HASHED))
@@ -146,7 +146,7 @@ class _Keeper:
         self.leads = leaders[self.world.rank] == self.world.rank
         self.shown = self.cfg.logger.progress and self.world.rank == 0
 
-    def ensured(self, rows: Rows, facts: dict[str, Any]) -> Path:
+    def ensured(self, rows: ReferenceRows, facts: dict[str, Any]) -> Path:
         """Return the folder of these rows, made if there is none, or a damaged one."""
         place = self.folder / key_of(facts)
         what = f"{len(rows):,} {'held-out ' if rows.held_out else ''}{self.task.kind}s"
@@ -162,7 +162,7 @@ class _Keeper:
         self.spread(place)
         return place
 
-    def make(self, rows: Rows, folder: Path, facts: dict[str, Any]) -> None:
+    def make(self, rows: ReferenceRows, folder: Path, facts: dict[str, Any]) -> None:
         """Compute all rows that are not there yet."""
         size, parts = self.world.dp_size * (at_once(self.cfg).samples or 1), list[Appending]()  # rank 0's only one
 
@@ -190,7 +190,7 @@ class _Keeper:
                 each.close()
 
     @torch.no_grad()
-    def values(self, rows: Rows, first: int, last: int) -> list[Floats]:
+    def values(self, rows: ReferenceRows, first: int, last: int) -> list[Floats]:
         """Compute the log-probabilities of the trained tokens of some rows' sequences."""
         setting, world = self.setting, self.world
         found: list[tuple[int, Sequence[Floats]]] = []

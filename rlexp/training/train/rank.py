@@ -30,7 +30,7 @@ from rlexp.training.train.build_sinks import build_sinks, ending_of
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.header import footer, header
 from rlexp.training.train.loop import Position, train_loop
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume, versions_of
 from rlexp.training.train.sampling_rank import sample_for
 from rlexp.training.train.surroundings import HERE
@@ -136,12 +136,12 @@ def train_task(task: Task, run_dir: Path, phases: Phases) -> Outcome:
     return outcome
 
 
-def print_line(run: Run, text: str) -> None:
+def print_line(run: TrainingRun, text: str) -> None:
     if run.world.rank == 0:
         say(text)
 
 
-def how_it_ended(run: Run, position: Position, stop: signal.Signals | None, failed: str | None) -> Outcome:
+def how_it_ended(run: TrainingRun, position: Position, stop: signal.Signals | None, failed: str | None) -> Outcome:
     if failed is not None:
         return Outcome("failed", f"the checkpoint of step {position.step} could not be saved: {failed}", 1)
     if stop is not None:

@@ -32,7 +32,7 @@ from rlexp.training.model.prepared import commit_of
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.train.loop import Position
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.schedule import warm_up_of
 from rlexp.training.train.task import Task
 from rlexp.training.world.objects import rank0_does
@@ -104,7 +104,7 @@ def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence
             )
 
 
-def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
+def _changes(run: TrainingRun, saved: dict[str, Any]) -> list[str]:
     """Say what has changed: the layout, which moves no curve, and the length of the run, which may move it."""
     then, here = saved["layout"], layout(run)  # a checkpoint of an older version has fewer names
     lines = [f"{name} was {was}, and is {here[name]}" for name, was in then.items() if was != here[name]]
@@ -125,7 +125,7 @@ def _changes(run: Run, saved: dict[str, Any]) -> list[str]:
     return lines
 
 
-def layout(run: Run) -> dict[str, Any]:
+def layout(run: TrainingRun) -> dict[str, Any]:
     """Return what may change when a run goes on."""
     cfg = run.cfg
     return {
@@ -217,7 +217,7 @@ def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[s
     }
 
 
-def check_space(run: Run, run_dir: Path) -> None:
+def check_space(run: TrainingRun, run_dir: Path) -> None:
     """Refuse to begin when the checkpoints would not fit on the disk: a new one is there before an old one goes."""
     keep = run.cfg.checkpoint
     if not keep.on_exit and keep.save_every is None:

@@ -16,12 +16,16 @@ from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.rollout.rewards.weighted import ModelTerm
 from rlexp.training.rollout.scoring import RingRewardModel
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.types import Pack
 
 
 def ring_reward_model(
-    run: Run, term: ModelTerm, *, make: Callable[..., RewardModel] = RewardModel, probing: Callable[..., float] = probe
+    run: TrainingRun,
+    term: ModelTerm,
+    *,
+    make: Callable[..., RewardModel] = RewardModel,
+    probing: Callable[..., float] = probe,
 ) -> RingRewardModel:
     """Build a reward model, whole on every rank, that scores over the ring.
 

@@ -33,7 +33,7 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.build_rollouts import build_rollouts
 from rlexp.training.train.examples import Examples, sampler_of
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.surroundings import HERE, Surroundings
@@ -91,7 +91,7 @@ class RolloutTask(Task):
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch * self.cfg.epochs * self.cfg.minibatches
 
-    def start(self, run: Run, reference: Reference | None) -> None:
+    def start(self, run: TrainingRun, reference: Reference | None) -> None:
         super().start(run, reference)
         self.rollouts = build_rollouts(
             run,

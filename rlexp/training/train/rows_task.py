@@ -42,7 +42,7 @@ from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, longest_examples, sampler_of
 from rlexp.training.train.fitting import unfit
 from rlexp.training.train.mismatched import Mismatched
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
@@ -84,7 +84,7 @@ class RowsTask(Task):
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def start(self, run: Run, reference: Reference | None) -> None:
+    def start(self, run: TrainingRun, reference: Reference | None) -> None:
         super().start(run, reference)
         self.reference = reference
 

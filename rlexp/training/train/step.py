@@ -14,7 +14,7 @@ from rlexp.base.errors import NonFiniteError
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.metrics.stopwatch import Stopwatch
 from rlexp.training.train.operations import note_operations, speed
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
 from rlexp.training.types import Shard
 
@@ -65,7 +65,7 @@ def train_step(task: Task, number: int, watch: Watch = NOTHING) -> dict[str, flo
     return values
 
 
-def loading(run: Run, step: Step) -> Iterator[MicroBatch]:
+def loading(run: TrainingRun, step: Step) -> Iterator[MicroBatch]:
     """Yield the step's micro-batches on their way to the device."""
     for number in range(len(step.micro_batches)):
         with run.phases.micro_batch(number):
@@ -74,7 +74,7 @@ def loading(run: Run, step: Step) -> Iterator[MicroBatch]:
         del batch  # the caller's to free
 
 
-def optimize(run: Run, step: Step, *, finite: bool) -> dict[str, float]:
+def optimize(run: TrainingRun, step: Step, *, finite: bool) -> dict[str, float]:
     """Step the optimizer unless a loss or the gradient is not finite; return gradient norm and learning rate."""
     lr = run.schedule.at(step.batch.step)
     with run.phases("optimizer"):
@@ -138,7 +138,7 @@ def note_balance(meter: Meter, shard: Shard) -> None:
     meter.add_mean("ring_balance", shard.most_work, shard.mean_work, REPLICATED)
 
 
-def refuse_unless_finite(run: Run, step: Step, finite: bool, grad_norm: float) -> None:
+def refuse_unless_finite(run: TrainingRun, step: Step, finite: bool, grad_norm: float) -> None:
     """Raise on all ranks before the optimizer step: a step with a NaN cannot be taken back."""
     bad = torch.tensor([0.0 if finite else 1.0], device=run.device)
     if run.world.size > 1:

@@ -21,7 +21,7 @@ from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
 from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer
 from rlexp.training.train.examples import Examples, read_examples
-from rlexp.training.train.parts import Run, Setting
+from rlexp.training.train.parts import Setting, TrainingRun
 from rlexp.training.train.precompute import precomputed
 from rlexp.training.train.ring_reward_model import ring_reward_model
 from rlexp.training.train.rollout_supply import Rollouts
@@ -85,7 +85,7 @@ class Surroundings:
     def rewards(self, cfg: RewardConfig) -> Rewards:
         return build_reward(cfg)
 
-    def reward_model(self, run: Run, term: ModelTerm) -> RingRewardModel:
+    def reward_model(self, run: TrainingRun, term: ModelTerm) -> RingRewardModel:
         return ring_reward_model(run, term)
 
     def drawer(self, **parts: Any) -> Draws:

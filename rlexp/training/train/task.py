@@ -25,7 +25,7 @@ from rlexp.training.reference.base import Reference
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.types import Pack, Shard, Wanted
 
 
@@ -117,7 +117,7 @@ class Task(ABC):
     kind: str  # the name of one example
     examples: Examples
     wanted: Wanted  # of the models, the rows and the train batch
-    run: Run  # from `start` on
+    run: TrainingRun  # from `start` on
 
     @classmethod
     @abstractmethod
@@ -142,7 +142,7 @@ class Task(ABC):
     @abstractmethod
     def steps_per_epoch(self) -> int: ...
 
-    def start(self, run: Run, reference: Reference | None) -> None:
+    def start(self, run: TrainingRun, reference: Reference | None) -> None:
         """Take the run, whose engine stands, and the reference if the task needs one. A collective call."""
         self.run = run
 

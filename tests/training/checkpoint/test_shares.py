@@ -17,7 +17,7 @@ from rlexp.config.schema import Config
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.train.build import build_schedule
-from rlexp.training.train.parts import Run
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.resume import keep_warm_up
 from tests.conftest import Shell
 from tests.helpers.runs import run_json
@@ -90,8 +90,8 @@ def test_a_warm_up_is_kept_only_by_the_share_that_it_had(
         for length, warm in ((4, before), (12, now))
     )
     saved = {"schedule": dataclasses.asdict(build_schedule(then, 9)), "config": to_plain(then)}
-    nothing: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(Run))
-    task: Any = SimpleNamespace(run=Run(**{**nothing, "cfg": here, "schedule": build_schedule(here, 9)}))
+    nothing: dict[str, Any] = dict.fromkeys(field.name for field in dataclasses.fields(TrainingRun))
+    task: Any = SimpleNamespace(run=TrainingRun(**{**nothing, "cfg": here, "schedule": build_schedule(here, 9)}))
     keep_warm_up(task, saved)
     assert task.run.schedule == dataclasses.replace(build_schedule(here, 9), warmup_steps=steps)
 

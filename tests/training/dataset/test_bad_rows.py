@@ -21,7 +21,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.launch import run_folder
 from rlexp.training.dataset import hub, row_files
-from rlexp.training.dataset.hub import Table
+from rlexp.training.dataset.hub import HubSplit
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.resume import refuse_other_versions
 from tests.helpers.rows import SMALL, as_lines, assistant, cache, configured, ids, read, user, write_lines
@@ -382,10 +382,10 @@ def test_a_run_that_goes_on_knows_the_commits_that_it_was_started_with(
 def test_rows_to_train_on_and_held_out_rows_have_a_commit_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def table(key: str, path: str, *_: object) -> hub.Table:  # the hub cannot exist on this machine
+    def table(key: str, path: str, *_: object) -> hub.HubSplit:  # the hub cannot exist on this machine
         rows = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
         rows.info.download_checksums = {f"hf://datasets/{path}@{path[-1] * 40}/rows.parquet": {}}
-        return hub.Table(path, rows)
+        return hub.HubSplit(path, rows)
 
     monkeypatch.setattr(hub, "table", table)
     held = ["data.eval_path=org/e", "data.eval_split=test"]
@@ -407,8 +407,8 @@ def test_a_file_to_train_on_and_a_set_of_the_hub_to_hold_out(tmp_path: Path) -> 
 def test_the_commit_of_a_set_is_read_off_its_files() -> None:
     from types import SimpleNamespace
 
-    def table(*names: str) -> Table:  # the hub cannot exist on this machine
-        return Table("x", SimpleNamespace(info=SimpleNamespace(download_checksums=dict.fromkeys(names))))
+    def table(*names: str) -> HubSplit:  # the hub cannot exist on this machine
+        return HubSplit("x", SimpleNamespace(info=SimpleNamespace(download_checksums=dict.fromkeys(names))))
 
     commit = "0123456789" * 4
     assert table(f"hf://datasets/org/x@{commit}/a.parquet", f"hf://datasets/org/x@{commit}/b.parquet").version == commit

@@ -28,7 +28,7 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset import row_files
 from rlexp.training.dataset.store import TYPES, StoreFacts, StoreInTheMaking, _mask, _runs, block_of
-from rlexp.training.dataset.tokenize_worker import Worker
+from rlexp.training.dataset.tokenize_worker import TokenizeWorker
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import examples
 from rlexp.training.types import Example
@@ -286,14 +286,14 @@ KEYS = (
 def test_what_was_made_outlives_a_process_that_ends(tmp_path: Path) -> None:
     path = written(tmp_path, 6000)
 
-    answer = Worker.answer
+    answer = TokenizeWorker.answer
 
-    def killed(self: Worker) -> Any:
+    def killed(self: TokenizeWorker) -> Any:
         self.process.kill()
         return answer(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Worker, "answer", killed)
+        patch.setattr(TokenizeWorker, "answer", killed)
         with pytest.raises(DataError, match=r"ended \(exit code -9\)\. If memory ran out"):
             read(path, "data.workers=2")
     (making,) = (tmp_path / "cache" / "tokens").glob("*.making")

@@ -20,9 +20,9 @@ from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.reference import stored
 from rlexp.training.reference.stored import (
     Kept,
-    Rows,
+    ReferenceRows,
+    SequenceValues,
     Stored,
-    Values,
     appended,
     digest_of,
     facts_of,
@@ -61,8 +61,8 @@ def test_each_sequence_gets_its_own_values_on_every_rank_of_a_ring() -> None:
     train, held_out = pairs(6), pairs(3, seed=1)
     some = np.array([0, 2, 3, 5])  # those that the steps take
     values = [marked([train[place] for place in some.tolist()]), marked(held_out, held_out=True)]
-    rows = [Rows(False, train, some), Rows(True, held_out)]
-    kept = [Kept(each, Values.laid_out(part, FLOAT64)) for each, part in zip(rows, values, strict=True)]
+    rows = [ReferenceRows(False, train, some), ReferenceRows(True, held_out)]
+    kept = [Kept(each, SequenceValues.laid_out(part, FLOAT64)) for each, part in zip(rows, values, strict=True)]
     reference, layout = Stored(kept, Precision.fp64), get_layout("zigzag", None)
     for examples, places, part in ((train, [5, 2], values[0]), (held_out, [1], values[1])):
         names = tuple(SequenceName(examples is held_out, place, side) for place in places for side in (0, 1))
@@ -81,7 +81,7 @@ def test_each_sequence_gets_its_own_values_on_every_rank_of_a_ring() -> None:
 def test_a_row_that_is_not_kept_and_a_pack_without_names_are_never_guessed() -> None:
     train = pairs(4)
     some = np.array([0, 2])
-    kept = Kept(Rows(False, train, some), Values.laid_out(marked([train[0], train[2]]), FLOAT64))
+    kept = Kept(ReferenceRows(False, train, some), SequenceValues.laid_out(marked([train[0], train[2]]), FLOAT64))
     for place in (1, 3):
         with pytest.raises(AssertionError, match=f"example {place} is not kept"):
             kept.of(place, 0)
@@ -110,7 +110,7 @@ def test_a_folder_has_the_same_bytes_however_it_was_parted(tmp_path: Path) -> No
     read = {name: [each.read_bytes() for each in sorted((tmp_path / name / "k.making").iterdir())]
             for name in ("whole", "parted", "stopped")}  # fmt: skip
     assert read["whole"] == read["parted"] == read["stopped"]
-    kept = Values.mapped(tmp_path / "whole" / "k.making", Precision.fp64)
+    kept = SequenceValues.mapped(tmp_path / "whole" / "k.making", Precision.fp64)
     assert [kept.of(place).tolist() for place in range(len(kept))] == [each.tolist() for each in values]
 
 
@@ -119,7 +119,7 @@ def test_sequences_without_a_trained_token_are_kept_too(tmp_path: Path) -> None:
         making = Appending(tmp_path / str(number), types_of(Precision.fp64))
         appended(making, values, 1)
         making.finish({})
-        read = Values.mapped(tmp_path / str(number), Precision.fp64)
+        read = SequenceValues.mapped(tmp_path / str(number), Precision.fp64)
         assert [read.of(place).tolist() for place in range(len(read))] == [each.tolist() for each in values]
         assert damage(tmp_path / str(number)) is None
 

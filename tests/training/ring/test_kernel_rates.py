@@ -10,16 +10,18 @@ import pytest
 
 from rlexp.base import kernel_rates as rates
 from rlexp.base.kernel_needs import FLASH_ATTN_4, NEEDS, able
-from rlexp.base.kernel_rates import Row
+from rlexp.base.kernel_rates import KernelRate
 from rlexp.config.load import compose_config
 from rlexp.training.train.header import installable
 
 
-def of(kernel: str, generation: int, tokens: int, forward: float, *, size: int = 128, peak: float = 1000.0) -> Row:
-    return Row(kernel, generation, size, tokens, forward, forward, peak, "a card", "2026-01")
+def of(
+    kernel: str, generation: int, tokens: int, forward: float, *, size: int = 128, peak: float = 1000.0
+) -> KernelRate:
+    return KernelRate(kernel, generation, size, tokens, forward, forward, peak, "a card", "2026-01")
 
 
-def speeds(*known: Row, monkeypatch: pytest.MonkeyPatch) -> None:
+def speeds(*known: KernelRate, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rates, "rows", lambda: known)
     rates.measured.cache_clear()
 
@@ -62,7 +64,7 @@ def test_kernels_are_compared_at_lengths_that_all_were_measured_at(monkeypatch: 
 def test_both_passes_count_by_their_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel is faster forward by more than the other is backward; but the backward pass takes longer."""
     one, other = of("torch_flash", 9, 1024, 500), of("flash_attn_4", 9, 1024, 400)
-    speeds(one, Row(**vars(other) | {"forward": 1000.0}), monkeypatch=monkeypatch)
+    speeds(one, KernelRate(**vars(other) | {"forward": 1000.0}), monkeypatch=monkeypatch)
     assert rates.ranked(["flash_attn_4", "torch_flash"], 9, 128, 1024) == ["torch_flash", "flash_attn_4"]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.training.rollout.rewards.base import named
-from rlexp.training.rollout.rewards.worker import Gone, receive, send
+from rlexp.training.rollout.rewards.worker import PipeClosed, receive, send
 from rlexp.training.types import Sample
 
 START_SECONDS = 300.0  # limit for the import of the function's module
@@ -136,7 +136,7 @@ class Worker:
         except TimeoutError:
             self.kill()
             raise RewardError(f"{self._what}: its module was not imported within {START_SECONDS:g} s.") from None
-        except Gone:
+        except PipeClosed:
             raise RewardError(f"{self._what}: while its module was imported, {self._ended()}.") from None
         if "error" in reply:
             self.kill()
@@ -176,7 +176,7 @@ class Worker:
                 f"{self.key}.timeout_seconds={self.cfg.timeout_seconds:g}: {self._what} has not returned in that time "
                 f"for {named(samples)}. Its process was killed. Raise the limit if the function needs longer."
             ) from None
-        except Gone:
+        except PipeClosed:
             raise CallFailed(self._ended()) from None
         if "error" in reply:
             raise CallFailed(f"it raised\n{reply['error']}")

@@ -28,7 +28,7 @@ HEADER = struct.Struct(">Q")
 LINES = 8  # last lines of a traceback in an error
 
 
-class Gone(Exception):
+class PipeClosed(Exception):
     """The other end of a pipe is closed."""
 
 
@@ -39,7 +39,7 @@ def send(fd: int, message: dict[str, Any]) -> None:
         try:
             view = view[os.write(fd, view) :]
         except BrokenPipeError:
-            raise Gone from None
+            raise PipeClosed from None
 
 
 def receive(fd: int, deadline: float | None = None) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def _read(fd: int, size: int, deadline: float | None) -> bytes:
                 raise TimeoutError
         part = os.read(fd, size - len(parts))
         if not part:
-            raise Gone
+            raise PipeClosed
         parts += part
     return bytes(parts)
 
@@ -72,7 +72,7 @@ def main() -> None:
         signal.signal(asking, lambda *_: None)  # the rank answers these signals, and finishes its step first
     sys.argv = [name]
     function = None
-    with contextlib.suppress(Gone):
+    with contextlib.suppress(PipeClosed):
         while True:
             request = receive(requests)
             try:

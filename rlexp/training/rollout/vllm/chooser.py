@@ -76,7 +76,7 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Row:
+class BatchRow:
     """A row of vLLM's batch."""
 
     line: int
@@ -84,19 +84,19 @@ class Row:
     answer: Sequence[int]  # vLLM's own list of its tokens so far, which grows
 
 
-class Rows:
+class BatchRows:
     """The rows of vLLM's batch, in its order, which changes as requests begin and end."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
-        self._rows: dict[int, Row] = {}
+        self._rows: dict[int, BatchRow] = {}
 
     def update(self, change: Any) -> None:
         for place in change.removed:
             self._rows.pop(place, None)
         for place, parameters, _, answer in change.added:
             own = parameters.extra_args[OWN]
-            self._rows[place] = Row(self._notes.line_of(own["request"]), own["key"], answer)
+            self._rows[place] = BatchRow(self._notes.line_of(own["request"]), own["key"], answer)
         for one, other, way in change.moved:
             moved, replaced = self._rows.pop(one, None), self._rows.pop(other, None)
             if moved is not None:
@@ -104,11 +104,11 @@ class Rows:
             if replaced is not None and way.name == "SWAP":
                 self._rows[one] = replaced
 
-    def first(self, number: int) -> list[Row]:
+    def first(self, number: int) -> list[BatchRow]:
         return [self._rows[place] for place in range(number)]
 
 
-def chosen_only(logits_BV: Tensor, rows: Sequence[Row], notes: Notes, cfg: RolloutConfig) -> Tensor:
+def chosen_only(logits_BV: Tensor, rows: Sequence[BatchRow], notes: Notes, cfg: RolloutConfig) -> Tensor:
     """Choose a token for each row, note it, and leave it as the only possible one."""
     places = [len(row.answer) for row in rows]
     keys = np.array([row.key for row in rows], dtype=np.uint64)
@@ -127,7 +127,7 @@ def chooser(notes: Notes, cfg: RolloutConfig) -> type:
 
     class Chooser(LogitsProcessor):
         def __init__(self, *_: Any) -> None:
-            self._rows = Rows(notes)
+            self._rows = BatchRows(notes)
 
         def is_argmax_invariant(self) -> bool:
             return False  # vLLM would then leave it out where it takes the likeliest token
