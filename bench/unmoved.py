@@ -48,8 +48,8 @@ BASE = (
     *("launch.device=cpu", "logger=none", "logger.progress=false", "checkpoint.export=false", "train.max_steps=4"),
     *("model.hidden_size=32", "model.intermediate_size=64", "checkpoint.save_every=null", "train.batch_size=8"),
 )
-ROWS = ("data=jsonl", f"data.path={HH}", "data.max_samples=64", "data.eval_size=5", "train.eval_every=2",
-        "data.max_length=192", "data.too_long=truncate")  # fmt: skip
+PAIRS = ("data=jsonl", f"data.path={HH}", "data.too_long=truncate")
+ROWS = (*PAIRS, "data.max_samples=64", "data.eval_size=5", "train.eval_every=2", "data.max_length=192")
 MADE = ("data.size=32", "data.eval_size=5", "train.eval_every=2")
 DRAWN = ("data=arithmetic", "data.size=16", "data.eval_size=0", "data.max_length=32", "reward.rule=regex",
          'reward.pattern="[0-9]"', "rollout.batch_size=4", "rollout.n_samples=4", "rollout.epochs=2",
@@ -82,7 +82,7 @@ CASES: Cases = {
 BEGUN = ("dpo, LoRA, ring of 4, not shared", "dpo, ZeRO-1", "dpo, ZeRO-3", "dpo, fsdp2", "mpo, stored reference",
          "bco_pair, accumulated", "ppo")  # fmt: skip
 STOP, LAST = 2, 5  # steps; the second of four on one rollout
-TIMED = ("engine=torch", *ROWS[:2], *on(1, 1), "loss=dpo", "train.max_steps=30")
+TIMED = ("engine=torch", *PAIRS, "data.max_length=96", *on(1, 1, 2), "loss=dpo", "train.max_steps=60")  # mostly Python
 ROUNDS, WARM = 8, 5  # pairs of runs; first steps of each that do not count
 SLOWER = 1.02
 ON_GPUS = ("hardware=h100", "data.max_length=128")
