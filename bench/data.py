@@ -3,8 +3,9 @@
     python -m bench.data                         print the table; seven minutes
     python -m bench.data --write docs/measured/benchmarks.md
 
-Rows are short pairs written for the measurement. Each run is `python -m rlexp` as a user types it, on two ranks, once
-with an empty cache and once with the rows tokenized. Memory is what the kernel counts (smaps), five times a second.
+Rows are short pairs written for the measurement. Each run is `python -m rlexp` as a user types it, on two ranks: with
+an empty cache, with the rows tokenized, and with some of these held out and a limit that a longer pair would exceed.
+Memory is what the kernel counts (smaps), five times a second.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from rlexp.training.dataset.synthetic import CURT, THINGS, VERBS, WORDS
 
 ROWS = (10_000, 100_000, 1_000_000)
 RANKS, EVERY = 2, 0.2
+LIMITED = ("data.eval_size=0.05", "train.max_tokens_per_micro_batch=800")
+CACHES = {"cold": (), "warm": (), "warm; 5 % held out, a limit of tokens": LIMITED}
 MIB = 1 << 20
 
 
@@ -43,8 +46,8 @@ def rows() -> str:
             place = Path(folder) / str(count)
             place.mkdir()
             write_rows(place / "rows.jsonl", count)
-            for cache in ("cold", "warm"):
-                found = watched_run(place, cache)
+            for number, (cache, words) in enumerate(CACHES.items()):
+                found = watched_run(place, str(number), *words)
                 size = sum(file.stat().st_size for file in (place / "cache").rglob("*") if file.is_file())
                 lines.append(
                     f"| {count:,} | {(place / 'rows.jsonl').stat().st_size / 1e6:.0f} | {cache} | {found.seconds:.0f} "
@@ -76,11 +79,11 @@ class Found:
     ranks: set[int] = field(default_factory=set)
 
 
-def watched_run(place: Path, name: str) -> Found:
+def watched_run(place: Path, name: str, *words: str) -> Found:
     command = [
         sys.executable, "-m", "rlexp", "data=jsonl", f"data.path={place / 'rows.jsonl'}", "launch.device=cpu",
         f"parallel=ring{RANKS}", "train.max_steps=1", "logger=none", "checkpoint.export=false",
-        "checkpoint.on_exit=false", f"hydra.run.dir={place / name}",
+        "checkpoint.on_exit=false", f"hydra.run.dir={place / name}", *words,
     ]  # fmt: skip
     found, began = Found(), time.monotonic()
     environment = os.environ | {"RLEXP_CACHE": str(place / "cache")}

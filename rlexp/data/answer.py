@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -74,8 +73,8 @@ def _problems(cfg: Config, rows: Rows) -> list[str]:
     needs = kind_read(cfg) if isinstance(cfg.data, RowsDataConfig) else cfg.loss.rows
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
-        whole = chain(rows.examples.train, rows.examples.held_out) if rows.kind is not Kind.prompts else ()
-        said = [unfit(cfg, rows.examples), without_room(cfg, whole)]
+        whole = (rows.examples.train, rows.examples.held_out) if rows.kind is not Kind.prompts else ()
+        said = [unfit(cfg, rows.examples), without_room(cfg, *whole)]
         return [each for each in said if each is not None]
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))

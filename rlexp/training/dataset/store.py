@@ -161,9 +161,13 @@ class Store(Sequence[Example]):
             bad = orjson.loads(line)
             yield f"{self.origin(bad['file'], bad['row'])}: {bad['said']}"
 
-    def lengths(self) -> np.ndarray:
-        """Return (examples, parts): the tokens of each prompt and answer."""
-        return np.diff(self._arrays["ends"], prepend=0).reshape(-1, PARTS[self.kind])
+    def lengths(self, places: np.ndarray | None = None) -> np.ndarray:
+        """Return (examples, parts): the tokens of each prompt and answer, of some examples or of all."""
+        parts, ends = PARTS[self.kind], self._arrays["ends"]
+        if places is None:
+            return np.diff(ends, prepend=0).reshape(-1, parts)
+        last = places[:, None] * parts + np.arange(parts)
+        return ends[last] - np.where(last > 0, ends[last - 1], 0)
 
     def blocks(self, most: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
         """Yield the tokens of whole examples, about so many at a time, and where among them each part ends."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
 from abc import abstractmethod
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any, overload
 
 import numpy as np
 
+from rlexp.training.dataset.store import Store
 from rlexp.training.types import Example
 
 DRAW = 20261123  # seeds the draw of held-out rows: the same in every run, whatever its seed
@@ -22,6 +24,10 @@ class View(Sequence[Any]):
     @abstractmethod
     def at(self, index: int) -> Any:
         """Return the example at a place from 0 on."""
+
+    @abstractmethod
+    def lengths(self, places: np.ndarray) -> np.ndarray:
+        """Return what `lengths_of` does."""
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -45,6 +51,15 @@ class Joined(View):
 
     def __len__(self) -> int:
         return (self._ends[-1] if self._ends else 0) if self.places is None else len(self.places)
+
+    def lengths(self, places: np.ndarray) -> np.ndarray:
+        places = places if self.places is None else self.places.at(places)
+        cuts = np.searchsorted(places, [0, *self._ends])
+        return np.concatenate([
+            lengths_of(each, places[a:b] - first)
+            for each, first, (a, b) in zip(self.sets, [0, *self._ends], itertools.pairwise(cuts), strict=False)
+            if b > a
+        ])  # fmt: skip
 
     def at(self, index: int) -> Any:
         place = index if self.places is None else self.places[index]
@@ -70,6 +85,10 @@ class Halves(View):
     def __len__(self) -> int:
         return 2 * len(self.pairs)
 
+    def lengths(self, places: np.ndarray) -> np.ndarray:
+        of_pairs = lengths_of(self.pairs, places // 2)
+        return np.stack((of_pairs[:, 0], of_pairs[np.arange(len(places)), 1 + places % 2]), axis=1)
+
     def at(self, index: int) -> Example:
         pair, second = self.pairs[index // 2], index % 2
         answer, mask = pair.masked[second]
@@ -89,14 +108,30 @@ class Places:
         return len(self.out) if self.held_out else self.total - len(self.out)
 
     def __getitem__(self, index: int) -> int:
-        if self.held_out:
-            return int(self.out[index])
-        return index + int(np.searchsorted(self.out - np.arange(len(self.out)), index, side="right"))
+        return int(self.at(index))
+
+    def at(self, index: Any) -> Any:
+        """Return the place of an example, or an array of places."""
+        return self.out[index] if self.held_out else index + np.searchsorted(self._others, index, side="right")
+
+    @functools.cached_property
+    def _others(self) -> np.ndarray:
+        """Return how many of the others come before each held-out one."""
+        return self.out - np.arange(len(self.out))
 
     def before(self, place: int) -> int:
         """Count those before a place."""
         out = int(np.searchsorted(self.out, place, side="left"))
         return out if self.held_out else place - out
+
+
+def lengths_of(examples: Sequence[Any], places: np.ndarray) -> np.ndarray:
+    """Return (places, parts): the tokens of the prompt and of each answer, at some places in order. What has a store is
+    not read."""
+    if isinstance(examples, View | Store):
+        return examples.lengths(places)
+    taken = [examples[place] for place in places.tolist()]
+    return np.array([[len(each.prompt), *(len(answer) for answer, _ in each.answers)] for each in taken])
 
 
 def drawn(total: int, size: int) -> np.ndarray:

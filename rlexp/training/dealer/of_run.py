@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import numpy as np
 
 from rlexp.config.checks.layout import Heads
 from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample
 from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config
+from rlexp.training.dataset.views import lengths_of
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of
 from rlexp.training.dealer.forest import Share
 from rlexp.training.types import Example
@@ -15,6 +19,7 @@ from rlexp.training.types import Example
 # A layer of a common model has as many operations for a token as for 6 × heads × head size pairs of a query and a key;
 # and the width of heads where it is not known.
 TOKEN, USUAL = 6, 2048
+BLOCK = 1 << 16  # examples whose lengths are held at once
 
 
 def dealer_of(cfg: Config, heads: Heads | None, replicas: int) -> Dealer:
@@ -28,7 +33,7 @@ def room_of(cfg: Config, most: AtOnce) -> Room:
     return Room(most.samples, None if most.tokens is None else most.tokens * cfg.parallel.ring_size)
 
 
-def without_room(cfg: Config, examples: Iterable[Example]) -> str | None:
+def without_room(cfg: Config, *parts: Sequence[Example]) -> str | None:
     """Say which is the largest example that no pack of a run has room for; None if all fit."""
     given = cfg.train.max_tokens_per_micro_batch
     if given is None or given >= longest_sample(cfg):
@@ -36,16 +41,22 @@ def without_room(cfg: Config, examples: Iterable[Example]) -> str | None:
     dealer = dealer_of(cfg, None, 1)
     room = dealer.room.tokens or 0
     largest, origin = TooLargeError(0, 0), ""
-    for example in examples:
-        answers = [len(answer) for answer in example.answers]
-        if sum(answers) + len(answers) * len(example.prompt) <= room:
-            continue  # even if they share nothing
+    for example in chain.from_iterable(larger_than(room, examples) for examples in parts):
         try:
             dealer.deal([unit_of(example)])
         except TooLargeError as error:
             if error.tokens > largest.tokens:
                 largest, origin = error, example.origin
     return too_large(largest, cfg, origin) if largest.tokens else None
+
+
+def larger_than(tokens: int, examples: Sequence[Example]) -> Iterator[Example]:
+    """Yield the examples that have more tokens, if their answers share nothing. The others are not read."""
+    for first in range(0, len(examples), BLOCK):
+        places = np.arange(first, min(first + BLOCK, len(examples)))
+        lengths = lengths_of(examples, places)
+        apart = (lengths[:, :1] + lengths[:, 1:]).sum(axis=1)
+        yield from (examples[place] for place in places[apart > tokens].tolist())
 
 
 def too_large(error: TooLargeError, cfg: Config, origin: str) -> str:

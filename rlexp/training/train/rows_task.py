@@ -64,7 +64,7 @@ class RowsTask(Task):
         self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
         self.carried = {}
         self.buckets = Buckets(cfg.eval.buckets)
-        reasons = (unfit(cfg, examples), *(without_room(cfg, part) for part in (examples.train, examples.held_out)))
+        reasons = (unfit(cfg, examples), without_room(cfg, examples.train, examples.held_out))
         if (reason := next(filter(None, reasons), None)) is not None:
             raise DataError(reason)
 

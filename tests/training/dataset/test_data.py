@@ -73,8 +73,7 @@ def test_too_long_and_identical_pairs_follow_the_policy() -> None:
     with pytest.raises(DataError, match=r"here:1: 304 tokens, and data.max_length=100.*truncate"):
         pairs_of(tokenizer, rows)
     kept, dropped = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.drop)
-    assert len(kept) == 1
-    assert dropped == {"longer than data.max_length": 2, "chosen and rejected are the same": 1}
+    assert (len(kept), dropped) == (1, {"longer than data.max_length": 2, "chosen and rejected are the same": 1})
     cut, counts = encoded(Kind.pairs, tokenizer, rows, 100, TooLong.truncate)
     lengths = [len(pair.prompt) + max(len(pair.answers[0]), len(pair.answers[1])) for pair in cut]
     assert lengths == [34, 100]  # the last became identical by its truncation
@@ -123,11 +122,8 @@ def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
     assert sampler.steps_per_epoch == 5
     epochs = [[i for step in range(1 + 5 * e, 6 + 5 * e) for i in sampler.batch(step).indices] for e in range(3)]
     for epoch in epochs:
-        assert len(set(epoch)) == 20
-        assert set(epoch) <= set(range(21))
+        assert len({*epoch} & {*range(21)}) == len(epoch) == 20
     assert epochs[0] != epochs[1] != epochs[2]
-    assert Sampler(21, 4, seed=5).batch(7) == sampler.batch(7)
-    assert Sampler(21, 4, seed=6).batch(7) != sampler.batch(7)
     assert Sampler(21, 4, shuffle=False).batch(7).indices == (4, 5, 6, 7)
 
 
@@ -152,23 +148,16 @@ def test_less_data_than_a_batch_is_refused() -> None:
     assert Sampler(5, 8, drop_last=False).batch(1).indices
 
 
-@pytest.mark.parametrize(
-    ("max_steps", "epochs", "expected"),
-    [(None, None, 10), (None, 3, 30), (7, None, 7), (25, 2, 20), (25, None, 25)],
-)
-def test_steps_and_epochs_both_bound_a_run(max_steps, epochs, expected) -> None:
-    assert total_steps(10, max_steps, epochs) == expected
+def test_steps_and_epochs_both_bound_a_run() -> None:
+    bounds = [(None, None), (None, 3), (7, None), (25, 2), (25, None)]
+    assert [total_steps(10, *each) for each in bounds] == [10, 30, 7, 20, 25]
 
 
 def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
     pairs = pairs_of(byte_tokenizer(), [row("ab", "xyz", "w"), row("c", "d", "ef")])
     pack = pack_examples(pairs, 8)
-    assert [(s.length, s.padded, s.parent) for s in pack.segments] == [
-        (6, 6, None),
-        (4, 4, None),
-        (3, 3, None),
-        (4, 11, None),  # the pack is padded as a whole
-    ]
+    assert [(s.length, s.padded) for s in pack.segments] == [(6, 6), (4, 4), (3, 3), (4, 11)]  # padded as a whole
+    assert {s.parent for s in pack.segments} == {None}
     assert pack.positions_T.tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 0, 1, 2, 0, 1, 2, 3, *[0] * 7]
     assert pack.place_N.tolist() == [1, 2, 3, 4, 7, 8, 10, 11, 13, 14, 15]
     assert pack.sequence_N.tolist() == [0, 0, 0, 0, 1, 1, 2, 2, 3, 3, 3]
@@ -183,23 +172,15 @@ def test_a_pack_is_a_forest_of_roots_with_shifted_targets() -> None:
 def test_each_answer_of_a_pack_has_its_own_mask() -> None:
     prompt, chosen, rejected = (np.arange(3, 3 + n, dtype=np.int32) for n in (2, 4, 3))
     ours, theirs = np.array([False, True, True, False]), np.array([True, False, True])
-    pack = pack_examples(
-        [Example(0, prompt, (chosen, rejected), (ours, theirs)), Example(1, prompt, (chosen, rejected))], 1
-    )
+    pairs = [Example(0, prompt, (chosen, rejected), (ours, theirs)), Example(1, prompt, (chosen, rejected))]
+    pack = pack_examples(pairs, 1)
     predicting = [pack.place_N[pack.sequence_N == sequence].tolist() for sequence in range(4)]
-    assert predicting == [
-        [2, 3],
-        [7, 9],
-        [12, 13, 14, 15],
-        [18, 19, 20],
-    ]  # the place before a trained token predicts it
+    assert predicting == [[2, 3], [7, 9], [12, 13, 14, 15], [18, 19, 20]]  # each is before a trained token
 
 
 def test_an_empty_micro_batch_is_padding_alone() -> None:
     pack = pack_examples([], 16)
-    assert pack.sequences == 0
-    assert pack.real_tokens == 0
-    assert len(pack.tokens_T) == 16
+    assert (pack.sequences, pack.real_tokens, len(pack.tokens_T)) == (0, 0, 16)
     assert len(pack.place_N) == len(pack.end_S) == 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.mixture import Mixture
 from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dataset.store import Store
 from rlexp.training.dataset.views import Joined, Places, drawn
+from rlexp.training.dealer.of_run import without_room
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
@@ -61,12 +64,9 @@ def test_each_source_and_each_round_has_an_order_of_its_own() -> None:
     assert longer._of_source(1, 7, 0, 0, shuffle=True).tolist() != longer._of_source(1, 7, 0, 1, shuffle=True).tolist()
 
 
-def test_without_shuffling_sources_take_turns_by_their_weights() -> None:
+def test_without_shuffling_sources_take_turns_by_their_weights_and_decimal_ones_take_all_rows_that_fit() -> None:
     assert Mixture((4, 8), (1.0, 2.0)).order(0, 0, shuffle=False).tolist() == [4, 0, 5, 6, 1, 7, 8, 2, 9, 10, 3, 11]
     assert Mixture((2, 9), (1.0, 1.0)).order(0, 1, shuffle=False).tolist() == [0, 4, 1, 5]
-
-
-def test_decimal_weights_take_all_rows_where_they_fit_exactly() -> None:
     assert Mixture((700, 300), (0.7, 0.3)).counts == (700, 300)
     assert Mixture((7, 3), (0.1, 0.2)).counts == (1, 3)
 
@@ -96,6 +96,27 @@ def test_held_out_rows_and_the_others_are_all_rows_once(total: int, data: Any) -
     assert out.tolist() == drawn(total, size).tolist()
 
 
+def test_a_place_among_others_costs_no_array() -> None:
+    train = Places(1 << 20, drawn(1 << 20, 1 << 16), held_out=False)
+    first = train[0]
+    tracemalloc.start()
+    assert train[1] > first
+    assert tracemalloc.get_traced_memory()[1] < train.out.nbytes
+    tracemalloc.stop()
+
+
+def test_only_rows_that_may_have_no_room_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_lines(tmp_path, [rows_of("x" * length, 1)[0] for length in range(40)])
+    words = ("data.unpair=true", "data.eval_size=5", "train.max_tokens_per_micro_batch=40")
+    cfg = compose_config(["loss=kto", "data=jsonl", f"data.path={path}", "launch.device=cpu", *words])
+    train = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
+    tokens = [len(each.prompt) + len(each.answer) for each in train]
+    read: list[Any] = []
+    monkeypatch.setattr(Store, "_example", lambda *_, before=Store._example: read.append(_) or before(*_))
+    assert f"has {max(tokens)} tokens" in str(without_room(cfg, train))
+    assert 0 < len(read) == sum(each > 40 for each in tokens) < len(train)
+
+
 def rows_of(name: str, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"{name} {number}", "chosen": "yes", "rejected": "no"} for number in range(count)]
 
@@ -115,9 +136,7 @@ def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
     assert examples.mixture is not None
     sampler = sampler_of(cfg, Kind.pairs, len(examples.train), examples.mixture)
     few = examples.mixture.sizes[0]
-    taken = [index for step in range(1, 2) for index in sampler.batch(step).indices]
     assert sampler.taken == 3 * few
-    assert len(taken) == 8
     texts = [byte_tokenizer().decode(pair.prompt) for pair in examples.train]
     assert all(text.startswith("System: Few.\n\nUser: few") for text in texts[:few])
     assert all(text.startswith("many") for text in texts[few:])
