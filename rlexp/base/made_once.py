@@ -21,7 +21,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from rlexp.base.cache import locked
-from rlexp.base.file_hashes import unchanged
+from rlexp.base.file_hashes import files_in, unchanged
 from rlexp.base.files import sync, write_text
 
 META, JOURNAL, MAKING = "meta.json", "journal.jsonl", ".making"
@@ -40,9 +40,9 @@ def is_whole(place: Path) -> bool:
 
 @contextlib.contextmanager
 def making(place: Path, waits: str = "") -> Iterator[Path | None]:
-    """Yield the folder in the making, with what was left in it, while others wait and say `waits`; None if the place is
-    whole meanwhile. When the block ends well, the folder is `sealed` and gets its name. One that is damaged is made
-    anew."""
+    """Yield the folder in the making, with what was left in it, while others wait and say `waits`; None if there is
+    nothing to make, since another has made it meanwhile. When the block ends well, the folder is sealed and gets its
+    name. A whole one that is damaged is made anew."""
     with locked(place, waits):
         if place.exists() and (wrong := _wrong(place)) is not None:
             sys.stderr.write(f"rlexp: {place}: is damaged ({wrong}), and is made anew.\n")
@@ -60,9 +60,10 @@ def making(place: Path, waits: str = "") -> Iterator[Path | None]:
 
 def seal(folder: Path, meta: Mapping[str, Any], sums: Mapping[str, int] | None = None) -> None:
     """Complete a folder when all of it is on the disk. Without `sums`, its files are known by their sizes alone."""
-    for path in folder.iterdir():
+    for path in folder.rglob("*"):
         sync(path)
-    sizes = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if path.name not in (META, JOURNAL)}
+    sizes = {str(path.relative_to(folder)): path.stat().st_size for path in files_in(folder)
+             if path not in (folder / META, folder / JOURNAL)}  # fmt: skip
     own = {"name": _name(folder), "bytes": sizes, "crc32": dict(sums or {})}
     write_text(folder / META, _sealed({**meta, **own}))
     sync(folder / META)
@@ -102,9 +103,12 @@ def _name(folder: Path) -> str:
 
 
 def _wrong(place: Path) -> str | None:
-    if not (place / META).exists():
-        return f"{META} is missing"
-    return unchanged(place / META, lambda: damage(place), [place / name for name in os.listdir(place)])
+    try:
+        if not (place / META).exists():
+            return f"{META} is missing"
+        return unchanged(place / META, lambda: damage(place), files_in(place))
+    except OSError as error:  # another process takes a damaged folder away meanwhile
+        return f"{type(error).__name__}: {error}"
 
 
 def _sealed(meta: Mapping[str, Any]) -> str:
@@ -179,13 +183,17 @@ class Appending:
         self.facts.append(facts)
 
     def finish(self, meta: Mapping[str, Any]) -> None:
-        self.close()
+        for handle in self._handles():
+            handle.close()
         seal(self.folder, meta, {name: file.crc for name, file in self._files.items()})
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.handle.close()
-        self._journal.close()
+        for handle in self._handles():
+            with contextlib.suppress(OSError):  # a full disk's, which `append` has raised
+                handle.close()
+
+    def _handles(self) -> list[BinaryIO]:
+        return [*(file.handle for file in self._files.values()), self._journal]
 
 
 def _entry(line: bytes) -> dict[str, Any] | None:

@@ -341,7 +341,7 @@ def _three_steps(_spec: RankSpec, cfgs: Sequence[Config]) -> list[list[float]]:
         task: Any = build(cfg, around=UNPROBED)
         losses = [train_step(task, step)["train/loss"] for step in (1, 2, 3)]
         step = task.begin(4)
-        said = task.reference.logps(step.load(step.micro_batches[0]).shard)
+        said = task.reference.logps(step.load(0).shard)
         found.append(losses + said.tolist())
         assert (type(task.reference.frozen).__name__ == "Streamed") == cfg.reference.offload
     return found
@@ -381,8 +381,8 @@ def _without_waiting(_spec: RankSpec, cfg: Config) -> list[str]:
     task.run = dataclasses.replace(task.run, engine=_Watched(task.run.engine, mode))
     begin = task.begin
 
-    def begins(number: int) -> Any:
-        step = begin(number)
+    def begins(*args: Any) -> Any:
+        step = begin(*args)
         mode("error")
         return step
 

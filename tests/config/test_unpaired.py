@@ -101,7 +101,7 @@ def test_a_pair_is_two_answers(tmp_path: Path) -> None:
     cfg = compose_config(words)
     examples = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
     assert [each.label for each in examples.train] == [True, False] * 3
-    assert [len(each.answer) for each in examples.train] == [4, 5] * 3  # with the end of sequence
+    assert [len(each.answers[0]) for each in examples.train] == [4, 5] * 3  # with the end of sequence
     assert [each.index for each in examples.train] == list(range(6))
     assert len(examples.held_out) == 4
     assert examples.train[1].origin.endswith("(rejected)")

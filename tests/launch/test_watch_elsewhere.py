@@ -45,7 +45,7 @@ def seen() -> Any:
 
 
 def test_a_reward(seen: Seen) -> None:
-    Rewards([SimpleNamespace(collect=seen)], [], {}).collect()  # type: ignore[list-item]
+    Rewards([SimpleNamespace(name="a", collect=seen)], [], {}).judged([], {})  # type: ignore[list-item]
 
 
 def test_the_import_of_a_reward(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,9 +70,8 @@ def parts(example: Any) -> tuple[list[int], list[int], list[bool], bool | None]:
 
 def plain(examples: Sequence[Example]) -> list[tuple[list[int], list[int], list[bool], bool | None]]:
     return [
-        (each.prompt.tolist(), each.answer.tolist(),
-         [True] * len(each.answer) if each.mask is None else each.mask.tolist(), each.label)
-        for each in examples
+        (each.prompt.tolist(), answer.tolist(), [True] * len(answer) if mask is None else mask.tolist(), each.label)
+        for each in examples for answer, mask in each.masked
     ]  # fmt: skip
 
 
@@ -82,5 +81,5 @@ def test_all_of_a_text_is_trained_on_but_its_first_token(tmp_path: Path) -> None
                           "loss=sft"])  # fmt: skip
     tokenizer = byte_tokenizer()
     (text,) = read_examples(cfg, tokenizer, World(0, 1, ALONE)).train
-    assert tokenizer.decode([*text.prompt, *text.answer]) == "abc<eos>"
-    assert (len(text.prompt), text.mask) == (1, None)
+    assert tokenizer.decode([*text.prompt, *text.answers[0]]) == "abc<eos>"
+    assert (len(text.prompt), text.masked[0][1]) == (1, None)

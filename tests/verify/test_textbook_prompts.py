@@ -100,7 +100,7 @@ def tokenizer_of(template: str | None = None) -> Any:
 
 
 def plain(prompts: Sequence[Example]) -> list[tuple[list[int], str, str | None, str]]:
-    return [(each.tokens.tolist(), each.text, each.answer, each.origin) for each in prompts]
+    return [(each.prompt.tolist(), each.text, each.expected, each.origin) for each in prompts]
 
 
 def meant(prompts: Sequence[TokenExample]) -> list[tuple[list[int], str, str | None, str]]:
@@ -181,7 +181,7 @@ def test_an_answer_has_all_its_digits(tmp_path: Path) -> None:
     assert right == "1267650600228229401496703205376"
     train, _ = hold(of_lines(tmp_path, [{"prompt": "2 =", "answer": 2}, {"prompt": "=", "answer": 10**400}]),
                     tokenizer_of())  # fmt: skip
-    assert [prompt.answer for prompt in train] == ["2", f"{10**400}"]
+    assert [prompt.expected for prompt in train] == ["2", f"{10**400}"]
 
 
 @pytest.mark.parametrize("columns", [{"prompt": "q", "answer": "a"}, {"chosen": "one", "rejected": "other"},
@@ -192,7 +192,7 @@ def test_declared_columns(columns: dict[str, str], tmp_path: Path) -> None:
             for at, (word, talk) in enumerate(zip(SAID, TALKS, strict=True))]  # fmt: skip
     train, _ = hold(of_lines(tmp_path, rows, columns=columns), tokenizer_of())
     conversation = "User: tea?\n\nAssistant:  tea. \n\nUser: More.\n\nAssistant: "
-    assert (train[0].text, train[0].answer) == (("tea", "0") if "prompt" in columns else (conversation, None))
+    assert (train[0].text, train[0].expected) == (("tea", "0") if "prompt" in columns else (conversation, None))
 
 
 @pytest.mark.parametrize("write", [*FILES, *FOLDERS])
@@ -216,14 +216,14 @@ def test_options_and_tools_reach_the_template(tmp_path: Path) -> None:
     rows.append({"prompt": [user("Hi"), assistant("") | {"tool_calls": [tool]}, {"role": "tool", "content": "12"}]})
     tokenizer = tokenizer_of(CHATML)
     train, _ = hold(of_lines(tmp_path, rows, template_options={"thinks": True}), tokenizer)
-    written = [tokenizer.decode(prompt.tokens) for prompt in train]
+    written = [tokenizer.decode(prompt.prompt) for prompt in train]
     assert ["look_up" in text for text in written] == [True, False, True, True]
     assert [text.endswith("<think>") for text in written] == [True, False, False, True]
 
 
 def test_no_template_although_there_is_one(tmp_path: Path) -> None:
     train, _ = hold(of_lines(tmp_path, SHAPES["messages"], template=TemplateUse.never), tokenizer_of(CHATML))
-    assert tokenizer_of(CHATML).decode(train[0].tokens) == "User: tea?\n\nAssistant: "
+    assert tokenizer_of(CHATML).decode(train[0].prompt) == "User: tea?\n\nAssistant: "
 
 
 def test_what_no_template_writes_is_refused(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_room_is_left_to_the_answer(tmp_path: Path) -> None:
     lengths = {TooLong.drop: [9, 10, 11, 12], TooLong.truncate: [9, 10, 11, *[12] * 5]}
     for too_long, left in lengths.items():
         train, _ = hold(of_lines(tmp_path, rows, max_length=20, too_long=too_long), tokenizer_of())
-        assert [len(prompt.tokens) for prompt in train] == left
+        assert [len(prompt.prompt) for prompt in train] == left
     refused(of_lines(tmp_path, rows, max_length=20, bad_rows=BadRows.drop), tokenizer_of())
 
 
@@ -270,8 +270,8 @@ def test_a_first_token_stays_first(shared: Path, tmp_path: Path) -> None:
     tokenizer = smollm(shared, "llama3")
     for length in (9, 12, 500):
         cut, _ = hold(of_lines(tmp_path, rows, max_length=length, too_long=TooLong.truncate), tokenizer)
-        assert len(cut[0].tokens) == length - 8 or length == 500
-        assert cut[0].tokens[0] == tokenizer.bos_token_id
+        assert len(cut[0].prompt) == length - 8 or length == 500
+        assert cut[0].prompt[0] == tokenizer.bos_token_id
 
 
 BAD: tuple[Any, ...] = (
@@ -390,4 +390,4 @@ def test_generated_rows(kind: str, template: str | None) -> None:
         train, both = hold(configured(kind, **{"size": 20, "eval_size": 5, **more}), tokenizer_of(template))
         assert both.sizes == (len(train),)
         right = [str(eval(prompt.text.removesuffix("="))) if kind == "arithmetic" else None for prompt in train]
-        assert [prompt.answer for prompt in train] == right
+        assert [prompt.expected for prompt in train] == right

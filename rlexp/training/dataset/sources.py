@@ -37,7 +37,8 @@ CODE = (
     "seam",
     "store",
     "tokens",
-)  # modules that decide a token
+    "../../base/made_once",
+)  # modules that decide a token, or how it is kept
 LIBRARIES = ("datasets", "jinja2", "orjson", "pyarrow", "tokenizers", "transformers")
 PLACES = ("name_or_path", "tokenizer_file", "is_local", "local_files_only", "cache_dir", "added_tokens_decoder")
 MOST_WORKERS = 32
@@ -207,7 +208,7 @@ def workers_of(asked: int | None) -> int:
 @functools.cache
 def made_by() -> str:
     """Hash the code that makes tokens of rows, and the versions of the libraries that it uses."""
-    own = [Path(__file__).with_name(f"{name}.py").read_bytes() for name in CODE]
+    own = [(Path(__file__).parent / f"{name}.py").read_bytes() for name in CODE]
     versions = [f"{name} {version(name)}\n".encode() for name in LIBRARIES]
     return hashlib.sha256(b"".join([*own, *versions])).hexdigest()[:32]
 

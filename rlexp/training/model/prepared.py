@@ -114,8 +114,12 @@ def _made(asked: str, name: str, state: list[Any], make: Make) -> Path:
                     sys.stderr.write(f"rlexp: {asked}: the model is written once, to {place}\n")
                     shutil.rmtree(folder, ignore_errors=True)  # of a process that was killed
                     folder.mkdir()
-                    make(folder)
-                    seal(folder, {"of": asked})
+                    try:
+                        make(folder)
+                        seal(folder, {"of": asked})
+                    except BaseException:  # it would fill the disk, and nobody goes on with it
+                        shutil.rmtree(folder, ignore_errors=True)
+                        raise
     except (OSError, SafetensorError) as error:  # safetensors so reports a full disk
         raise ModelError(
             f"{asked}: the model could not be written to {place} ({type(error).__name__}: {first_line(error)}). Make "

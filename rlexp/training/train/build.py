@@ -96,7 +96,7 @@ def build(
     kernel = kernel_for(cfg, models, windows, device, around)
     for model, config in models:
         around.probe(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
-                           device=device, share=shares(cfg))  # fmt: skip
+                     device=device, share=shares(cfg))  # fmt: skip
     setting = Setting(
         cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, own_layout), kernel=kernel,
         dealer=dealer_of(cfg, heads_in(model_config.to_dict()), world.dp_size),
@@ -348,7 +348,7 @@ def kernel_for(
 def build_reference(
     run: TrainingRun, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings
 ) -> Reference:
-    """Build what the policy is compared with, after the engine, which wanted more memory for a moment while it is
+    """Build what the policy is compared with, after the engine, which needs more memory for a moment while it is
     built."""
     match run.cfg.reference.name:
         case ReferenceName.adapter:

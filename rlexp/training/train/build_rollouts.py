@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from rlexp.training.model.export import has_other_names, save_description
 from rlexp.training.model.loading import is_mixture
 from rlexp.training.model.policy import CRITIC
 from rlexp.training.reference.base import Reference
+from rlexp.training.reference.stored import kept_dtype
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.draws import Draws
@@ -59,7 +59,7 @@ def build_rollouts(
         policy=run.engine.forward,
         reference=reference,
         reward_models=[around.reward_model(run, term) for term in rewards.models],
-        dtype=kept_dtype(cfg),
+        dtype=kept_dtype(cfg.train.precision),
         together=run.engine.sharded,
     )
     return around.rollouts(
@@ -107,11 +107,6 @@ def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
     return ((name, weight) for name, weight in engine.weights(trained=True) if not name.startswith(CRITIC))
 
 
-def kept_dtype(cfg: Config) -> np.dtype[Any]:
-    """Return the dtype of the values kept for each token."""
-    return np.dtype(np.float64 if cfg.train.precision is Precision.fp64 else np.float32)
-
-
 def build_drawer(
     cfg: Config,
     forward: Forward,
@@ -132,7 +127,7 @@ def build_drawer(
                 cfg=cfg.rollout,
                 seed=cfg.seed,
                 device=device,
-                dtype=kept_dtype(cfg),
+                dtype=kept_dtype(cfg.train.precision),
                 in_step=in_step,
             )
         case RolloutEngine.vllm:
@@ -152,7 +147,7 @@ def build_drawer(
                 max_length=cfg.data.max_length,
                 device=device,
                 precision=VLLM_DTYPES[cfg.train.precision],
-                dtype=kept_dtype(cfg),
+                dtype=kept_dtype(cfg.train.precision),
             )
 
 

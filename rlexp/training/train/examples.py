@@ -32,8 +32,6 @@ from rlexp.training.world.groups import World
 from rlexp.training.world.machines import leaders_of
 from rlexp.training.world.objects import gather_objects, some_do
 
-EVERY = 2.0  # seconds between two meetings of the ranks while rows are tokenized
-
 
 @dataclass(frozen=True)
 class Margins:
@@ -174,7 +172,7 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World, *, trains
         return made
 
     leader = leaders_of(folder, partial(_no_folder, folder), world.size)[world.rank]
-    keyed = some_do(work if leader == world.rank else None, world.size, EVERY)
+    keyed = some_do(work if leader == world.rank else None, world.size)
     _refuse_other_rows([[key for key, _, _ in each] for each in keyed if each is not None], splits)
     made = keyed[leader]
     assert made is not None

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 
+from rlexp.base.cache import locked
 from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import files_in
 from rlexp.base.files import sync
@@ -58,7 +59,6 @@ from rlexp.training.world.machines import leaders_of
 from rlexp.training.world.objects import gather_objects, rank0_does, some_do
 
 T = TypeVar("T")
-EVERY = 2.0  # seconds between two meetings of the ranks while one of them waits or writes
 PART = 256  # rows of a part, or more, so that each replica has a whole micro-batch of it
 HASHED = 1024  # rows that a rank hashes at once
 
@@ -75,7 +75,7 @@ def precomputed(
     for rows in rows_of(task, cfg, setting.schedule.total_steps, trains=trains):
         sequences = shared_digest(rows, setting)
         # All machines have the same key. The model's own files are read here, so an error is not the cache's.
-        facts = rank0_does(partial(_facts, cfg, model, sequences), setting.world.size, EVERY)
+        facts = rank0_does(partial(_facts, cfg, model, sequences), setting.world.size)
         kept.append(Kept(rows, SequenceValues.mapped(keeper.ensured(rows, facts), cfg.train.precision)))
     keeper.forget_model()
     return Stored(kept, cfg.train.precision)
@@ -243,13 +243,13 @@ class _Keeper:
 
     def do(self, work: Callable[[], T] | None) -> list[T | None]:
         """Run work that touches the cache on the ranks that have some; any rank's error is every rank's."""
-        return some_do(None if work is None else lambda: self.writing(work), self.world.size, EVERY)
+        return some_do(None if work is None else lambda: self.writing(work), self.world.size)
 
     def leaders_do(self, work: Callable[[], T]) -> list[T | None]:
         return self.do(work if self.leads else None)
 
     def rank0_does(self, work: Callable[[], T]) -> T:
-        return rank0_does(lambda: self.writing(work), self.world.size, EVERY)
+        return rank0_does(lambda: self.writing(work), self.world.size)
 
     def writing(self, work: Callable[[], T]) -> T:
         try:
@@ -292,10 +292,13 @@ def _append(path: Path, content: bytes) -> None:
 
 
 def _named(copy: Path, place: Path) -> None:
+    """Give a copy its name, unless another run, or another machine of the same disk, has made the folder meanwhile."""
     for path in (*files_in(copy), copy):
         sync(path)
-    shutil.rmtree(place, ignore_errors=True)  # a damaged one
-    copy.rename(place)
+    with locked(place):
+        if not is_whole(place):
+            shutil.rmtree(place, ignore_errors=True)  # a damaged one
+            copy.rename(place)
 
 
 def _refusal(cfg: Config, error: OSError) -> str:

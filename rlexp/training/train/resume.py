@@ -39,8 +39,6 @@ from rlexp.training.world.objects import rank0_does
 
 TASK, TASK_BEFORE = "task", "rollouts"  # the key of the task's part of a position, and its name in older checkpoints
 
-EVERY = 2.0  # seconds between two meetings of the ranks while rank 0 looks at the disk
-
 
 def resume(task: Task, run_dir: Path) -> tuple[Position, str]:
     """Set engine, task and curve back to the newest checkpoint; return its position, and a note. A collective call."""
@@ -146,7 +144,7 @@ def build_keeper(
 ) -> Keeper:
     """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
     run = task.run
-    rank0_does(lambda: check_space(run, run_dir), run.world.size, EVERY)
+    rank0_does(lambda: check_space(run, run_dir), run.world.size)
     facts = {
         "parameters": {name: list(shape) for name, shape in run.engine.shapes().items()},
         "layout": layout(run),
@@ -225,12 +223,13 @@ def check_space(run: TrainingRun, run_dir: Path) -> None:
     sizes = [shape.numel() for shape in run.engine.shapes().values()]
     bytes_each = (8 if run.cfg.train.precision is Precision.fp64 else 4) * (1 + len(MOMENTS))
     most = 1 if keep.save_every is None else keep.keep_last + 1
-    more = max(1, most - len(latest_first(run_dir)))  # beside those that are there
+    more = max(1, most - len(latest_first(run_dir)[: keep.keep_last]))  # beside those that are there
     needed, free = more * sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
     if needed > free:
         what = "a checkpoint of this run takes" if more == 1 else f"{more} checkpoints of this run take"
         fewer = ", keep fewer (checkpoint.keep_last=1)" if more > 2 else ""
+        late = "save at the end alone (checkpoint.save_every=null), " if more > 1 and keep.on_exit else ""
         raise CheckpointError(
             f"hydra.run.dir={run_dir}: has {free / 1e9:.3g} GB free, and {what} {needed / 1e9:.3g} GB. Make room, give "
-            f"another folder{fewer}, or do without: checkpoint.save_every=null checkpoint.on_exit=false."
+            f"another folder{fewer}, {late}or do without: checkpoint.save_every=null checkpoint.on_exit=false."
         )

@@ -192,7 +192,7 @@ class RolloutStep(Step):
         terms = self.task.loss(tokens, rollouts.kl_coef)
         self.watch.judged(batch, tokens, terms)
         note(terms, tokens, meter)
-        return (terms.loss + 0.0 * everything(outputs)) * run.world.size
+        return (terms.loss + 0.0 * everything(tokens)) * run.world.size
 
     def samples(self) -> list[str]:
         return [sample.example.origin for sample in self.weighed.samples]
@@ -243,13 +243,15 @@ class Weighed:
 
 
 def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: Shard) -> dict[str, Tensor | None]:
-    """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them."""
+    """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them: of a sample that does not
+    count, zeros, since it may have infinities."""
     samples = [batch.samples[index] for index in indices]
     dtype = torch.promote_types(task.run.dtype, torch.float32)
     critic = task.wanted.values is not None
 
     def spread(arrays: Sequence[np.ndarray]) -> Tensor:
-        return listed(arrays, dtype)[shard.listed_n]
+        counted = [array if each.counts else np.zeros_like(array) for each, array in zip(samples, arrays, strict=True)]
+        return listed(counted, dtype)[shard.listed_n]
 
     def field(name: str) -> Tensor | None:
         if samples and getattr(samples[0], name) is None:
@@ -273,20 +275,20 @@ def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: S
     }
 
 
-def everything(outputs: TokenLogps) -> Tensor:
-    """Return a sum of all that the model has computed, without infinities: the probability of a token that does not
-    count may be 0. So a rank without a sample, or without a token that counts, runs its graph too, and no collective
-    waits for it."""
-    parts = (outputs.logps_n, outputs.values_n)
-    first, *others = (each_n.nan_to_num(0.0, 0.0, 0.0).sum() for each_n in parts if each_n is not None)
+def everything(tokens: PolicyTokens) -> Tensor:
+    """Return a sum of all that the model has computed. So a rank without a sample, or without a token that counts, runs
+    its graph too, and no collective waits for it."""
+    first, *others = (each_n.sum() for each_n in (tokens.logps_n, tokens.values_n) if each_n is not None)
     return sum(others, start=first)
 
 
 def tokens_of(batch: SamplesMicroBatch, outputs: TokenLogps) -> PolicyTokens:
+    """Put together what is known of the tokens. The probability of one that does not count may be 0, and 0 × −inf is no
+    number, so it has log-probability 0; see `laid_out`."""
     assert outputs.entropies_n is not None
     known: dict[str, Any] = batch.known
     return PolicyTokens(
-        logps_n=outputs.logps_n,
+        logps_n=outputs.logps_n.masked_fill(known["trained_n"] == 0, 0.0),
         entropy_n=outputs.entropies_n,
         values_n=outputs.values_n,
         **known,

@@ -37,13 +37,12 @@ from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.train.answer_ends import scores_by_sequence, with_ends
 from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, longest_examples, sampler_of
 from rlexp.training.train.fitting import unfit
 from rlexp.training.train.mismatched import Mismatched
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.train.sequence_sums import sum_by_sequence
+from rlexp.training.train.sequence_sums import scores_by_sequence, sum_by_sequence, with_ends
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
 from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes

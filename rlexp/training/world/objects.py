@@ -12,6 +12,7 @@ import torch.distributed as dist
 from rlexp.base.errors import UserError
 from rlexp.launch import watch
 
+EVERY = 2.0  # seconds between two meetings of the ranks while some of them work
 T = TypeVar("T")
 
 
@@ -33,13 +34,13 @@ def from_rank0(value: T, size: int) -> T:
     return values[0]
 
 
-def rank0_does(work: Callable[[], T], size: int, every: float) -> T:
+def rank0_does(work: Callable[[], T], size: int, every: float = EVERY) -> T:
     """Run `work` on rank 0 and return its result on every rank, as `some_do` does. A collective call."""
     result = some_do(work if size == 1 or dist.get_rank() == 0 else None, size, every)[0]
     return cast(T, result)
 
 
-def some_do(work: Callable[[], T] | None, size: int, every: float) -> list[T | None]:
+def some_do(work: Callable[[], T] | None, size: int, every: float = EVERY) -> list[T | None]:
     """Run `work` on the ranks that have some, in a thread, and return all results on every rank. A collective call.
 
     The ranks meet every `every` seconds, so that no rank waits for longer in a collective call, however long the work

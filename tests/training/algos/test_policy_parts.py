@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import random
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,7 +15,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.checks.loss import check_loss
 from rlexp.config.schema import Config
 from rlexp.config.schema.bounds import check_bounds
-from rlexp.config.schema.losses import CriticName, DPOConfig, KLEstimator, KLPlace, Normalize
+from rlexp.config.schema.losses import CriticName, DPOConfig, GRPOConfig, KLEstimator, KLPlace, Normalize
 from rlexp.training.algos.advantages import (
     centred,
     gae,
@@ -25,9 +27,9 @@ from rlexp.training.algos.advantages import (
     whiten,
 )
 from rlexp.training.algos.kl import KLController, estimate
-from rlexp.training.train.rollout_task import everything
-from rlexp.training.types import TokenLogps
-from tests.helpers.policy_losses import FIXED, GROUPED, LOSSES, Numbers, close, configured, k_of, tensor
+from rlexp.training.train.rollout_task import SamplesMicroBatch, Weighed, everything, laid_out, tokens_of
+from rlexp.training.types import CreditedSample, TokenLogps, Wanted
+from tests.helpers.policy_losses import FIXED, GROUPED, LOSSES, Numbers, built, close, configured, k_of, tensor
 
 
 def test_gae_is_its_definition_and_its_two_ends_are_known() -> None:
@@ -184,9 +186,20 @@ def test_a_loss_of_pairs_is_not_looked_at() -> None:
 
 def test_a_token_of_probability_0_that_does_not_count_leaves_the_loss_a_number() -> None:
     """Its log-probability is −inf, and 0 × −inf is no number."""
-    logps_n = torch.tensor([-1.0, -math.inf], requires_grad=True)
-    total = 0.0 * everything(TokenLogps(logps_n, torch.zeros(2), values_n=torch.tensor([math.inf, 1.0])))
-    total.backward()
-    assert total.item() == 0.0
+    logps_n = tensor([-1.0, -math.inf]).requires_grad_()
+    shared: dict[str, Any] = {"example": None, "number": 0, "answer": [5], "stopped": True, "text": "", "score": 1.0}
+    samples = [
+        CreditedSample(place=place, counts=not place, terms={}, advantages=np.ones(1), **shared,
+                       **dict.fromkeys(("old", "behaviour", "reference"), logps_n.detach().numpy()[place : place + 1]))
+        for place in range(2)
+    ]  # fmt: skip
+    task: Any = SimpleNamespace(run=SimpleNamespace(dtype=torch.float64), wanted=Wanted(reference=True))
+    shard: Any = SimpleNamespace(listed_n=torch.arange(2), sequence_n=torch.arange(2))
+    known = laid_out(task, Weighed(samples, [torch.ones(1)] * 2, *torch.eye(2)), [0, 1], shard)
+    outputs = TokenLogps(logps_n, torch.zeros(2), entropies_n=torch.zeros(2))
+    tokens = tokens_of(SamplesMicroBatch(shard, tuple(samples), known), outputs)
+    terms = built(GRPOConfig())(tokens, 0.04)
+    (terms.loss + 0.0 * everything(tokens)).backward()
+    assert all(torch.isfinite(each).all() for each in (terms.loss, *terms.means_n.values()))
     assert logps_n.grad is not None
-    assert logps_n.grad.tolist() == [0.0, 0.0]
+    assert logps_n.grad.tolist() == [-1.0, 0.0]

@@ -86,7 +86,7 @@ def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> Non
     prompt = np.array([1, *range(10, 30)], dtype=np.int32)
     answers = np.arange(5, dtype=np.int32), np.arange(3, dtype=np.int32)
     mask = np.array([True, False, False, True, True])
-    whole = Example(row("", "", ""), prompt, answers, (mask, None))
+    whole = Example(0, prompt, answers, (mask, None))
     assert truncated(whole, 12).prompt.tolist() == list(range(23, 30))
     assert truncated(whole, 12, bos_id=1).prompt.tolist() == [1, *range(24, 30)]
     short = truncated(whole, 4, bos_id=1)

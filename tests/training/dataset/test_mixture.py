@@ -110,7 +110,7 @@ def test_only_rows_that_may_have_no_room_are_read(tmp_path: Path, monkeypatch: p
     words = ("data.unpair=true", "data.eval_size=5", "train.max_tokens_per_micro_batch=40")
     cfg = compose_config(["loss=kto", "data=jsonl", f"data.path={path}", "launch.device=cpu", *words])
     train = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
-    tokens = [len(each.prompt) + len(each.answer) for each in train]
+    tokens = [len(each.prompt) + len(each.answers[0]) for each in train]
     read: list[Any] = []
     monkeypatch.setattr(Store, "_example", lambda *_, before=Store._example: read.append(_) or before(*_))
     assert f"has {max(tokens)} tokens" in str(without_room(cfg, train))

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import multiprocessing
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -34,6 +33,7 @@ from rlexp.training.train import examples
 from rlexp.training.types import Example
 from rlexp.training.world import machines
 from rlexp.training.world.groups import build_world
+from tests.helpers.paths import files_of_at_most
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rows import assistant, cache, configured, ids, read, user, write_lines
 
@@ -381,19 +381,10 @@ def test_a_full_disk_is_one_message_and_it_goes_on_when_there_is_room(
     rows = ids(read(path).train)
     expected = stores(tmp_path / "cache")
     monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "full"))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    try:
-        resource.setrlimit(
-            resource.RLIMIT_FSIZE, (len(expected[next(n for n in expected if "tokens" in n)]) // 2, hard)
-        )
-        with pytest.raises(
-            DataError, match=r"data\.cache=.*has no room for the tokens of .*it continues where it stopped"
-        ):
-            read(path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-        signal.signal(signal.SIGXFSZ, ignored)
+    wanted = len(expected[next(n for n in expected if "tokens" in n)])
+    message = r"data\.cache=.*has no room for the tokens of .*it continues where it stopped"
+    with files_of_at_most(wanted // 2), pytest.raises(DataError, match=message):
+        read(path)
     assert ids(read(path).train) == rows
     assert stores(tmp_path / "full") == expected
 

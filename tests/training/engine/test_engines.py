@@ -186,10 +186,11 @@ def test_a_rank_without_a_trained_token_does_not_hang_the_others(tmp_path: Path)
 
 def pieces_rank(spec: RankSpec, cfg) -> tuple[int, int, int]:
     """Elements of the model, those that this rank holds of it, and those of the reference, before any pass."""
+    from rlexp.training.model.loading import load_config
     from rlexp.training.train import build
 
     world = build_world(1)
-    config = build.load_config(cfg.model, cfg.data.max_length)
+    config = load_config(cfg.model, cfg.data.max_length)
     policies = [build.build_policy(cfg, config, torch.device("cpu"), Wanted(), None) for _ in range(2)]
     build.build_frozen(cfg.engine, policies[1], world, torch.float32)
     held = [sum(p.numel() + p.ds_tensor.numel() for p in policy.parameters()) for policy in policies]

@@ -161,7 +161,7 @@ def test_cuda_lets_go_of_memory_that_is_still_mapped(monkeypatch: pytest.MonkeyP
 
 def of_a_reference(_spec: RankSpec, cfg: Config) -> tuple[str, int, int, int]:
     task = build(cfg, around=UNPROBED)
-    task.reference.logps(task.begin(1).load(task.begin(1).micro_batches[0]).shard)
+    task.reference.logps(task.begin(1).load(0).shard)
     weights = {weight.untyped_storage().data_ptr(): weight for _, weight in task.reference.frozen.weights()}
     dist.barrier()
     (only,) = weights.values()  # all lie in one storage

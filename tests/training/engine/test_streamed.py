@@ -42,7 +42,7 @@ def two_steps(_spec: RankSpec, pairs: Sequence[Sequence[Config]]) -> list[list[t
     def taken(cfg: Config) -> tuple[Any, ...]:
         task = build(cfg, around=UNPROBED)
         draws = cfg.loss.draws
-        held = None if draws else task.begin(1).load(task.begin(1).micro_batches[0])
+        held = None if draws else task.begin(1).load(0)
         train_step(task, 1)
         logps_n = torch.zeros(0) if held is None else task.reference.logps(held.shard)
         row = train_step(task, 2)
@@ -98,7 +98,7 @@ def bytes_held(_spec: RankSpec, cfg: Config) -> tuple[int, int, int, list[int]]:
     """Return the bytes of a reference, the most that it holds beside while it computes, those that are left then, and
     the bytes of each part."""
     task = build(cfg, around=UNPROBED)
-    shard = task.begin(1).load(task.begin(1).micro_batches[0]).shard
+    shard = task.begin(1).load(0).shard
     models = models_of(cfg, UNPROBED.model_config(cfg.model, cfg.data.max_length), task.wanted, UNPROBED)
     task.reference = None
     gc.collect()

@@ -48,7 +48,7 @@ from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.hook import NAME, attention, register
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.policy import Policy, cast_parameters
-from rlexp.training.model.probe import probe
+from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.model.small import small_config
 from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
@@ -135,6 +135,10 @@ def test_what_it_cannot_compute_is_refused_by_name(name: str) -> None:
         probe(TinyModelConfig(), config, ring=ALONE, **HOW)
     assert said in str(error.value)
     assert config.model_type in str(error.value)
+
+
+def test_a_model_that_decodes_well_passes_the_probe_of_decoding() -> None:
+    assert probe_decoding(TinyModelConfig(), load_config(TinyModelConfig(), 64), 64, torch.device("cpu")) < 1e-12
 
 
 PROBED = """

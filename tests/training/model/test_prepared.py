@@ -206,14 +206,14 @@ def test_a_preparation_that_is_killed_is_done_again(module: str, function: str, 
 
 def prepare_at_once(_spec: RankSpec, path: str) -> tuple[str, int]:
     count = 0
-    make = prepared._make
+    seal = prepared.seal
 
     def counted(*args: Any) -> None:
         nonlocal count
         count += 1
-        make(*args)
+        seal(*args)
 
-    prepared._make = counted
+    prepared.seal = counted
     torch.distributed.barrier()
     return str(made(HFModelConfig(path=path, add_tokens=NEW))), count
 

@@ -35,6 +35,7 @@ from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Example, Floats, SequenceName
 from rlexp.training.world.groups import Ring
 from tests.helpers.models import saved
+from tests.helpers.paths import files_of_at_most
 
 FLOAT64 = np.dtype(np.float64)
 
@@ -112,6 +113,14 @@ def test_a_folder_has_the_same_bytes_however_it_was_parted(tmp_path: Path) -> No
     assert read["whole"] == read["parted"] == read["stopped"]
     kept = SequenceValues.mapped(tmp_path / "whole" / "k.making", Precision.fp64)
     assert [kept.of(place).tolist() for place in range(len(kept))] == [each.tolist() for each in values]
+
+
+def test_what_a_full_disk_has_no_room_for_is_said_once(tmp_path: Path) -> None:
+    making = Appending(tmp_path, types_of(Precision.fp64))
+    with files_of_at_most(100):
+        with pytest.raises(OSError, match="File too large"):
+            appended(making, marked(pairs(5)), 10)
+        making.close()
 
 
 def test_sequences_without_a_trained_token_are_kept_too(tmp_path: Path) -> None:

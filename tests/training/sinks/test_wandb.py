@@ -338,13 +338,13 @@ def dying_rank(spec: RankSpec, run_dir: str) -> None:
 
     real = loop.train_step
 
-    def step(task, number):
+    def step(task, number, *others):
         run = task.run
         if number == 3 and run.world.rank == 1:
             run.phases.begin(number)
             with run.phases("backward"):
                 raise MemoryError("as a test wants it")
-        return real(task, number)
+        return real(task, number, *others)
 
     loop.train_step = step
     cfg = load.from_file(Path(run_dir) / "config.yaml")

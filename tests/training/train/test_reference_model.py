@@ -19,10 +19,9 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.training.model.loading import load_config
-from rlexp.training.model.probe import probe
 from rlexp.training.train.build import build, models_of
 from rlexp.training.train.step import train_step
-from rlexp.training.train.surroundings import HERE
+from rlexp.training.train.surroundings import HERE, Surroundings
 from rlexp.training.types import Wanted
 from tests.helpers.models import SHAPE, saved
 from tests.helpers.ranks import on_ranks
@@ -59,11 +58,12 @@ def first_steps(_spec: RankSpec, cfgs: Sequence[Config]) -> list[tuple[Any, ...]
     for cfg in cfgs:
         probed: list[str] = []
 
-        def watched(model: Any, config: Any, to: list[str] = probed, **kwargs: Any) -> float:
-            to.append(type(config).__name__)
-            return probe(model, config, **kwargs)
+        class Watched(Surroundings):
+            def probe(self, model: Any, config: Any, to: list[str] = probed, **kwargs: Any) -> float:
+                to.append(type(config).__name__)
+                return super().probe(model, config, **kwargs)
 
-        task = build(cfg, probing=watched)
+        task = build(cfg, around=Watched())
         pairs = [task.examples.train[index] for index in task.batch(1).indices]
         taken.append((pairs, probed, train_step(task, 1)["train/loss"], set(task.run.windows)))
         task.close()

@@ -53,12 +53,12 @@ def mean_scores(cfg: Config, folder: Path) -> tuple[float, float]:
     assert model.config.num_labels == 1
     assert model.config.architectures == ["LlamaForSequenceClassification"]
 
-    def mean(side: str) -> float:
-        sequences = [[*pair.prompt.tolist(), *getattr(pair, side).tolist()] for pair in examples.held_out]
+    def mean(side: int) -> float:
+        sequences = [[*pair.prompt.tolist(), *pair.answers[side].tolist()] for pair in examples.held_out]
         with torch.no_grad():
             return sum(float(model(input_ids=torch.tensor([each])).logits) for each in sequences) / len(sequences)
 
-    return mean("chosen"), mean("rejected")
+    return mean(0), mean(1)
 
 
 def test_plain_transformers_gives_the_same_scores(tmp_path: Path) -> None:

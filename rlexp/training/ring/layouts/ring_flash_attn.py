@@ -72,7 +72,7 @@ def library_layout(name: str) -> Layout:
 
 @dataclass(frozen=True)
 class SequenceBounds:
-    """SequenceBounds of sequences in flash-attn's form, for our queries and for the keys that they meet."""
+    """The bounds of sequences in flash-attn's form, for our queries and for the keys that they meet."""
 
     queries: Tensor  # int32, one more than there are sequences
     keys: Tensor
