@@ -75,8 +75,8 @@ def said_of_held_out(cfg: Config, model: Any) -> dict[str, float]:
     """Return the mean log-probability of the chosen and of the rejected answers."""
     held_out = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE)).held_out
     means = {}
-    for side in ("chosen", "rejected"):
-        pairs = [(pair.prompt, getattr(pair, side)) for pair in held_out]
+    for place, side in enumerate(("chosen", "rejected")):
+        pairs = [(pair.prompt, pair.answers[place]) for pair in held_out]
         tokens = [(torch.from_numpy(np.concatenate(pair)).long(), len(pair[0])) for pair in pairs]
         means[side] = float(np.mean(logps_by(model, tokens)))
     return means

@@ -138,14 +138,13 @@ def alone(config: Any, folder: Path, pairs: Sequence[Any]) -> list[float]:
     """Return the same by transformers alone, in float64, one sequence after the other."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float64)
 
-    def read(pair: Any, side: str) -> float:
-        answer = getattr(pair, side)
-        ids = torch.from_numpy(np.concatenate([pair.prompt, answer])).long()
+    def read(pair: Any, side: int) -> float:
+        ids = torch.from_numpy(np.concatenate([pair.prompt, pair.answers[side]])).long()
         with precise(torch.float64):
             logps = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
         return float(logps.gather(-1, ids[1:, None])[len(pair.prompt) - 1 :].sum())
 
-    return [each for side in ("chosen", "rejected") for each in sorted(read(pair, side) for pair in pairs)]
+    return [each for side in range(2) for each in sorted(read(pair, side) for pair in pairs)]
 
 
 def largest(one: Sequence[float], other: Sequence[float]) -> float:

@@ -200,8 +200,8 @@ def test_what_is_exported_is_what_was_trained(base: Path, begun: Path, tmp_path:
     held_out = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE)).held_out
     row = read_rows(place / "metrics.jsonl")[-1]
     for model in (loaded(base, place / "model"), loaded(base, again), loaded(merged), loaded(whole / "model")):
-        for side in ("chosen", "rejected"):
-            pairs = [(pair.prompt, getattr(pair, side)) for pair in held_out]
+        for number, side in enumerate(("chosen", "rejected")):
+            pairs = [(pair.prompt, pair.answers[number]) for pair in held_out]
             sequences = [(torch.from_numpy(np.concatenate(pair)).long(), len(pair[0])) for pair in pairs]
             said = logps_by(model, sequences)
             assert np.mean(said) == pytest.approx(row[f"eval/logps/{side}"], rel=EXPORTED)

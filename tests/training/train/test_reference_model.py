@@ -78,8 +78,8 @@ def sums(model: Any, pairs: Sequence[Any]) -> dict[str, torch.Tensor]:
         logps = model(input_ids=ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None]).squeeze(-1)
         return logps[len(prompt) - 1 :].sum()
 
-    return {side: torch.stack([of(pair.prompt, getattr(pair, side)) for pair in pairs])
-            for side in ("chosen", "rejected")}  # fmt: skip
+    return {side: torch.stack([of(pair.prompt, pair.answers[place]) for pair in pairs])
+            for place, side in enumerate(("chosen", "rejected"))}  # fmt: skip
 
 
 @torch.no_grad()
