@@ -115,37 +115,31 @@ def test_names_and_defaults_that_people_rely_on() -> None:
 NAMED = ("model=hf", "model.path=org/name")
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["train.precision=fp64", "engine=zero1"], "engine=zero1: with train.precision=fp64 DeepSpeed"),
-        (["launch.nodes=2"], "launch.nodes=2: this command starts ranks on this machine only"),
-        (["loss.beta=0"], "loss.beta=0.0: must be greater than 0"),
-        (["loss.label_smoothing=0.5"], "loss.label_smoothing=0.5"),
-        (["optim.lr=-1"], "optim.lr=-1.0"),
-        (["optim.lr=nan"], "optim.lr=nan"),
-        (["optim.betas=[0.9]"], "optim.betas=[0.9]"),
-        (["train.max_steps=0"], "train.max_steps=0: must be at least 1"),
-        (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads=8"),
-        (["model.hidden_size=60"], "model.hidden_size=60"),
-        (["data.eval_size=0", "train.eval_every=2"], "train.eval_every=2: there is no held-out data"),
-        (["model=hf", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no such folder"),
-        (["reference.path=org/name"], "reference.path=org/name: is a model of transformers, and model=tiny has"),
-        (["reference.revision=v2"], "reference.revision=v2: is of the model in reference.path, which is not given"),
-        ([*NAMED, "reference.path=/nowhere/at/all"], "reference.path=/nowhere/at/all: no such folder"),
-        ([*NAMED, "reference.path=/", "reference.revision=v2"], "reference.revision=v2: is for hub names"),
-        ([*NAMED, "reference.path=org/other", "reference.revision=' '"], "reference.revision=: is empty"),
-        ([*NAMED, "reference.path=org/other", "loss=simpo"], "loss=simpo compares the policy with no reference model."),
-        (
-            [*NAMED, "reference.path=org/other", "loss=grpo", "loss.beta=0", "reward.text=a"],
-            "reference.path=org/other: loss=grpo compares the policy with no reference model while loss.beta=0.",
-        ),
-        (["data.max_length=1"], "data.max_length=1"),
-        (["launch.time_limit=4"], "launch.time_limit=4: must be a time greater than 0 with its unit"),
-        (["engine.chosen=mine"], "engine.chosen=mine: rlexp sets it, with engine=auto. Leave it out."),
-        (["parallel.chosen=mine"], "parallel.chosen=mine: rlexp sets it, with parallel.layout=auto. Leave it out."),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["train.precision=fp64", "engine=zero1"], "engine=zero1: with train.precision=fp64 DeepSpeed"),
+    (["launch.nodes=2"], "launch.nodes=2: this command starts ranks on this machine only"),
+    (["loss.beta=0"], "loss.beta=0.0: must be greater than 0"),
+    (["loss.label_smoothing=0.5"], "loss.label_smoothing=0.5"),
+    (["optim.lr=-1"], "optim.lr=-1.0"), (["optim.lr=nan"], "optim.lr=nan"),
+    (["optim.betas=[0.9]"], "optim.betas=[0.9]"),
+    (["train.max_steps=0"], "train.max_steps=0: must be at least 1"),
+    (["model.kv_heads=3"], "model.kv_heads=3: must divide model.heads=8"),
+    (["model.hidden_size=60"], "model.hidden_size=60"),
+    (["data.eval_size=0", "train.eval_every=2"], "train.eval_every=2: there is no held-out data"),
+    (["model=hf", "model.path=/nowhere/at/all"], "model.path=/nowhere/at/all: no such folder"),
+    (["reference.path=org/name"], "reference.path=org/name: is a model of transformers, and model=tiny has"),
+    (["reference.revision=v2"], "reference.revision=v2: is of the model in reference.path, which is not given"),
+    ([*NAMED, "reference.path=/nowhere/at/all"], "reference.path=/nowhere/at/all: no such folder"),
+    ([*NAMED, "reference.path=/", "reference.revision=v2"], "reference.revision=v2: is for hub names"),
+    ([*NAMED, "reference.path=org/other", "reference.revision=' '"], "reference.revision=: is empty"),
+    ([*NAMED, "reference.path=org/other", "loss=simpo"], "loss=simpo compares the policy with no reference model."),
+    ([*NAMED, "reference.path=org/other", "loss=grpo", "loss.beta=0", "reward.text=a"],
+     "reference.path=org/other: loss=grpo compares the policy with no reference model while loss.beta=0."),
+    (["data.max_length=1"], "data.max_length=1"),
+    (["launch.time_limit=4"], "launch.time_limit=4: must be a time greater than 0 with its unit"),
+    (["engine.chosen=mine"], "engine.chosen=mine: rlexp sets it, with engine=auto. Leave it out."),
+    (["parallel.chosen=mine"], "parallel.chosen=mine: rlexp sets it, with parallel.layout=auto. Leave it out."),
+])  # fmt: skip
 def test_rules_across_fields(overrides: list[str], said: str) -> None:
     assert said in refusal_of(["launch.device=cpu", *overrides])
 
@@ -372,17 +366,14 @@ def test_an_experiment_without_its_first_line_is_named(
     assert explain(error.value) == f'{file}: {said} "# @package _global_".'
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ("launch.device=cpu launch.ranks_per_gpu=2", "launch.ranks_per_gpu=2: is for GPUs, and launch.device=cpu"),
-        ("launch.device=cpu launch.collectives=nccl", "launch.collectives=nccl: NCCL carries tensors of GPUs"),
-        ("launch.ranks_per_gpu=2 launch.collectives=nccl", "launch.collectives=nccl: NCCL refuses two ranks on one"),
-        ("launch.collectives=gloo", "On GPUs use launch.collectives=staged"),
-        ("launch.ranks_per_gpu=2 launch.nproc=3", "2 ranks on each GPU, and 1 is visible. Use launch.nproc=2"),
-        ("launch.ranks_per_gpu=0", "launch.ranks_per_gpu=0: must be"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    ("launch.device=cpu launch.ranks_per_gpu=2", "launch.ranks_per_gpu=2: is for GPUs, and launch.device=cpu"),
+    ("launch.device=cpu launch.collectives=nccl", "launch.collectives=nccl: NCCL carries tensors of GPUs"),
+    ("launch.ranks_per_gpu=2 launch.collectives=nccl", "launch.collectives=nccl: NCCL refuses two ranks on one"),
+    ("launch.collectives=gloo", "On GPUs use launch.collectives=staged"),
+    ("launch.ranks_per_gpu=2 launch.nproc=3", "2 ranks on each GPU, and 1 is visible. Use launch.nproc=2"),
+    ("launch.ranks_per_gpu=0", "launch.ranks_per_gpu=0: must be"),
+])  # fmt: skip
 def test_ranks_that_cannot_share_a_gpu(words: str, said: str) -> None:
     with assumed_gpus(1):
         assert said in refusal_of(words.split())

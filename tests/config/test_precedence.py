@@ -123,16 +123,10 @@ def test_what_belongs_to_one_model_does_not_stay_with_another(own: Path) -> None
     ]
 
 
-@pytest.mark.parametrize(
-    ("defaults", "name"),
-    [
-        ("- mine", "more"),
-        ("- /experiment/mine", "more"),
-        ("- /experiment/mine@_global_", "more"),
-        ("- mine.yaml", "more.yaml"),
-        ("- mine", "team/more"),
-    ],
-)
+@pytest.mark.parametrize(("defaults", "name"), [
+    ("- mine", "more"), ("- /experiment/mine", "more"), ("- /experiment/mine@_global_", "more"),
+    ("- mine.yaml", "more.yaml"), ("- mine", "team/more"),
+])  # fmt: skip
 def test_files_that_an_experiment_builds_on_are_read_as_hydra_reads_them(own: Path, defaults: str, name: str) -> None:
     more = own.parent / f"{name.removesuffix('.yaml')}.yaml"
     more.parent.mkdir(exist_ok=True)
@@ -163,13 +157,10 @@ def test_a_key_that_is_typed_wins_over_a_typed_option(own: Path) -> None:
     assert (raw(cfg, "model.path"), raw(cfg, "parallel.ring_size")) == ("FOLDER", 8)
 
 
-@pytest.mark.parametrize(
-    ("typed", "sets"),
-    [
-        (["+experiment=ppo_tiny", "reward=python"], "ppo_tiny.yaml sets reward.rule and reward.pattern"),
-        (["+experiment=mine", "model=tiny"], "mine.yaml sets model.path"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "sets"), [
+    (["+experiment=ppo_tiny", "reward=python"], "ppo_tiny.yaml sets reward.rule and reward.pattern"),
+    (["+experiment=mine", "model=tiny"], "mine.yaml sets model.path"),
+])  # fmt: skip
 def test_a_key_that_the_option_lacks_is_refused(own: Path, typed: list[str], sets: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load.composed(typed)

@@ -22,21 +22,18 @@ SMALL = {"partition": None, "nodes": 1, "tasks_per_node": 8, "cpus_per_task": 2,
          "timeout_min": 60}  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("changed", "said"),
-    [
-        ({}, None),
-        ({"partition": "lng"}, "hydra.launcher.partition=lng: this cluster has no partition lng. It has long, main."),
-        ({"gpus_per_node": 16}, "launch.nproc=16: no node of partition main has so many GPUs; the largest has 8."),
-        ({"tasks_per_node": 32, "cpus_per_task": 1, "gpus_per_node": 16}, "launch.nproc=32 on 16 GPUs: no node of "),
-        ({"partition": "long"}, "launch.nproc=8: no node of partition long has so many GPUs; the largest has 4."),
-        ({"cpus_per_task": 9}, "launch.nproc × launch.rank_cpus=72: no node of partition main has so many processors"),
-        ({"mem_gb": 100.0}, "launch.nproc × launch.rank_memory_gb: 102400 MB are more than a node of partition main"),
-        ({"nodes": 4}, "launch.nodes=4: partition main has 3 nodes."),
-        ({"timeout_min": 121}, "launch.time_limit: 7260 s are more than partition main allows (7200 s)."),
-        ({"partition": "long", "gpus_per_node": None, "timeout_min": 99999}, None),
-    ],
-)
+@pytest.mark.parametrize(("changed", "said"), [
+    ({}, None),
+    ({"partition": "lng"}, "hydra.launcher.partition=lng: this cluster has no partition lng. It has long, main."),
+    ({"gpus_per_node": 16}, "launch.nproc=16: no node of partition main has so many GPUs; the largest has 8."),
+    ({"tasks_per_node": 32, "cpus_per_task": 1, "gpus_per_node": 16}, "launch.nproc=32 on 16 GPUs: no node of "),
+    ({"partition": "long"}, "launch.nproc=8: no node of partition long has so many GPUs; the largest has 4."),
+    ({"cpus_per_task": 9}, "launch.nproc × launch.rank_cpus=72: no node of partition main has so many processors"),
+    ({"mem_gb": 100.0}, "launch.nproc × launch.rank_memory_gb: 102400 MB are more than a node of partition main"),
+    ({"nodes": 4}, "launch.nodes=4: partition main has 3 nodes."),
+    ({"timeout_min": 121}, "launch.time_limit: 7260 s are more than partition main allows (7200 s)."),
+    ({"partition": "long", "gpus_per_node": None, "timeout_min": 99999}, None),
+])  # fmt: skip
 def test_a_job_that_could_never_start_is_refused(changed: dict, said: str | None) -> None:
     refusal = exceeded(SMALL | changed, PARTITIONS)
     assert (refusal is None) if said is None else (refusal or "").startswith(said)
@@ -54,12 +51,8 @@ def test_sinfos_lines() -> None:
 def test_what_a_job_around_the_command_says_of_itself_is_not_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = {"SLURM_CONF": "/c", "SBATCH_ACCOUNT": "a", "HOME": "/h"}
     own = {
-        "SLURM_ARRAY_TASK_ID": "3",
-        "SLURM_RESTART_COUNT": "2",
-        "RANK": "0",
-        "MASTER_ADDR": "x",
-        "RLEXP_RUN_DIR": "/r",
-    }
+        "SLURM_ARRAY_TASK_ID": "3", "SLURM_RESTART_COUNT": "2", "RANK": "0", "MASTER_ADDR": "x", "RLEXP_RUN_DIR": "/r",
+    }  # fmt: skip
     for name, value in (kept | own).items():
         monkeypatch.setenv(name, value)
     with own_environment():

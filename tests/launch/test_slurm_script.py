@@ -102,17 +102,14 @@ def test_without_slurm_it_says_so(rlexp: Shell, tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
-@pytest.mark.parametrize(
-    ("wrong", "said"),
-    [
-        ("launch.time_limit=179s", "launch.time_limit=179s: ends before the first step"),
-        ("resume.mode=never", "resume.mode=never: a job that Slurm starts again must continue its run"),
-        ("launch.time_limit=4", "launch.time_limit=4: must be a time greater than 0 with its unit"),
-        ("launch.rank_cpus=0", "launch.rank_cpus=0: must be at least 1"),
-        ("launch.rank_memory_gb=-1", "launch.rank_memory_gb=-1"),
-        ("hydra.launcher.retry=1", "retry"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "said"), [
+    ("launch.time_limit=179s", "launch.time_limit=179s: ends before the first step"),
+    ("resume.mode=never", "resume.mode=never: a job that Slurm starts again must continue its run"),
+    ("launch.time_limit=4", "launch.time_limit=4: must be a time greater than 0 with its unit"),
+    ("launch.rank_cpus=0", "launch.rank_cpus=0: must be at least 1"),
+    ("launch.rank_memory_gb=-1", "launch.rank_memory_gb=-1"),
+    ("hydra.launcher.retry=1", "retry"),
+])  # fmt: skip
 def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: str) -> None:
     answer = rlexp(*DRY, "hydra/launcher=slurm", "launch.device=cpu", wrong)
     assert said in answer.stderr
@@ -121,49 +118,31 @@ def test_what_no_cluster_could_run_is_refused(rlexp: Shell, wrong: str, said: st
     assert answer.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("launcher", "wrong", "said"),
-    [
-        ("slurm", "hydra.launcher.retries=-1", "hydra.launcher.retries=-1: must be at least 0"),
-        ("slurm", "hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0.0: must be greater than 0."),
-        (
-            "slurm",
-            "hydra.launcher.modules=notalist",
-            "hydra.launcher.modules=notalist: must be a list, as [ONE, TWO] or [].",
-        ),
-        ("slurm", "hydra.launcher.array_parallelism=0", "hydra.launcher.array_parallelism=0: must be at least 1."),
-        ("slurm", "hydra.launcher.environment={A-B: 1}", "hydra.launcher.environment: A-B is no variable's name"),
-        (
-            "slurm",
-            "hydra.launcher.environment=x",
-            "hydra.launcher.environment=x: must be a mapping, as {NAME: VALUE} or {}",
-        ),
-        ("slurm", "hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
-        ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Give"),
-        ("slurm", "+hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
-        ("slurm", "hydra.launcher.comment=mine", "hydra.launcher.comment=mine: the comment of a job is rlexp's own"),
-        (
-            "slurm",
-            "hydra.launcher.additional_parameters={comment: mine}",
-            "hydra.launcher.additional_parameters.comment=mine: the comment of a job is rlexp's own",
-        ),
-        (
-            "slurm",
-            "hydra.launcher.environment={WANDB_API_KEY: x}",
-            "hydra.launcher.environment.WANDB_API_KEY: would stand in files of the sweep, which others may read.",
-        ),
-        (
-            "slurm",
-            "hydra.launcher.additional_parameters={wckey: 'a\ntouch here'}",
-            "hydra.launcher.additional_parameters.wckey=a\\ntouch here: has a line break",
-        ),
-        ("slurm", "hydra.sweep.dir='a\ntouch here'", "hydra.sweep.dir="),
-        ("slurm", "hydra.launcher.max_num_timeout=3", "hydra.launcher.max_num_timeout=3: has no effect, since rlexp"),
-        ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
-        ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1.0: must be greater than 0."),
-        ("slurm_local", "+hydra.launcher.retries=1", "hydra.launcher.retries: no such key."),
-    ],
-)
+@pytest.mark.parametrize(("launcher", "wrong", "said"), [
+    ("slurm", "hydra.launcher.retries=-1", "hydra.launcher.retries=-1: must be at least 0"),
+    ("slurm", "hydra.launcher.poll_seconds=0", "hydra.launcher.poll_seconds=0.0: must be greater than 0."),
+    ("slurm", "hydra.launcher.modules=notalist",
+     "hydra.launcher.modules=notalist: must be a list, as [ONE, TWO] or []."),
+    ("slurm", "hydra.launcher.array_parallelism=0", "hydra.launcher.array_parallelism=0: must be at least 1."),
+    ("slurm", "hydra.launcher.environment={A-B: 1}", "hydra.launcher.environment: A-B is no variable's name"),
+    ("slurm", "hydra.launcher.environment=x",
+     "hydra.launcher.environment=x: must be a mapping, as {NAME: VALUE} or {}"),
+    ("slurm", "hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
+    ("slurm", "hydra.launcher.nodes=3", "hydra.launcher.nodes=3: follows from each job's configuration. Give"),
+    ("slurm", "+hydra.launcher.retry=1", "hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
+    ("slurm", "hydra.launcher.comment=mine", "hydra.launcher.comment=mine: the comment of a job is rlexp's own"),
+    ("slurm", "hydra.launcher.additional_parameters={comment: mine}",
+     "hydra.launcher.additional_parameters.comment=mine: the comment of a job is rlexp's own"),
+    ("slurm", "hydra.launcher.environment={WANDB_API_KEY: x}",
+     "hydra.launcher.environment.WANDB_API_KEY: would stand in files of the sweep, which others may read."),
+    ("slurm", "hydra.launcher.additional_parameters={wckey: 'a\ntouch here'}",
+     "hydra.launcher.additional_parameters.wckey=a\\ntouch here: has a line break"),
+    ("slurm", "hydra.sweep.dir='a\ntouch here'", "hydra.sweep.dir="),
+    ("slurm", "hydra.launcher.max_num_timeout=3", "hydra.launcher.max_num_timeout=3: has no effect, since rlexp"),
+    ("slurm_local", "hydra.launcher.jobs_at_once=0", "hydra.launcher.jobs_at_once=0: must be at least 1."),
+    ("slurm_local", "hydra.launcher.poll_seconds=-1", "hydra.launcher.poll_seconds=-1.0: must be greater than 0."),
+    ("slurm_local", "+hydra.launcher.retries=1", "hydra.launcher.retries: no such key."),
+])  # fmt: skip
 def test_a_wrong_launcher_key_is_told_before_anything_is_handed_over(
     rlexp: Shell, tmp_path: Path, launcher: str, wrong: str, said: str
 ) -> None:
@@ -175,14 +154,11 @@ def test_a_wrong_launcher_key_is_told_before_anything_is_handed_over(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("container", "python", "said"),
-    [
-        ("env PATH=/usr/bin:/bin", "nothing", "hydra.launcher.container=env PATH=/usr/bin:/bin: `nothing -c 'import"),
-        ("env -u PYTHONPATH -C /", "python3 -S", "hydra.launcher.python=PATH."),
-        ("env 'A=1", None, "hydra.launcher.container=env 'A=1: is no command of a shell (No closing quotation)."),
-    ],
-)
+@pytest.mark.parametrize(("container", "python", "said"), [
+    ("env PATH=/usr/bin:/bin", "nothing", "hydra.launcher.container=env PATH=/usr/bin:/bin: `nothing -c 'import"),
+    ("env -u PYTHONPATH -C /", "python3 -S", "hydra.launcher.python=PATH."),
+    ("env 'A=1", None, "hydra.launcher.container=env 'A=1: is no command of a shell (No closing quotation)."),
+])  # fmt: skip
 def test_a_container_without_its_python_is_refused(container: str, python: str | None, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_container({"container": container, "python": python})
@@ -199,16 +175,13 @@ def test_a_container_that_this_machine_cannot_start_is_left_to_the_nodes(contain
 SITE_YAML = (ROOT / "launchers" / "hydra" / "launcher" / "site.yaml").read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("partition: gpu", None),
-        ("retry: 3", "rlexp: hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
-        ("modules: cuda", "rlexp: hydra.launcher.modules: must be a list, as [ONE, TWO] or []."),
-        ("modules: null", "rlexp: hydra.launcher.modules: must be given: it cannot be null. Give a value, or"),
-        ("modules: [cuda", "mine.yaml, line "),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("partition: gpu", None),
+    ("retry: 3", "rlexp: hydra.launcher.retry: no such key. Did you mean hydra.launcher.retries?"),
+    ("modules: cuda", "rlexp: hydra.launcher.modules: must be a list, as [ONE, TWO] or []."),
+    ("modules: null", "rlexp: hydra.launcher.modules: must be given: it cannot be null. Give a value, or"),
+    ("modules: [cuda", "mine.yaml, line "),
+])  # fmt: skip
 def test_a_profile_beside_the_package_is_read_and_its_mistakes_are_told(
     rlexp: Shell, tmp_path: Path, line: str, said: str | None
 ) -> None:

@@ -27,22 +27,15 @@ PRECOMPUTE, KEPT, ADAPTER = "reference=precompute", "reference.offload=true", "r
 OURS = {LORA, WITHOUT_MODEL, PRECOMPUTE, KEPT, ADAPTER}
 
 
-@pytest.mark.parametrize(
-    ("words", "ours"),
-    [
-        ((), [PRECOMPUTE, KEPT, WITHOUT_MODEL]),
-        (("loss=simpo",), [LORA]),
-        (("loss=kto",), [KEPT, WITHOUT_MODEL]),
-        (GRPO, [KEPT, WITHOUT_MODEL]),
-        ((*GRPO, "loss.beta=0"), [LORA]),
-        (("model.freeze=['model.embed_tokens.*']",), [PRECOMPUTE, KEPT]),
-        (("engine=zero3", "engine.offload=all"), [PRECOMPUTE, WITHOUT_MODEL]),
-        ((PRECOMPUTE,), [LORA]),
-        ((LORA,), [PRECOMPUTE]),
-        ((LORA, "reference=model"), [ADAPTER, PRECOMPUTE, KEPT]),
-        ((KEPT,), [f"{PRECOMPUTE} reference.offload=false", f"{WITHOUT_MODEL} reference.offload=false"]),
-    ],
-)
+@pytest.mark.parametrize(("words", "ours"), [
+    ((), [PRECOMPUTE, KEPT, WITHOUT_MODEL]), (("loss=simpo",), [LORA]), (("loss=kto",), [KEPT, WITHOUT_MODEL]),
+    (GRPO, [KEPT, WITHOUT_MODEL]), ((*GRPO, "loss.beta=0"), [LORA]),
+    (("model.freeze=['model.embed_tokens.*']",), [PRECOMPUTE, KEPT]),
+    (("engine=zero3", "engine.offload=all"), [PRECOMPUTE, WITHOUT_MODEL]), ((PRECOMPUTE,), [LORA]),
+    ((LORA,), [PRECOMPUTE]),
+    ((LORA, "reference=model"), [ADAPTER, PRECOMPUTE, KEPT]),
+    ((KEPT,), [f"{PRECOMPUTE} reference.offload=false", f"{WITHOUT_MODEL} reference.offload=false"]),
+])  # fmt: skip
 def test_what_a_run_is_offered(words: tuple[str, ...], ours: list[str]) -> None:
     """Each is what a user gets who types the words, and the adapter, which is another training, stands last."""
     found = dict(singles(elsewhere(*ON, *words)))

@@ -65,14 +65,11 @@ def test_an_8b_on_eight_ranks() -> None:
     assert dataclasses.replace(host, limit=None).fits, "nobody knows how much there is"
 
 
-@pytest.mark.parametrize(
-    ("words", "copies"),
-    [
-        (("checkpoint.host_memory_gib=8",), 8 * GIB),
-        (("checkpoint.save_every=null", "checkpoint.on_exit=false"), 0),
-        (("checkpoint.save_every=null",), 8 * 179 * (1 << 26)),
-    ],
-)
+@pytest.mark.parametrize(("words", "copies"), [
+    (("checkpoint.host_memory_gib=8",), 8 * GIB),
+    (("checkpoint.save_every=null", "checkpoint.on_exit=false"), 0),
+    (("checkpoint.save_every=null",), 8 * 179 * (1 << 26)),
+])  # fmt: skip
 def test_copies_are_bounded_and_are_none_where_nothing_is_saved(words: tuple[str, ...], copies: int) -> None:
     cfg = elsewhere("launch.nproc=8", "parallel=ring8", "train.batch_size=8", *words)
     assert host_of(cfg, LIKE_8B, 0).by_kind[COPIES] == copies
@@ -278,16 +275,11 @@ def test_no_remedy_moves_what_the_machine_has_no_memory_for() -> None:
 # ---- whose memory ----
 
 
-@pytest.mark.parametrize(
-    ("words", "here", "expected"),
-    [
-        (("hardware.host_memory_gib=7",), True, 7.0),
-        ((), True, 5.0),
-        ((), False, 0.0),
-        (("launch.rank_memory_gb=16",), False, 32.0),
-        (("launch.rank_memory_gb=16", "hardware.host_memory_gib=7"), False, 7.0),
-    ],
-)
+@pytest.mark.parametrize(("words", "here", "expected"), [
+    (("hardware.host_memory_gib=7",), True, 7.0), ((), True, 5.0), ((), False, 0.0),
+    (("launch.rank_memory_gb=16",), False, 32.0),
+    (("launch.rank_memory_gb=16", "hardware.host_memory_gib=7"), False, 7.0),
+])  # fmt: skip
 def test_a_machine_is_this_one_or_the_job_s(
     words: tuple[str, ...], here: bool, expected: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

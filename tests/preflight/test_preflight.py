@@ -41,13 +41,8 @@ def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
     assert "\nan epoch of 240 rows has 80 steps: at most " in told.stdout
     assert "and a pair that shares its prompt" in told.stdout
     heads = (
-        "fits: ",
-        "one change at a time",
-        "longest sequence",
-        "peak memory of rank",
-        "a step of a rank",
-        "sharding:",
-    )
+        "fits: ", "one change at a time", "longest sequence", "peak memory of rank", "a step of a rank", "sharding:",
+    )  # fmt: skip
     places = [told.stdout.index(f"\n{head}") for head in heads]
     assert places == sorted(places)
     assert "train.batch_size=3: 2 replicas × train.micro_batch_size=1 need a multiple of 2." in told.stdout
@@ -93,29 +88,18 @@ def test_an_8b_model_on_a_ring_of_8(tmp_path: Path) -> None:
     assert "\nfits: " in again.stdout
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("hardware=h900",), "hardware=h900: no such option"),
-        ((), "hardware=auto: no GPU is visible here"),
-        (
-            ("hardware=h100", "launch.nproc=16", "parallel.ring_size=16"),
-            "launch.nproc=16: a node of hardware=h100 has 8 GPUs",
-        ),
-        (("hardware=h100", "launch.nproc=8", "parallel.ring_size=16"), "parallel.ring_size=16"),
-        (
-            ("hardware=h100", *GRPO, "rollout.engine=vllm", "rollout.vllm_memory=much"),
-            "rollout.vllm_memory='much': must be a share of a GPU's memory",
-        ),
-        (
-            ("hardware=h100", "launch.nproc=2", *GRPO, "rollout=pipelined"),
-            "rollout.mode=pipelined: cannot be rehearsed",
-        ),
-        (("hardware=h100", "launch.device=cpu"), "launch.device=cpu: preflight predicts runs on GPUs"),
-        (("hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0: a prediction needs it"),
-        (("--jsn", "x"), "unrecognized arguments: --jsn"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("hardware=h900",), "hardware=h900: no such option"), ((), "hardware=auto: no GPU is visible here"),
+    (("hardware=h100", "launch.nproc=16", "parallel.ring_size=16"),
+     "launch.nproc=16: a node of hardware=h100 has 8 GPUs"),
+    (("hardware=h100", "launch.nproc=8", "parallel.ring_size=16"), "parallel.ring_size=16"),
+    (("hardware=h100", *GRPO, "rollout.engine=vllm", "rollout.vllm_memory=much"),
+     "rollout.vllm_memory='much': must be a share of a GPU's memory"),
+    (("hardware=h100", "launch.nproc=2", *GRPO, "rollout=pipelined"), "rollout.mode=pipelined: cannot be rehearsed"),
+    (("hardware=h100", "launch.device=cpu"), "launch.device=cpu: preflight predicts runs on GPUs"),
+    (("hardware=h100", "hardware.memory_gib=0"), "hardware.memory_gib=0: a prediction needs it"),
+    (("--jsn", "x"), "unrecognized arguments: --jsn"),
+])  # fmt: skip
 def test_wrong_input_gets_one_message(words: tuple[str, ...], said: str) -> None:
     told = preflight(*words, code=1)
     assert told.stdout == ""

@@ -128,28 +128,19 @@ def test_asleep_it_holds_memory_in_rollouts_only(found: Found) -> None:
     assert auto.fits(room(cfg))
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (
-            ("rollout.vllm_memory=0.6",),
-            r"rollout\.vllm_memory=0\.6: vLLM takes 3\.0 GiB, and the rank itself holds [\d.]+ MiB \(\w+\) of the "
-            r"2\.5 GiB that it may take\. Use rollout\.vllm_memory=0\.4\d or less, or auto",
-        ),
-        (
-            ("rollout.vllm_memory=0.001", "model.layers=200"),
-            r"rollout\.vllm_memory=0\.001: vLLM has 5\.1 MiB, and needs 5\d\d\.\d MiB: \d+\.\d MiB weights, \d\.\d MiB "
-            r"keys and values of one answer of 208 tokens, 5\d\d\.\d MiB working memory \(assumed\)\. Use "
-            r"rollout\.vllm_memory=0\.11 to 0\.4\d, or auto",
-        ),
-        (
-            ("model.hidden_size=65536",),
-            r"rollout\.vllm_memory=auto: vLLM needs [\d.]+ GiB: .* one answer of 208 tokens, .*; the rank itself "
-            r"holds [\d.]+ MiB \(\w+\) of the 2\.5 GiB that it may take\. Use a change that needs less memory beside "
-            r"it, rollout=pipelined, .* or rollout\.engine=native",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("rollout.vllm_memory=0.6",),
+     r"rollout\.vllm_memory=0\.6: vLLM takes 3\.0 GiB, and the rank itself holds [\d.]+ MiB \(\w+\) of the "
+     r"2\.5 GiB that it may take\. Use rollout\.vllm_memory=0\.4\d or less, or auto"),
+    (("rollout.vllm_memory=0.001", "model.layers=200"),
+     r"rollout\.vllm_memory=0\.001: vLLM has 5\.1 MiB, and needs 5\d\d\.\d MiB: \d+\.\d MiB weights, \d\.\d MiB "
+     r"keys and values of one answer of 208 tokens, 5\d\d\.\d MiB working memory \(assumed\)\. Use "
+     r"rollout\.vllm_memory=0\.11 to 0\.4\d, or auto"),
+    (("model.hidden_size=65536",),
+     r"rollout\.vllm_memory=auto: vLLM needs [\d.]+ GiB: .* one answer of 208 tokens, .*; the rank itself "
+     r"holds [\d.]+ MiB \(\w+\) of the 2\.5 GiB that it may take\. Use a change that needs less memory beside "
+     r"it, rollout=pipelined, .* or rollout\.engine=native"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused_with_the_numbers(found: Found, words: tuple[str, ...], said: str) -> None:
     prediction, cfg = shared(found, *words)
     assert not prediction.with_share().fits(room(cfg))
@@ -281,15 +272,11 @@ def test_the_launcher_is_told_the_share(found: Found, words: tuple[str, ...], fi
     assert answer["peaks"]["backward"]["vLLM"] == whole.vllm.holds.bytes
 
 
-@pytest.mark.parametrize(
-    ("words", "told", "share"),
-    [
-        ((), preflight_check.Decision(fits=True, vllm_memory=0.33), 0.33),
-        ((), preflight_check.Decision(why="it took too long."), 0.4),
-        (("launch.preflight=off",), None, 0.4),
-        (("rollout.vllm_memory=0.2",), preflight_check.Decision(fits=True, vllm_memory=0.2), 0.2),
-    ],
-)
+@pytest.mark.parametrize(("words", "told", "share"), [
+    ((), preflight_check.Decision(fits=True, vllm_memory=0.33), 0.33),
+    ((), preflight_check.Decision(why="it took too long."), 0.4), (("launch.preflight=off",), None, 0.4),
+    (("rollout.vllm_memory=0.2",), preflight_check.Decision(fits=True, vllm_memory=0.2), 0.2),
+])  # fmt: skip
 def test_ranks_are_given_a_number(
     monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], told: preflight_check.Decision | None, share: float
 ) -> None:

@@ -142,16 +142,12 @@ def test_a_trained_model_is_trained_on(rlexp: Shell, tmp_path: Path) -> None:
     assert not (tmp_path / "second" / "model").exists()
 
 
-@pytest.mark.parametrize(
-    ("args", "rows", "said"),
-    [
-        ((), '{"prompt": "a", "chosen": "b"}\n', "pairs.jsonl:1: field `rejected` is missing"),
-        (("data.max_length=8",), None, "pairs.jsonl:1: 12 tokens, and data.max_length=8"),
-        (("train.batch_size=16",), None, "train.batch_size=16: the data set has 8 pairs"),
-        (("data.eval_path=other.jsonl",), None, "data.eval_path=other.jsonl: no such file"),
-    ],
-    ids=["malformed", "too long", "less than a batch", "no held-out file"],
-)
+@pytest.mark.parametrize(("args", "rows", "said"), [
+    ((), '{"prompt": "a", "chosen": "b"}\n', "pairs.jsonl:1: field `rejected` is missing"),
+    (("data.max_length=8",), None, "pairs.jsonl:1: 12 tokens, and data.max_length=8"),
+    (("train.batch_size=16",), None, "train.batch_size=16: the data set has 8 pairs"),
+    (("data.eval_path=other.jsonl",), None, "data.eval_path=other.jsonl: no such file"),
+], ids=["malformed", "too long", "less than a batch", "no held-out file"])  # fmt: skip
 def test_bad_data_is_one_message(rlexp: Shell, tmp_path: Path, args: tuple, rows: str | None, said: str) -> None:
     good = '{"prompt": "prompt ", "chosen": "yes", "rejected": "no!!"}\n' * 8
     (tmp_path / "pairs.jsonl").write_text(rows or good, encoding="utf-8")
@@ -198,11 +194,8 @@ def test_under_torchrun_a_sweep_is_refused_and_sigterm_stops_in_good_order(tmp_p
     assert "train/loss" not in refused.stderr
     process = subprocess.Popen(
         [sys.executable, *TORCHRUN, *quick, "parallel=ring2", "train.max_steps=100000", "hydra.run.dir=run"],
-        cwd=tmp_path,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+        cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
     wait_for_steps(tmp_path, process)
     everyone = descendants(process.pid)
     process.terminate()

@@ -243,21 +243,13 @@ def test_rewards_and_slopes_of_dpo_equal_the_second_writing() -> None:
 # ---- what is planted is found ----
 
 CHECKS = (
-    test_each_loss_by_hand,
-    test_rewards_of_whole_answers_and_of_tokens,
-    test_odds_that_are_logged,
-    test_odds_keep_their_digits,
-    test_of_equal_values_the_earlier_pair_comes_first,
-    test_the_shift_is_the_mean_of_all_rewards_so_far,
-    test_a_sum_of_losses,
-    test_a_term_without_reference_is_shown_none,
-    test_the_on_policy_weight,
-    test_what_a_loss_asks_for,
-    test_a_margin_within_rounding_is_half_a_win,
-    test_a_tie_is_measured_in_what_is_compared,
-    test_every_loss_equals_the_second_writing,
+    test_each_loss_by_hand, test_rewards_of_whole_answers_and_of_tokens, test_odds_that_are_logged,
+    test_odds_keep_their_digits, test_of_equal_values_the_earlier_pair_comes_first,
+    test_the_shift_is_the_mean_of_all_rewards_so_far, test_a_sum_of_losses, test_a_term_without_reference_is_shown_none,
+    test_the_on_policy_weight, test_what_a_loss_asks_for, test_a_margin_within_rounding_is_half_a_win,
+    test_a_tie_is_measured_in_what_is_compared, test_every_loss_equals_the_second_writing,
     test_rewards_and_slopes_of_dpo_equal_the_second_writing,
-)
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", FORMULA_FAULTS, ids=lambda fault: fault.name)

@@ -30,41 +30,28 @@ __all__ = ["cache"]  # a fixture of every test here too
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "is not JSON"),
-        ("[1]", "must be a JSON object, not list"),
-        ('{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "is not UTF-8 text"),
-        ("[" * 100_000, "is not JSON"),
-        ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
-        ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
-        ('{"prompt": "a", "chosen": "b", "rejected": ""}', "field `rejected` must be a text that is not empty"),
-        ('{"prompt": "", "chosen": "b", "rejected": "c"}', "field `prompt` must not be empty"),
-        ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
-        ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "message (number 1) without"),
-        ('{"prompt": [], "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
-        (
-            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "b", "rejected": "c"}',
-            "a part of type image; only text is read",
-        ),
-        ('{"chosen": "b", "rejected": "c"}', "field `prompt` is missing"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "field `tools` is a text, and not JSON"),
-        ('{"prompt": "a", "chosen": "b", "rejected": "c", "system": 1}', "field `system` must be a text"),
-        (
-            '{"prompt": "a", "chosen": [{"role": "assistant", "content": "", "tool_calls": [{}]}], "rejected": "c"}',
-            "has tools, or calls of them, and no chat template writes them",
-        ),
-        (
-            '{"prompt": "a", "chosen": [{"role": "assistant", "content": ""}], "rejected": "c"}',
-            "a message that is empty",
-        ),
-        (
-            '{"prompt": "a", "completion": "b", "label": true}',
-            "make it unpaired (prompt, completion, label), and the rows before it are pairs (chosen, rejected)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("line", "said"), [
+    ("{", "is not JSON"), ("[1]", "must be a JSON object, not list"),
+    ('{"prompt": "\\ud800", "chosen": "b", "rejected": "c"}', "is not UTF-8 text"),
+    ("[" * 100_000, "is not JSON"),
+    ('{"prompt": "a", "chosen": "b"}', "field `rejected` is missing; the row has chosen, prompt"),
+    ('{"prompt": "a", "chosen": 3, "rejected": "c"}', "field `chosen` must be a text"),
+    ('{"prompt": "a", "chosen": "b", "rejected": ""}', "field `rejected` must be a text that is not empty"),
+    ('{"prompt": "", "chosen": "b", "rejected": "c"}', "field `prompt` must not be empty"),
+    ('{"prompt": 7, "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
+    ('{"prompt": [{"role": "user"}], "chosen": "b", "rejected": "c"}', "message (number 1) without"),
+    ('{"prompt": [], "chosen": "b", "rejected": "c"}', "field `prompt` must be a text or a list"),
+    ('{"prompt": [{"role": "user", "content": [{"type": "image"}]}], "chosen": "b", "rejected": "c"}',
+     "a part of type image; only text is read"),
+    ('{"chosen": "b", "rejected": "c"}', "field `prompt` is missing"),
+    ('{"prompt": "a", "chosen": "b", "rejected": "c", "tools": "{"}', "field `tools` is a text, and not JSON"),
+    ('{"prompt": "a", "chosen": "b", "rejected": "c", "system": 1}', "field `system` must be a text"),
+    ('{"prompt": "a", "chosen": [{"role": "assistant", "content": "", "tool_calls": [{}]}], "rejected": "c"}',
+     "has tools, or calls of them, and no chat template writes them"),
+    ('{"prompt": "a", "chosen": [{"role": "assistant", "content": ""}], "rejected": "c"}', "a message that is empty"),
+    ('{"prompt": "a", "completion": "b", "label": true}',
+     "make it unpaired (prompt, completion, label), and the rows before it are pairs (chosen, rejected)"),
+])  # fmt: skip
 def test_a_bad_row_is_named_by_file_line_and_field(line: str, said: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(f"{json.dumps(GOOD)}\n\n{line}\n", encoding="utf-8")
@@ -75,40 +62,30 @@ def test_a_bad_row_is_named_by_file_line_and_field(line: str, said: str, tmp_pat
     assert len(read(str(path), "data.bad_rows=drop").train) == 1
 
 
-@pytest.mark.parametrize(
-    ("row", "said"),
-    [
-        ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("c")]}, "share no message before"),
-        ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "must both be whole conversations, or both"),
-        (
-            {"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"},
-            "must both be whole conversations, or both",
-        ),
-        ({"chosen": "b", "rejected": "c"}, "field `prompt` is missing"),
-        (
-            {"prompt": "other", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
-            "field `prompt` is not in the beginning",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("row", "said"), [
+    ({"chosen": [user("a"), assistant("b")], "rejected": [user("x"), assistant("c")]}, "share no message before"),
+    ({"chosen": [user("a"), assistant("b")], "rejected": "c"}, "must both be whole conversations, or both"),
+    ({"prompt": "a", "chosen": [user("a"), assistant("b")], "rejected": "c"},
+     "must both be whole conversations, or both"),
+    ({"chosen": "b", "rejected": "c"}, "field `prompt` is missing"),
+    ({"prompt": "other", "chosen": [user("a"), assistant("b")], "rejected": [user("a"), assistant("c")]},
+     "field `prompt` is not in the beginning"),
+])  # fmt: skip
 def test_conversations_that_are_no_pair_are_named(row: dict, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
         read(write_lines(tmp_path, [row]))
 
 
-@pytest.mark.parametrize(
-    ("kind", "row", "said"),
-    [
-        (Kind.unpaired, {"prompt": "a", "completion": "b", "label": 1}, "field `label` must be true or false"),
-        (Kind.supervised, {"messages": [user("a")]}, "has no message of the role `assistant`"),
-        (Kind.supervised, {"messages": [assistant("a")]}, "begins with the role `assistant`"),
-        (Kind.prompts, {"prompt": ""}, "field `prompt` must not be empty"),
-        (Kind.prompts, {"prompt": "a", "answer": ""}, "must be a number or a text that is not empty"),
-        (Kind.prompts, {"prompt": "a", "answer": True}, "must be a number or a text"),
-        (Kind.prompts, {"prompt": "a", "answer": float("nan")}, "must be a number or a text"),
-        (Kind.prompts, {"prompt": "a", "answer": ["b"]}, "must be a number or a text"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "row", "said"), [
+    (Kind.unpaired, {"prompt": "a", "completion": "b", "label": 1}, "field `label` must be true or false"),
+    (Kind.supervised, {"messages": [user("a")]}, "has no message of the role `assistant`"),
+    (Kind.supervised, {"messages": [assistant("a")]}, "begins with the role `assistant`"),
+    (Kind.prompts, {"prompt": ""}, "field `prompt` must not be empty"),
+    (Kind.prompts, {"prompt": "a", "answer": ""}, "must be a number or a text that is not empty"),
+    (Kind.prompts, {"prompt": "a", "answer": True}, "must be a number or a text"),
+    (Kind.prompts, {"prompt": "a", "answer": float("nan")}, "must be a number or a text"),
+    (Kind.prompts, {"prompt": "a", "answer": ["b"]}, "must be a number or a text"),
+])  # fmt: skip
 def test_a_bad_row_of_another_kind_is_named(kind: Kind, row: dict, said: str, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=rf"rows.jsonl:1: .*{said}"):
         read(write_lines(tmp_path, [row]), kind=kind)
@@ -198,34 +175,25 @@ def test_wrong_settings_of_rows_are_named(tmp_path: Path) -> None:
         read(str(tmp_path / "other" / "nothing"))
 
 
-@pytest.mark.parametrize(
-    ("overrides", "said"),
-    [
-        (["data.sources.a.weight=0"], "data.sources.a.weight=0.0: must be greater than 0, or null"),
-        (["data.sources.a.weight=-1"], "data.sources.a.weight=-1.0: must be greater than 0, or null"),
-        (["data.sources.a.wieght=1"], "no such key of a source. Did you mean weight?"),
-        (["data.sources.a.weight=1", "data.sources.b.path=org/b"], "data.sources.b.weight: has no value, and other"),
-        (["data.path=org/c"], "data.path=org/c: describes a single source, and data.sources names a"),
-        (["data.columns.prompt=x"], "each of several sources has its own columns"),
-        (["data.sources.a.columns.promt=x"], "data.sources.a.columns.promt=x: no such field. Did you mean prompt?"),
-        (["data.sources.a=5"], "data.sources.a=5: must be a group of keys"),
-        (["data.sources.a.path=./nothing.jsonl"], "data.sources.a.path=./nothing.jsonl: no such file or folder"),
-        (["data.sources.a.path=x/*.jsonl"], "matches no file"),
-        (["data.eval_size=5", "data.sources.a.eval_split=test"], "data.eval_size=5: holds out some of the rows"),
-        (["data.workers=0"], "data.workers=0: must be at least 1"),
-        (
-            ["data.sources.a.path=README.md", "data.sources.a.eval_split=test"],
-            "README.md is a file, and only a data set",
-        ),
-        (
-            ["data.sources.a.path=README.md", "data.sources.a.split=test"],
-            "data.sources.a.split=test: data.sources.a.path",
-        ),
-        (["data.sources.a.path=docs", "data.sources.a.revision=v1"], "is a folder, which has no revisions"),
-        (["data.sources.a.eval_split=train"], "data.sources.a.eval_split=train: these are the rows to train on"),
-        (["train.eval_every=1"], "there is no held-out data"),
-    ],
-)
+@pytest.mark.parametrize(("overrides", "said"), [
+    (["data.sources.a.weight=0"], "data.sources.a.weight=0.0: must be greater than 0, or null"),
+    (["data.sources.a.weight=-1"], "data.sources.a.weight=-1.0: must be greater than 0, or null"),
+    (["data.sources.a.wieght=1"], "no such key of a source. Did you mean weight?"),
+    (["data.sources.a.weight=1", "data.sources.b.path=org/b"], "data.sources.b.weight: has no value, and other"),
+    (["data.path=org/c"], "data.path=org/c: describes a single source, and data.sources names a"),
+    (["data.columns.prompt=x"], "each of several sources has its own columns"),
+    (["data.sources.a.columns.promt=x"], "data.sources.a.columns.promt=x: no such field. Did you mean prompt?"),
+    (["data.sources.a=5"], "data.sources.a=5: must be a group of keys"),
+    (["data.sources.a.path=./nothing.jsonl"], "data.sources.a.path=./nothing.jsonl: no such file or folder"),
+    (["data.sources.a.path=x/*.jsonl"], "matches no file"),
+    (["data.eval_size=5", "data.sources.a.eval_split=test"], "data.eval_size=5: holds out some of the rows"),
+    (["data.workers=0"], "data.workers=0: must be at least 1"),
+    (["data.sources.a.path=README.md", "data.sources.a.eval_split=test"], "README.md is a file, and only a data set"),
+    (["data.sources.a.path=README.md", "data.sources.a.split=test"], "data.sources.a.split=test: data.sources.a.path"),
+    (["data.sources.a.path=docs", "data.sources.a.revision=v1"], "is a folder, which has no revisions"),
+    (["data.sources.a.eval_split=train"], "data.sources.a.eval_split=train: these are the rows to train on"),
+    (["train.eval_every=1"], "there is no held-out data"),
+])  # fmt: skip
 def test_sources_that_do_not_fit_are_refused_before_a_row_is_read(overrides: list[str], said: str) -> None:
     base = [] if overrides[0] == "data.sources.a=5" else ["data.sources.a.path=org/a"]
     with pytest.raises((ConfigError, DataError)) as error:
@@ -251,16 +219,13 @@ def test_a_dictionary_of_numbers_is_read() -> None:
 LONG = "x" * (1 << 20)
 
 
-@pytest.mark.parametrize(
-    ("column", "bad"),
-    [
-        pytest.param(lambda: pa.array([LONG]).dictionary_encode().take(pa.array([0] * 200)), 0, id="a text"),
-        pytest.param(lambda: pa.array([f'"{LONG}"'] * 100, pa.json_()), 0, id="JSON"),
-        pytest.param(lambda: pa.array([f'"{LONG}"', "{", '"\\ud800"'], pa.json_()), 2, id="JSON that is none"),
-        pytest.param(lambda: pa.ListArray.from_arrays([0, 100, 101], pa.array([LONG] * 101)), 1, id="a list"),
-        pytest.param(lambda: pa.array([LONG, ""] * 100, pa.string_view()), 0, id="a view"),
-    ],
-)
+@pytest.mark.parametrize(("column", "bad"), [
+    pytest.param(lambda: pa.array([LONG]).dictionary_encode().take(pa.array([0] * 200)), 0, id="a text"),
+    pytest.param(lambda: pa.array([f'"{LONG}"'] * 100, pa.json_()), 0, id="JSON"),
+    pytest.param(lambda: pa.array([f'"{LONG}"', "{", '"\\ud800"'], pa.json_()), 2, id="JSON that is none"),
+    pytest.param(lambda: pa.ListArray.from_arrays([0, 100, 101], pa.array([LONG] * 101)), 1, id="a list"),
+    pytest.param(lambda: pa.array([LONG, ""] * 100, pa.string_view()), 0, id="a view"),
+])  # fmt: skip
 def test_a_small_parquet_file_cannot_take_all_memory(
     column: Callable[[], pa.Array], bad: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

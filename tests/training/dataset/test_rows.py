@@ -182,21 +182,14 @@ def test_any_rows_of_other_kinds_are_read_back_the_same(rows: Any, kind: Kind, t
 def test_a_pair_has_the_margin_that_its_row_says(tmp_path: Path) -> None:
     pair = {"prompt": "Hi", "chosen": "a", "rejected": "b"}
     said: list[tuple[dict[str, Any], float | None]] = [
-        ({"margin": 0.1}, 0.1),
-        ({"margin": -2}, -2.0),
-        ({"margin": None}, None),
-        ({}, None),
+        ({"margin": 0.1}, 0.1), ({"margin": -2}, -2.0), ({"margin": None}, None), ({}, None),
         ({"score_chosen": 8.5, "score_rejected": 3}, 5.5),
         ({"margin": 0, "score_chosen": 8.5, "score_rejected": 3}, 0.0),
-        ({"score_chosen": 8.5}, None),
-        ({"score_chosen": "good", "score_rejected": 3}, None),
-        ({"score_chosen": True, "score_rejected": 3}, None),
-        ({"margin": "much better"}, None),
+        ({"score_chosen": 8.5}, None), ({"score_chosen": "good", "score_rejected": 3}, None),
+        ({"score_chosen": True, "score_rejected": 3}, None), ({"margin": "much better"}, None),
         ({"margin": "2", "score_chosen": 8, "score_rejected": 3}, 5.0),
-        ({"margin": True}, None),
-        ({"margin": [1]}, None),
-        ({"margin": 10**400}, None),
-    ]
+        ({"margin": True}, None), ({"margin": [1]}, None), ({"margin": 10**400}, None),
+    ]  # fmt: skip
     rows = [{**pair, "prompt": f"Hi {number}", **more} for number, (more, _) in enumerate(said)]
     for _ in ("made", "read again"):
         assert [each.margin for each in read(write_lines(tmp_path, rows)).train] == [margin for _, margin in said]

@@ -102,27 +102,9 @@ def first_step(_spec: RankSpec, cfgs: Sequence[Config], out: str) -> list[tuple[
 
 def rows(place: Path, characters: int) -> Path:
     words = [
-        "one",
-        "day",
-        "a",
-        "little",
-        "cat",
-        "went",
-        "to",
-        "the",
-        "park",
-        "and",
-        "saw",
-        "a",
-        "big",
-        "red",
-        "ball",
-        "that",
-        "ran",
-        "up",
-        "the",
-        "hill",
-    ]
+        "one", "day", "a", "little", "cat", "went", "to", "the", "park", "and", "saw", "a", "big", "red", "ball",
+        "that", "ran", "up", "the", "hill",
+    ]  # fmt: skip
     drawn = np.random.default_rng(0)
 
     def text(length: int) -> str:
@@ -248,26 +230,23 @@ def test_the_tiny_model_has_2048_positions_that_are_extended() -> None:
 # ---- the key ----
 
 
-@pytest.mark.parametrize(
-    ("rope", "said"),
-    [
-        ("yarn:1", "the factor must be a number greater than 1"),
-        ("yarn:0.5", "the factor must be a number greater than 1"),
-        ("yarn:-2", "the factor must be a number greater than 1"),
-        ("yarn:inf", "the factor must be a number greater than 1"),
-        ("yarn:nan", "the factor must be a number greater than 1"),
-        ("yarn:", "the factor must be a number greater than 1"),
-        ("yarn:two", "the factor must be a number greater than 1"),
-        ("yarn:4:0", "the positions must be a whole number, at least 1"),
-        ("yarn:4:1.5", "the positions must be a whole number, at least 1"),
-        ("yarn:4:", "the positions must be a whole number, at least 1"),
-        ("yarn:4:5:6", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
-        ("llama3", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
-        ("dynamic:2", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
-        ("4", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
-        ("{type: yarn, factor: 4}", "must be a text, or null"),
-    ],
-)
+@pytest.mark.parametrize(("rope", "said"), [
+    ("yarn:1", "the factor must be a number greater than 1"),
+    ("yarn:0.5", "the factor must be a number greater than 1"),
+    ("yarn:-2", "the factor must be a number greater than 1"),
+    ("yarn:inf", "the factor must be a number greater than 1"),
+    ("yarn:nan", "the factor must be a number greater than 1"),
+    ("yarn:", "the factor must be a number greater than 1"),
+    ("yarn:two", "the factor must be a number greater than 1"),
+    ("yarn:4:0", "the positions must be a whole number, at least 1"),
+    ("yarn:4:1.5", "the positions must be a whole number, at least 1"),
+    ("yarn:4:", "the positions must be a whole number, at least 1"),
+    ("yarn:4:5:6", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
+    ("llama3", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
+    ("dynamic:2", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
+    ("4", "must be yarn, yarn:FACTOR or yarn:FACTOR:POSITIONS, or null"),
+    ("{type: yarn, factor: 4}", "must be a text, or null"),
+])  # fmt: skip
 def test_what_the_key_cannot_be_is_one_message(rope: str, said: str) -> None:
     message = refusal_of(["launch.device=cpu", "logger=none", f"model.rope={rope}"])
     assert message.startswith(f"model.rope={rope}: {said}")

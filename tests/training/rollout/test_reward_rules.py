@@ -22,59 +22,37 @@ def by_rule(answered: str, prompt: str = "ask", answer: str | None = None, **key
         return scored(rewards, [sample(answered, prompt, answer)])[0]
 
 
-@pytest.mark.parametrize(
-    ("expected", "text", "keys"),
-    [
-        (2 / 3, "a dog and a dog", {"rule": "count", "text": "dog", "most": 3}),
-        (1.0, "dogdogdogdog", {"rule": "count", "text": "dog", "most": 3}),
-        (0.0, "Dog", {"rule": "count", "text": "dog"}),
-        (1.0, "DOG", {"rule": "count", "text": "Dog", "ignore_case": True}),
-        (0.0, "", {"rule": "count", "text": "dog"}),
-        (1.0, "12345", {"rule": "length", "target": 5}),
-        (0.6, "123", {"rule": "length", "target": 5}),
-        (0.6, "1234567", {"rule": "length", "target": 5}),
-        (0.0, "1" * 11, {"rule": "length", "target": 5}),
-        (0.0, "", {"rule": "length", "target": 5}),
-        (0.5, "ab12", {"rule": "regex", "pattern": "[a-z]+"}),
-        (0.5, "AB12", {"rule": "regex", "pattern": "[a-z]+", "ignore_case": True}),
-        (0.0, "", {"rule": "regex", "pattern": ".*"}),
-    ],
-)
+@pytest.mark.parametrize(("expected", "text", "keys"), [
+    (2 / 3, "a dog and a dog", {"rule": "count", "text": "dog", "most": 3}),
+    (1.0, "dogdogdogdog", {"rule": "count", "text": "dog", "most": 3}),
+    (0.0, "Dog", {"rule": "count", "text": "dog"}),
+    (1.0, "DOG", {"rule": "count", "text": "Dog", "ignore_case": True}),
+    (0.0, "", {"rule": "count", "text": "dog"}), (1.0, "12345", {"rule": "length", "target": 5}),
+    (0.6, "123", {"rule": "length", "target": 5}), (0.6, "1234567", {"rule": "length", "target": 5}),
+    (0.0, "1" * 11, {"rule": "length", "target": 5}), (0.0, "", {"rule": "length", "target": 5}),
+    (0.5, "ab12", {"rule": "regex", "pattern": "[a-z]+"}),
+    (0.5, "AB12", {"rule": "regex", "pattern": "[a-z]+", "ignore_case": True}),
+    (0.0, "", {"rule": "regex", "pattern": ".*"}),
+])  # fmt: skip
 def test_rules_of_the_text_alone(expected: float, text: str, keys: dict[str, object]) -> None:
     assert by_rule(text, **keys) == pytest.approx(expected, abs=1e-15)
 
 
-@pytest.mark.parametrize(
-    ("expected", "text", "answer", "keys"),
-    [
-        (1.0, " yes\n", "yes", {}),
-        (0.0, "yes.", "yes", {}),
-        (0.0, "Yes", "yes", {}),
-        (1.0, "Yes", "yes", {"ignore_case": True}),
-        (0.0, "", "yes", {}),
-    ],
-)
+@pytest.mark.parametrize(("expected", "text", "answer", "keys"), [
+    (1.0, " yes\n", "yes", {}), (0.0, "yes.", "yes", {}), (0.0, "Yes", "yes", {}),
+    (1.0, "Yes", "yes", {"ignore_case": True}), (0.0, "", "yes", {}),
+])  # fmt: skip
 def test_an_exact_answer_is_the_rows(expected: float, text: str, answer: str, keys: dict[str, object]) -> None:
     assert by_rule(text, answer=answer, rule="exact", **keys) == expected
 
 
-@pytest.mark.parametrize(
-    ("expected", "text", "prompt", "answer"),
-    [
-        (1.0, "19", "12 + 7 =", None),
-        (1.0, " That is 12 + 7 = 19.0.", "12 + 7 =", None),
-        (0.0, "19, or 20", "12 + 7 =", None),
-        (0.0, "", "12 + 7 =", None),
-        (0.0, "no idea", "12 + 7 =", None),
-        (1.0, "so 1,234 apples", "How many?", "1234"),
-        (1.0, "x = 3/4", "How much?", "0.75"),
-        (1.0, "minus five: −5", "How much?", "#### -5"),
-        (0.0, "5", "How much?", "-5"),
-        (1.0, "12-5", "How much?", "5"),
-        (0.0, "1/0", "How much?", "0"),
-        (0.0, "9" * 10_000, "How much?", "9"),
-    ],
-)
+@pytest.mark.parametrize(("expected", "text", "prompt", "answer"), [
+    (1.0, "19", "12 + 7 =", None), (1.0, " That is 12 + 7 = 19.0.", "12 + 7 =", None),
+    (0.0, "19, or 20", "12 + 7 =", None), (0.0, "", "12 + 7 =", None), (0.0, "no idea", "12 + 7 =", None),
+    (1.0, "so 1,234 apples", "How many?", "1234"), (1.0, "x = 3/4", "How much?", "0.75"),
+    (1.0, "minus five: −5", "How much?", "#### -5"), (0.0, "5", "How much?", "-5"), (1.0, "12-5", "How much?", "5"),
+    (0.0, "1/0", "How much?", "0"), (0.0, "9" * 10_000, "How much?", "9"),
+])  # fmt: skip
 def test_the_verifier_holds_the_last_number_to_the_rows(expected, text, prompt, answer) -> None:
     assert by_rule(text, prompt, answer, rule="arithmetic") == expected
 
@@ -111,18 +89,11 @@ def test_sums_in_prompts_are_worked_out_or_left_alone(prompt: str, value: Fracti
     assert value_of_prompt(prompt) == value
 
 
-@pytest.mark.parametrize(
-    ("rule", "answer", "said"),
-    [
-        ("exact", None, r"rows.jsonl:1: has no field `answer`, which reward.rule=exact compares"),
-        (
-            "arithmetic",
-            None,
-            r"rows.jsonl:1: has no field `answer`, and its prompt has no sum .* reward.rule=arithmetic",
-        ),
-        ("arithmetic", "many", r"rows.jsonl:1: has no number in its field `answer` \('many'\)"),
-    ],
-)
+@pytest.mark.parametrize(("rule", "answer", "said"), [
+    ("exact", None, r"rows.jsonl:1: has no field `answer`, which reward.rule=exact compares"),
+    ("arithmetic", None, r"rows.jsonl:1: has no field `answer`, and its prompt has no sum .* reward.rule=arithmetic"),
+    ("arithmetic", "many", r"rows.jsonl:1: has no number in its field `answer` \('many'\)"),
+])  # fmt: skip
 def test_a_row_without_what_the_rule_needs_is_named(rule: str, answer: str | None, said: str) -> None:
     with pytest.raises(RewardError, match=said):
         by_rule("3", "Why?", answer, rule=rule)

@@ -231,15 +231,10 @@ def test_checkpoints_are_told_of_by_reference(ran: Ran) -> None:
     assert files["manifest.json"] == (ran.folder / "checkpoints" / f"step-{ran.steps:08d}" / "manifest.json").as_uri()
 
 
-@pytest.mark.parametrize(
-    ("name", "cut"),
-    [
-        ("undisturbed", False),
-        pytest.param("killed", False, marks=pytest.mark.slow),
-        pytest.param("killed", True, marks=pytest.mark.slow),
-    ],
-    ids=["one fragment", "two", "two, of which the first was cut"],
-)
+@pytest.mark.parametrize(("name", "cut"), [
+    ("undisturbed", False), pytest.param("killed", False, marks=pytest.mark.slow),
+    pytest.param("killed", True, marks=pytest.mark.slow),
+], ids=["one fragment", "two", "two, of which the first was cut"])  # fmt: skip
 def test_offline_becomes_online_by_sync(ran: Ran, tmp_path: Path, account: pytest.MonkeyPatch, cut: bool) -> None:
     """One command for each: given both, W&B 0.31 leaves the second out if a kill came while the first was written."""
     shutil.copytree(ran.folder / "wandb", tmp_path / "wandb", symlinks=True)  # fragments that were sent are marked
@@ -395,16 +390,12 @@ def test_the_best_is_the_best_of_all() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("given", "where", "expected"),
-    [
-        (None, "runs/2026-11-21_06-00-00_dpo_ring8", "2026-11-21_06-00-00_dpo_ring8-"),
-        (None, "runs/sweep/3", "sweep-3-"),
-        ("my sweep: ring4, max_length=512", "runs/x", "my-sweep-ring4-max_length-512-"),
-        ("///", "runs/x", "run-"),
-        ("x" * 100, "runs/x", "x" * 48 + "-"),
-    ],
-)
+@pytest.mark.parametrize(("given", "where", "expected"), [
+    (None, "runs/2026-11-21_06-00-00_dpo_ring8", "2026-11-21_06-00-00_dpo_ring8-"),
+    (None, "runs/sweep/3", "sweep-3-"),
+    ("my sweep: ring4, max_length=512", "runs/x", "my-sweep-ring4-max_length-512-"),
+    ("///", "runs/x", "run-"), ("x" * 100, "runs/x", "x" * 48 + "-"),
+])  # fmt: skip
 def test_ids_are_legible(given: str | None, where: str, expected: str) -> None:
     run_id = new_id(LoggerConfig(run_name=given), Path(where))
     assert run_id.startswith(expected)
@@ -412,16 +403,11 @@ def test_ids_are_legible(given: str | None, where: str, expected: str) -> None:
     assert run_id != new_id(LoggerConfig(run_name=given), Path(where))
 
 
-@pytest.mark.parametrize(
-    ("make", "said"),
-    [
-        (lambda _path: None, "no such folder"),
-        (lambda path: path.mkdir(), "is not a W&B folder"),
-        (lambda path: _fragment(path, b""), "hold no record"),
-        (lambda path: _fragment(path, b"x" * 4000), "`wandb leet inspect` cannot read it"),
-    ],
-    ids=["absent", "another's", "empty", "garbage"],
-)
+@pytest.mark.parametrize(("make", "said"), [
+    (lambda _path: None, "no such folder"), (lambda path: path.mkdir(), "is not a W&B folder"),
+    (lambda path: _fragment(path, b""), "hold no record"),
+    (lambda path: _fragment(path, b"x" * 4000), "`wandb leet inspect` cannot read it"),
+], ids=["absent", "another's", "empty", "garbage"])  # fmt: skip
 def test_what_is_not_wandbs_is_said(tmp_path: Path, make, said: str) -> None:
     make(tmp_path / "runs")
     with pytest.raises(SinkError, match=said):
@@ -442,32 +428,25 @@ def test_online_needs_an_account_and_a_project(account: pytest.MonkeyPatch, path
         read_project(path)
 
 
-@pytest.mark.parametrize(
-    ("asked", "env", "expected"),
-    [
-        (WandbMode.offline, {"WANDB_API_KEY": "x" * 40}, "offline"),
-        (WandbMode.auto, {"WANDB_API_KEY": "x" * 40}, "online"),
-        (WandbMode.auto, {"WANDB_MODE": "offline", "WANDB_API_KEY": "x" * 40}, "offline"),
-        (WandbMode.auto, {}, "offline"),
-    ],
-)
+@pytest.mark.parametrize(("asked", "env", "expected"), [
+    (WandbMode.offline, {"WANDB_API_KEY": "x" * 40}, "offline"),
+    (WandbMode.auto, {"WANDB_API_KEY": "x" * 40}, "online"),
+    (WandbMode.auto, {"WANDB_MODE": "offline", "WANDB_API_KEY": "x" * 40}, "offline"),
+    (WandbMode.auto, {}, "offline"),
+])  # fmt: skip
 def test_online_with_an_account_and_offline_without(account, asked, env, expected) -> None:
     for name, value in env.items():
         account.setenv(name, value)
     assert wandb_mode(asked) == expected
 
 
-@pytest.mark.parametrize(
-    ("keys", "env", "mode", "whose"),
-    [
-        ({}, {}, "online", "your W&B account, project rlexp."),
-        ({"entity": "us", "project": "p"}, {"WANDB_ENTITY": "them"}, "online", "W&B, account us, project p."),
-        ({}, {"WANDB_ENTITY": "them"}, "online", "W&B, account them, project rlexp."),
-        ({}, {"WANDB_BASE_URL": "http://here"}, "shared", "your W&B account on http://here, project rlexp."),
-        ({}, {}, "offline", None),
-        ({}, {}, "disabled", None),
-    ],
-)
+@pytest.mark.parametrize(("keys", "env", "mode", "whose"), [
+    ({}, {}, "online", "your W&B account, project rlexp."),
+    ({"entity": "us", "project": "p"}, {"WANDB_ENTITY": "them"}, "online", "W&B, account us, project p."),
+    ({}, {"WANDB_ENTITY": "them"}, "online", "W&B, account them, project rlexp."),
+    ({}, {"WANDB_BASE_URL": "http://here"}, "shared", "your W&B account on http://here, project rlexp."),
+    ({}, {}, "offline", None), ({}, {}, "disabled", None),
+])  # fmt: skip
 def test_an_upload_is_announced(account, keys, env, mode, whose) -> None:
     account.delenv("WANDB_ENTITY", raising=False)
     for name, value in env.items():
