@@ -272,8 +272,7 @@ def _largest(columns: Sequence[Column], count: int) -> Column:
 
 def _smooth(value: Column, bounds: Steps) -> Column:
     """Replace each value by the mean of its stretch."""
-    there = np.nan_to_num(value)
-    sums = np.add.reduceat(there, bounds[:-1])
+    sums = np.add.reduceat(np.nan_to_num(value), bounds[:-1])
     return np.asarray(np.repeat(sums / np.diff(bounds), np.diff(bounds)), dtype=np.float64)
 
 

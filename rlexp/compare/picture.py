@@ -93,8 +93,8 @@ def look(place: int, width: float) -> dict[str, Any]:
 
 def curve(steps: Steps, values: Column) -> tuple[Steps, Column]:
     """Return the points to draw: where there is a value; for a long curve, the lowest and highest of each stretch."""
-    there = ~np.isnan(values)
-    steps, values = steps[there], values[there]
+    present = ~np.isnan(values)
+    steps, values = steps[present], values[present]
     if len(steps) <= POINTS:
         return steps, values
     bounds = np.linspace(0, len(steps), POINTS // 2 + 1).astype(int)

@@ -46,12 +46,12 @@ class AdapterFolder:
     """An adapter that training goes on from."""
 
     path: Path
-    said: Mapping[str, Any]  # adapter_config.json
+    description: Mapping[str, Any]  # adapter_config.json
 
     @property
     def base(self) -> str | None:
         """The model that it was trained on: a folder or a hub name."""
-        named = self.said.get("base_model_name_or_path")
+        named = self.description.get("base_model_name_or_path")
         return str(named) if named else None
 
     @property
@@ -66,12 +66,12 @@ class AdapterFolder:
 
     @property
     def targets(self) -> list[str] | str:
-        named = self.said.get("target_modules") or []
+        named = self.description.get("target_modules") or []
         return named if isinstance(named, str) else sorted(named)
 
     @property
     def also(self) -> list[str]:
-        return sorted(self.said.get("modules_to_save") or [])
+        return sorted(self.description.get("modules_to_save") or [])
 
     def settings(self, cfg: LoraConfig) -> LoraConfig:
         """Return the configuration with what makes the adapter as in the folder."""
@@ -79,9 +79,9 @@ class AdapterFolder:
         return dataclasses.replace(
             cfg,
             targets=list(targets) if isinstance(targets, list) else [targets],
-            rank=operator.index(self.said["r"]),
-            alpha=float(self.said["lora_alpha"]),
-            rslora=bool(self.said.get("use_rslora")),
+            rank=operator.index(self.description["r"]),
+            alpha=float(self.description["lora_alpha"]),
+            rslora=bool(self.description.get("use_rslora")),
             also=self.also,
         )
 
@@ -104,27 +104,27 @@ def read_adapter(path: str) -> AdapterFolder:
             f"relative paths start at {Path.cwd()}."
         )
     try:
-        said = plain_json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
-        found = AdapterFolder(folder, said)
-        kind = said.get("peft_type")
+        description = plain_json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+        adapter = AdapterFolder(folder, description)
+        kind = description.get("peft_type")
         if kind == "LORA":
-            there = found.settings(LoraConfig())
-            if there.rank < 1 or not math.isfinite(there.alpha):
-                raise ValueError(f"r is {said['r']}, and lora_alpha {said['lora_alpha']}")
+            settings = adapter.settings(LoraConfig())
+            if settings.rank < 1 or not math.isfinite(settings.alpha):
+                raise ValueError(f"r is {description['r']}, and lora_alpha {description['lora_alpha']}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{key}: its {DESCRIPTION} cannot be read ({type(error).__name__}: {error}). Give a folder that peft wrote."
         ) from None
     if kind != "LORA":
         raise ConfigError(f"{key}: is an adapter of the kind {kind}. Give one of the kind LORA.")
-    other = [name for name, plain in PLAIN.items() if said.get(name, plain) not in (plain, None, [], {})]
-    if said.get("init_lora_weights", True) not in STARTS:
+    other = [name for name, plain in PLAIN.items() if description.get(name, plain) not in (plain, None, [], {})]
+    if description.get("init_lora_weights", True) not in STARTS:
         other.append("init_lora_weights")  # it has changed the model's own weights, or is a method of its own
     if other:
         raise ConfigError(
-            f"{key}: uses {other[0]}={said[other[0]]}, which rlexp does not have. Give an adapter of plain LoRA, or "
-            f"merge it into its model with peft's merge_and_unload, and train that: model.path=FOLDER."
+            f"{key}: uses {other[0]}={description[other[0]]}, which rlexp does not have. Give an adapter of plain "
+            f"LoRA, or merge it into its model with peft's merge_and_unload, and train that: model.path=FOLDER."
         )
     if not is_file(folder / WEIGHTS):
         raise ConfigError(f"{key}: has no {WEIGHTS}. Give a folder to which peft's save_pretrained wrote an adapter.")
-    return found
+    return adapter

@@ -46,8 +46,8 @@ def composed_for(overrides: Sequence[str], searched: Path) -> Config:
     register()
     path = [quoted(f"file://{folder}") for folder in (config_root() / "launchers", config_root() / "sweeps", searched)]
     with assumed_gpus(8), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        found = f"hydra.searchpath=[{','.join(path)}]"
-        return from_hydra(compose("config", overrides=open_ended([found, *overrides])), here=False)
+        override = f"hydra.searchpath=[{','.join(path)}]"
+        return from_hydra(compose("config", overrides=open_ended([override, *overrides])), here=False)
 
 
 def _names(overrides: Sequence[str]) -> bool:

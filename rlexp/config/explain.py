@@ -76,8 +76,8 @@ def explain(error: BaseException) -> str | None:
         override = (error.override or "").lstrip("+")
         return f"{override}: cannot be read as key=value ({reason}). Quote values with special characters."
     text = "\n".join(dict.fromkeys(str(link).strip() for link in links if str(link).strip()))
-    told = _sweep(text) or _headless(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
-    return told or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
+    message = _sweep(text) or _headless(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
+    return message or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
 
 
 def _origin(error: BaseException) -> str:
@@ -106,10 +106,10 @@ def _sweep(text: str) -> str | None:
 
 def _headless(text: str) -> str | None:
     """Explain an experiment whose keys end up below `experiment`, since its first line does not say otherwise."""
-    found = re.search(r"In '(experiment|sweep)/([^']+)': (?:ConfigKeyError|Could not override '\w+@\1\.)", text)
-    if found is None or not ("Could not override" in text or f"Key '{found.group(1)}' not in" in text):
+    match = re.search(r"In '(experiment|sweep)/([^']+)': (?:ConfigKeyError|Could not override '\w+@\1\.)", text)
+    if match is None or not ("Could not override" in text or f"Key '{match.group(1)}' not in" in text):
         return None
-    group, name = found.groups()
+    group, name = match.groups()
     files = experiments().get(name, []) if group == "experiment" else []
     file = next((path for path in files if not path.read_text(encoding="utf-8").startswith(HEADER)), None)
     empty = "is empty. " if file is not None and not file.read_text(encoding="utf-8").strip() else ""
@@ -164,12 +164,12 @@ def _bad_value(text: str, links: list[BaseException]) -> str | None:
         if re.match(r"Key '.*' not in", reason):
             return about_unknown(key)
         value = override.group(2) if override and override.group(1) == key else _value_in(link, reason)
-        said = key if value is None else f"{key}={value}"
+        what = key if value is None else f"{key}={value}"
         if "resolving interpolation" in reason or "Interpolation" in type(link).__name__:
             cause = reason.rpartition("resolving interpolation: ")[2]
-            return f"{said}: cannot be resolved ({cause.rstrip('.')}). {_remedy(key)}"
-        kind = next((kind for told, kind in _KINDS.items() if told in reason), None)
-        return f"{said}: {rule(key, link.object_type) or (f'must be {kind}.' if kind else f'{reason}. {_remedy(key)}')}"
+            return f"{what}: cannot be resolved ({cause.rstrip('.')}). {_remedy(key)}"
+        kind = next((kind for phrase, kind in _KINDS.items() if phrase in reason), None)
+        return f"{what}: {rule(key, link.object_type) or (f'must be {kind}.' if kind else f'{reason}. {_remedy(key)}')}"
     return f"{override.group(1)}={override.group(2)}: cannot be set ({' '.join(text.split())})." if override else None
 
 

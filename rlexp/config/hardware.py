@@ -109,15 +109,15 @@ def memory_here() -> float | None:
     """Return the GiB of this machine's smallest GPU, as torch reports it; None if that cannot be told."""
     if "MIG" in os.environ.get("CUDA_VISIBLE_DEVICES", ""):  # a part of a GPU; nvidia-smi reports the whole
         return None
-    said = [line.strip() for line in _driver_says("--query-gpu=memory.total", "--format=csv,noheader,nounits")]
-    sizes = [int(line) for line in said if line.isdecimal()]
+    lines = [line.strip() for line in _driver_says("--query-gpu=memory.total", "--format=csv,noheader,nounits")]
+    sizes = [int(line) for line in lines if line.isdecimal()]
     return round(min(sizes) / 1024 * AS_CUDA_SEES, 1) if sizes else None
 
 
 def gpu_generations() -> set[int]:
     """Return the major compute capabilities of this machine's GPUs; empty if nvidia-smi does not answer."""
-    said = _driver_says("--query-gpu=compute_cap", "--format=csv,noheader")
-    return {int(major) for major in (line.partition(".")[0].strip() for line in said) if major.isdecimal()}
+    lines = _driver_says("--query-gpu=compute_cap", "--format=csv,noheader")
+    return {int(major) for major in (line.partition(".")[0].strip() for line in lines) if major.isdecimal()}
 
 
 def _driver_says(*asked: str) -> list[str]:

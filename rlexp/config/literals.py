@@ -11,7 +11,7 @@ from typing import Any
 
 def literal(text: str) -> str:
     """Escape a text so that OmegaConf reads it as it stands. A backslash counts for OmegaConf only before `${`."""
-    return re.sub(r"(?<!\\)(\\*)\$\{", lambda found: f"{found[1] * 2}\\${{", text)
+    return re.sub(r"(?<!\\)(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
 
 
 def literals(value: Any) -> Any:

@@ -93,14 +93,14 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
     with initialize_config_dir(str(conf_dir()), version_base="1.3"):
         asked = compose("config", overrides=[*options, *open_ended(overrides)])
         cfg = compose("config", overrides=[*options, *(each for each in overrides if not _is_leaf(each))])
-    said = {key for key in given if OmegaConf.select(asked, key) is not None}
-    if any(re.fullmatch(r"data\.(sources|(sources\..+\.)?eval_(path|split))", key) for key in said):
+    with_value = {key for key in given if OmegaConf.select(asked, key) is not None}
+    if any(re.fullmatch(r"data\.(sources|(sources\..+\.)?eval_(path|split))", key) for key in with_value):
         for key in ("eval_size", "max_samples"):  # rows are held out by what is given
             data.pop(key, None)
-    if said & {"data.path", "data.eval_path", "data.sources"}:
+    if with_value & {"data.path", "data.eval_path", "data.sources"}:
         known["data"] = {key: value for key, value in data.items() if key not in OF_SOURCE}
     adapter = known.get("adapter", {})
-    if "adapter.path" in said or (adapter.get("path") and "adapter.path" not in given):
+    if "adapter.path" in with_value or (adapter.get("path") and "adapter.path" not in given):
         known["adapter"] = {key: value for key, value in adapter.items() if key not in SAYS}  # its folder says them
     with open_dict(cfg):
         for key in ("seed", "train.batch_size", "train.precision"):
@@ -147,7 +147,7 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
     refuse_command(overrides)
     for each in overrides:
         refuse_wrong_option(each)
-    overrides = [_AT_HOME.sub(lambda found: f"{found[1]}{Path.home()}", each) for each in overrides]
+    overrides = [_AT_HOME.sub(lambda match: f"{match[1]}{Path.home()}", each) for each in overrides]
     last = max(
         (place for place, each in enumerate(overrides, 1) if not each.startswith("-") and "=" in each), default=0
     )

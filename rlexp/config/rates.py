@@ -60,8 +60,8 @@ def rates_in_words(cfg: Config) -> str:
     """`5e-06 (default for dpo with an adapter)`"""
     names = cfg.loss.name, cfg.adapter.name, cfg.model.name
     trained = "random weights" if names[2] == "tiny" else names[0] + " with an adapter" * (names[1] == "lora")
-    said = f"{cfg.optim.lr:g}" + (f" (default for {trained})" if cfg.optim.lr == default_rate(*names) else "")
+    rate = f"{cfg.optim.lr:g}" + (f" (default for {trained})" if cfg.optim.lr == default_rate(*names) else "")
     if not isinstance(cfg.loss, PPOConfig) or cfg.loss.value_lr is None:
-        return said
+        return rate
     usual = default_critic_rate(cfg.loss.critic.value, *names, cfg.optim.lr)
-    return f"{said}, the critic's {cfg.loss.value_lr:g}" + " (default)" * (cfg.loss.value_lr == usual)
+    return f"{rate}, the critic's {cfg.loss.value_lr:g}" + " (default)" * (cfg.loss.value_lr == usual)

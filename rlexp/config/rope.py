@@ -46,7 +46,7 @@ class Positions:
     kind: str | None  # its rope_type; None: it has no rotary positions
     native: int | None  # positions that it had before any extension; None: it does not say
     reach: int | None  # positions that it is made for as it is
-    said: Mapping[str, Any]  # its rope_parameters
+    rope: Mapping[str, Any]  # its rope_parameters
 
 
 # ---- what is given ----
@@ -89,26 +89,26 @@ def positions_in(described: Mapping[str, Any]) -> Positions:
     text = described.get("text_config")
     fields = text if isinstance(text, dict) else described
     most = next((each for each in map(fields.get, LENGTHS) if _is_length(each)), None)
-    said = next((each for each in map(fields.get, OF_ROTARY[:2]) if isinstance(each, dict) and each), {})
+    rope = next((each for each in map(fields.get, OF_ROTARY[:2]) if isinstance(each, dict) and each), {})
     if not any(name in fields for name in OF_ROTARY):
         return Positions(None, most, most, {})
-    if "rope_local_base_freq" in fields or any(isinstance(each, dict) for each in said.values()):
-        return Positions(SEVERAL, most, most, said)
-    kind, factor = said.get("rope_type") or said.get("type") or "default", said.get("factor")
-    kind = str(kind) if set(said) <= OF_YARN or kind not in ("default", YARN) else SEVERAL
+    if "rope_local_base_freq" in fields or any(isinstance(each, dict) for each in rope.values()):
+        return Positions(SEVERAL, most, most, rope)
+    kind, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
+    kind = str(kind) if set(rope) <= OF_YARN or kind not in ("default", YARN) else SEVERAL
     if kind == YARN:
-        own = next((each for each in map(_original, (fields, said)) if each), most)
+        own = next((each for each in map(_original, (fields, rope)) if each), most)
         scaled = int(own * factor) if own is not None and isinstance(factor, int | float) else 0
-        return Positions(kind, own, max(scaled, most or 0) or None, said)
+        return Positions(kind, own, max(scaled, most or 0) or None, rope)
     if kind in STRETCHED and most is not None and isinstance(factor, int | float):
-        return Positions(kind, most, int(most * factor), said)
-    return Positions(kind, most, most, said)
+        return Positions(kind, most, int(most * factor), rope)
+    return Positions(kind, most, most, rope)
 
 
-def _original(said: Mapping[str, Any]) -> int | None:
+def _original(fields: Mapping[str, Any]) -> int | None:
     """Phi-3 says it outside of rope_parameters, which transformers takes first."""
-    found = said.get("original_max_position_embeddings")
-    return found if _is_length(found) else None
+    length = fields.get("original_max_position_embeddings")
+    return length if _is_length(length) else None
 
 
 def _is_length(value: Any) -> bool:
@@ -160,9 +160,9 @@ def refuse_unlike(yarn: Yarn, positions: Positions, of: str) -> None:
             f"{key}: {of} is extended already, by rope_type={kind}, and its weights were trained with those angles. "
             f"YaRN would replace them. Leave model.rope out, or take a model before it was extended."
         )
-    if not _follows(positions.said):
+    if not _follows(positions.rope):
         raise ConfigError(
-            f"{key}: {of} has an attention_factor of its own (attention_factor={positions.said['attention_factor']}), "
+            f"{key}: {of} has an attention_factor of its own (attention_factor={positions.rope['attention_factor']}), "
             f"which does not follow from its factor. Take it out of the rope_parameters of its config.json, or leave "
             f"model.rope out."
         )
@@ -173,9 +173,9 @@ def refuse_unlike(yarn: Yarn, positions: Positions, of: str) -> None:
         )
 
 
-def _follows(said: Mapping[str, Any]) -> bool:
+def _follows(rope: Mapping[str, Any]) -> bool:
     """Say whether a model's attention_factor is the one that its factor has by the paper, so that another follows."""
-    own, factor = said.get("attention_factor"), said.get("factor")
+    own, factor = rope.get("attention_factor"), rope.get("factor")
     return own is None or (
         isinstance(factor, int | float) and factor >= 1 and math.isclose(own, 0.1 * math.log(factor) + 1, rel_tol=1e-3)
     )
@@ -186,7 +186,7 @@ def extended(yarn: Yarn, positions: Positions) -> tuple[dict[str, Any], int]:
     native = yarn.native or positions.native
     assert native is not None
     assert yarn.factor is not None
-    kept = {name: value for name, value in positions.said.items() if name in KEPT and value is not None}
+    kept = {name: value for name, value in positions.rope.items() if name in KEPT and value is not None}
     named = {"rope_type": YARN, "factor": yarn.factor, "original_max_position_embeddings": native}
     return kept | named, math.ceil(native * yarn.factor)
 
@@ -207,11 +207,11 @@ def beyond(yarn: Yarn | None, positions: Positions, max_length: int, of: str) ->
     if native is None or reach is None or max_length <= reach:
         return None
     made_for = f"model.rope={yarn} gives {of}" if yarn is not None else f"{of} is made for"
-    said = f"data.max_length={max_length}: is more than the {reach} positions that {made_for}."
-    if positions.kind in ("default", YARN) and _follows(positions.said):
+    problem = f"data.max_length={max_length}: is more than the {reach} positions that {made_for}."
+    if positions.kind in ("default", YARN) and _follows(positions.rope):
         own = None if yarn is None else yarn.native
         more = Yarn(float(enough(native, max_length)), own)
-        return f"{said} Use model.rope={more}, which stretches them by YaRN, or data.max_length={reach}."
+        return f"{problem} Use model.rope={more}, which stretches them by YaRN, or data.max_length={reach}."
     why = {None: "They are not rotary", SEVERAL: "They are of several kinds"}
     reason = why.get(positions.kind, f"They are extended by {positions.kind} already")
-    return f"{said} {reason}, so YaRN (model.rope) cannot make more. Use data.max_length={reach}, or another model."
+    return f"{problem} {reason}, so YaRN (model.rope) cannot make more. Use data.max_length={reach}, or another model."

@@ -82,14 +82,14 @@ def joined_nodes(env: Mapping[str, str] | None = None) -> int | None:
 
 def _nodes_of_step(world_size: int, env: Mapping[str, str]) -> int | None:
     """Return the nodes of a Slurm step. Slurm writes 8(x2),4 where two have 8 tasks, and one has 4."""
-    said = env.get("SLURM_STEP_TASKS_PER_NODE", "")
-    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in said.split(",")]
+    per_node = env.get("SLURM_STEP_TASKS_PER_NODE", "")
+    runs = [re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", run) for run in per_node.split(",")]
     counts = [(int(run[1]), int(run[2] or 1)) for run in runs if run]
     if len(counts) < len(runs) or sum(tasks * nodes for tasks, nodes in counts) != world_size:
         return None
     if len({tasks for tasks, _ in counts}) > 1:
         raise ConfigError(
-            f"SLURM_STEP_TASKS_PER_NODE={said}: srun has started more ranks on one node than on another, and every "
+            f"SLURM_STEP_TASKS_PER_NODE={per_node}: srun has started more ranks on one node than on another, and every "
             f"node must have equally many. Use srun --ntasks-per-node=N."
         )
     return sum(nodes for _, nodes in counts)

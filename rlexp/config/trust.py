@@ -26,8 +26,8 @@ def refuse_code(cfg: DictConfig, given: Collection[str]) -> None:
     """Refuse a configuration that trusts code though the command line does not say so: a second look, at what came of a
     stored one."""
     for group in ("model", "reward"):
-        found = OmegaConf.to_container(cfg[group], resolve=False)
-        keys = {str(key): value for key, value in found.items()} if isinstance(found, Mapping) else {}
+        content = OmegaConf.to_container(cfg[group], resolve=False)
+        keys = {str(key): value for key, value in content.items()} if isinstance(content, Mapping) else {}
         if dict(_distrusted(keys, group, given)) != keys:
             raise ConfigError(f"{group}.{TRUST}: the stored run alone says so. If you trust its code, give it again.")
 

@@ -60,15 +60,15 @@ def show(options: argparse.Namespace) -> int:
         from rlexp.data.answer import preview
         from rlexp.data.facts import plain
 
-        found = preview(cfg, options.samples)
-    draw.show(found)
+        facts = preview(cfg, options.samples)
+    draw.show(facts)
     if options.json is not None:
-        write_text(options.json, plain_json.dumps(plain(found), indent=1) + "\n")
+        write_text(options.json, plain_json.dumps(plain(facts), indent=1) + "\n")
     if options.html is not None:
-        write_text(options.html, page.render(found))
+        write_text(options.html, page.render(facts))
     if written := [str(file) for file in (options.json, options.html) if file is not None]:
         sys.stdout.write(f"\nwrote {' and '.join(written)}\n")
-    return 1 if found.problems else 0
+    return 1 if facts.problems else 0
 
 
 if __name__ == "__main__":

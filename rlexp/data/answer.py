@@ -30,7 +30,7 @@ def preview(cfg: Config, samples: int) -> Preview:
     tokenizer = load_tokenizer(cfg.model)
     rows = read_rows(cfg, tokenizer)
     problems = _problems(cfg, rows)
-    said: dict[str, Any] = {
+    facts: dict[str, Any] = {
         "loss": cfg.loss.name,
         "needs": needs.value,
         "kind": rows.kind.value,
@@ -43,9 +43,9 @@ def preview(cfg: Config, samples: int) -> Preview:
     }
     if not len(rows.lengths):
         problems.append(f"No {EXAMPLE[rows.kind]} is left to train on.")
-        return Preview(**said, problems=tuple(problems))
+        return Preview(**facts, problems=tuple(problems))
     copies = cfg.rollout.n_samples if rows.kind is Kind.prompts else rows.lengths.shape[1] - 1
-    said |= {
+    facts |= {
         "lengths": _lengths(rows, cfg.data.max_length - _room(cfg, rows.kind)),
         "sharing": sharing_of(rows.hashes, rows.lengths, copies),
     }
@@ -54,15 +54,15 @@ def preview(cfg: Config, samples: int) -> Preview:
     except ConfigError as error:  # fewer than a batch
         first = range(min(samples, len(rows.lengths)))
         shown = _samples(rows, tuple(first), tokenizer)
-        return Preview(**said, samples=shown, problems=tuple(problems or [str(error)]))
+        return Preview(**facts, samples=shown, problems=tuple(problems or [str(error)]))
     rings, sampled = rings_of(cfg, rows, sampler)
-    said |= {
+    facts |= {
         "steps": _steps(cfg, rows, sampler),
         "rings": rings,
         "sampled": sampled,
         "samples": _samples(rows, sampler.batch(1).indices[:samples], tokenizer),
     }
-    return Preview(**said, problems=tuple(problems))
+    return Preview(**facts, problems=tuple(problems))
 
 
 def _room(cfg: Config, kind: Kind) -> int:
@@ -74,8 +74,7 @@ def _problems(cfg: Config, rows: Rows) -> list[str]:
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
         whole = (rows.examples.train, rows.examples.held_out) if rows.kind is not Kind.prompts else ()
-        said = [unfit(cfg, rows.examples), without_room(cfg, *whole)]
-        return [each for each in said if each is not None]
+        return [each for each in (unfit(cfg, rows.examples), without_room(cfg, *whole)) if each is not None]
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))
     halves = needs is Kind.unpaired and kinds == Kind.pairs.value
@@ -91,8 +90,8 @@ def _lengths(rows: Rows, most: int) -> tuple[Lengths, ...]:
     lengths, answers = rows.lengths, SIDES[rows.kind]
     if not answers:
         return (lengths_of("prompt", lengths[:, 0], most),)
-    found = [lengths_of(name, lengths[:, place]) for place, name in enumerate(("prompt", *answers))]
-    return (*found, lengths_of("whole sequence", (lengths[:, :1] + lengths[:, 1:]).ravel(), most))
+    parts = [lengths_of(name, lengths[:, place]) for place, name in enumerate(("prompt", *answers))]
+    return (*parts, lengths_of("whole sequence", (lengths[:, :1] + lengths[:, 1:]).ravel(), most))
 
 
 def _steps(cfg: Config, rows: Rows, sampler: Sampler) -> Steps:

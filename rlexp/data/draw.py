@@ -216,7 +216,7 @@ def _fitting(pieces: Sequence[Piece], width: int, lines: float) -> int:
 
 def _lines(pieces: Sequence[Piece], width: int) -> list[float]:
     """Return how many lines each piece takes, nearly: its newlines, and its share of the width."""
-    found, column = [], 0
+    counts, column = [], 0
     for piece in pieces:
         before, taken = column, 0.0
         for place, line in enumerate(visible(piece.text).split("\n")):
@@ -226,5 +226,5 @@ def _lines(pieces: Sequence[Piece], width: int) -> list[float]:
             column += cell_len(line)
             taken += (column - before) / width
             before = column
-        found.append(taken)
-    return found
+        counts.append(taken)
+    return counts

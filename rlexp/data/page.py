@@ -66,8 +66,8 @@ def _header(facts: Preview) -> Markup:
     head = element("div", element("h1", _title(facts)), element("p", about, class_="muted"), class_="masthead")
     word = element("span", "Training cannot start. " if facts.problems else "Ready. ", class_="word")
     tone = "apart" if facts.problems else "agree"
-    said = element("div", element("p", word, one_line(facts.verdict), class_="headline"))
-    return element("header", head, element("div", said, class_=f"verdict tone-{tone}", data_testid="verdict"))
+    verdict = element("div", element("p", word, one_line(facts.verdict), class_="headline"))
+    return element("header", head, element("div", verdict, class_=f"verdict tone-{tone}", data_testid="verdict"))
 
 
 def _tiles(facts: Preview) -> Markup:
@@ -127,13 +127,13 @@ def _bar(parts: Sequence[tuple[str, float, str | None]], label: str) -> Markup:
 
 def _tokens(facts: Preview) -> Markup:
     """Draw what the tokens of all sequences are: prompts, further copies of them, answers."""
-    found = facts.sharing
-    assert found is not None
-    once = found.prompt_tokens - found.saved_across
-    kinds = (("fill", once, "prompts, each different one once"), ("fill-copies", found.saved_across, "further copies"),
-             ("fill-answers", found.tokens - found.prompt_tokens, "answers"))  # fmt: skip
-    shown = [(kind, count, f"{name}: {share(count, found.tokens)}") for kind, count, name in kinds if count]
-    bar = _bar([(kind, count / found.tokens, text) for kind, count, text in shown], "tokens of all sequences")
+    tally = facts.sharing
+    assert tally is not None
+    once = tally.prompt_tokens - tally.saved_across
+    kinds = (("fill", once, "prompts, each different one once"), ("fill-copies", tally.saved_across, "further copies"),
+             ("fill-answers", tally.tokens - tally.prompt_tokens, "answers"))  # fmt: skip
+    shown = [(kind, count, f"{name}: {share(count, tally.tokens)}") for kind, count, name in kinds if count]
+    bar = _bar([(kind, count / tally.tokens, text) for kind, count, text in shown], "tokens of all sequences")
     keys = [element("li", element("span", class_=f"key-{kind}"), text) for kind, _, text in shown]
     return element("div", bar, element("ul", *keys, class_="keys"), class_="tokens")
 

@@ -60,10 +60,10 @@ def read_rows(cfg: Config, tokenizer: Any) -> Rows:
 def _unpaired(rows: Rows) -> Rows:
     """Return each pair as two answers, each with the prompt."""
     examples, lengths = unpaired(rows.examples), rows.lengths[:, [0, 1, 0, 2]].reshape(-1, 2)
-    found = hashes(blocks_of(examples.train, ids_of), PARTS[Kind.unpaired])
+    digests = hashes(blocks_of(examples.train, ids_of), PARTS[Kind.unpaired])
     sources = tuple(each if each.per_epoch is None else replace(each, per_epoch=2 * each.per_epoch)
                     for each in rows.sources)  # fmt: skip
-    return replace(rows, kind=Kind.unpaired, examples=examples, lengths=lengths, hashes=found, sources=sources)
+    return replace(rows, kind=Kind.unpaired, examples=examples, lengths=lengths, hashes=digests, sources=sources)
 
 
 def ids_of(example: Example) -> tuple[np.ndarray, ...]:
@@ -143,18 +143,18 @@ def _source(opened: _Opened, taken: int, per_epoch: int | None) -> SourceFacts:
 
 
 def _reasons(opened: _Opened) -> list[Reason]:
-    store, found = opened.store, []
+    store, reasons = opened.store, []
     for what, count in store.facts.counts.items():
         file, row = map(int, store.facts.firsts[what])
         listed = what == UNUSABLE
-        found.append(
+        reasons.append(
             Reason(
                 opened.split.source.key, opened.held_out, what, count, store.origin(file, row),
                 str(store.folder / "bad") if listed else None,
                 tuple(islice(store.bad_rows(), SAID)) if listed else (),
             )
         )  # fmt: skip
-    return found
+    return reasons
 
 
 # ---- generated rows ----
@@ -174,5 +174,5 @@ def _generated(cfg: Config, kind: Kind, tokenizer: Any) -> Rows:
                               read[held_out], len(kept), tokens, None, *taken))  # fmt: skip
         reasons += [Reason("data", held_out, what, count, None) for what, count in sorted(dropped.items())]
     lengths = np.array([[len(part) for part in ids_of(example)] for example in examples.train], dtype=np.int64)
-    found = hashes(blocks_of(examples.train, ids_of), PARTS[kind])
-    return Rows(kind, examples, lengths, found, tuple(sources), tuple(reasons))
+    digests = hashes(blocks_of(examples.train, ids_of), PARTS[kind])
+    return Rows(kind, examples, lengths, digests, tuple(sources), tuple(reasons))

@@ -65,7 +65,7 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
     own = cfg.parallel.ring_size
     shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
     batches = _batches(cfg, rows, sampler)
-    found = []
+    rings = []
     seen = {size: _Seen() for size, shape in shapes.items() if isinstance(shape, _Shape)}
     for batch, example_of in batches:
         examples = [example_of(index) for index in batch.indices]
@@ -81,10 +81,10 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
                 _look(cfg, each, [examples[place] for place in places], seen[each.size])
     for size, shape in shapes.items():
         if isinstance(shape, str):
-            found.append(RingFacts(size, size == own, why=shape))
+            rings.append(RingFacts(size, size == own, why=shape))
         else:
-            found.append(_ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing))
-    return tuple(found), _words(cfg, rows.kind, batches)
+            rings.append(_ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing))
+    return tuple(rings), _words(cfg, rows.kind, batches)
 
 
 def _shape(cfg: Config, size: int) -> _Shape | str:

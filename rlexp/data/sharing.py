@@ -16,8 +16,8 @@ Block = tuple[np.ndarray, np.ndarray]  # tokens, and where among them each part 
 
 def hashes(blocks: Iterable[Block], parts: int) -> np.ndarray:
     """Return (examples, 2): a hash of each prompt, and of each whole row."""
-    found = [_hashed(*block, parts) for block in blocks]
-    return np.concatenate(found) if found else np.zeros((0, 2), np.uint64)
+    arrays = [_hashed(*block, parts) for block in blocks]
+    return np.concatenate(arrays) if arrays else np.zeros((0, 2), np.uint64)
 
 
 def blocks_of(examples: Store | Sequence[Any], parts: Any) -> Iterator[Block]:
@@ -51,9 +51,9 @@ def _mixed(numbers: np.ndarray) -> np.ndarray:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def sharing_of(found: np.ndarray, lengths: np.ndarray, copies: int) -> Sharing:
+def sharing_of(digests: np.ndarray, lengths: np.ndarray, copies: int) -> Sharing:
     """Count what is shared. `lengths` is (examples, parts), of the same examples; each has `copies` of its prompt."""
-    prompts, rows = found[:, 0], found[:, 1]
+    prompts, rows = digests[:, 0], digests[:, 1]
     distinct, firsts, counts = np.unique(prompts, return_index=True, return_counts=True)
     of_prompts = int(lengths[:, 0].sum())
     return Sharing(

@@ -98,53 +98,53 @@ def limits(facts: Preview) -> str:
 
 
 def sharing(facts: Preview) -> list[str]:
-    found = facts.sharing
-    assert found is not None
+    tally = facts.sharing
+    assert tally is not None
     of = "of all tokens" if facts.kind != "prompts" else "of the prompts' tokens"
     if facts.kind == "prompts":
         held = (
-            f"Each prompt is in {counted(found.copies, 'sample')}: {found.prompt_tokens:,} tokens of prompts, "
+            f"Each prompt is in {counted(tally.copies, 'sample')}: {tally.prompt_tokens:,} tokens of prompts, "
             f"beside the answers that are generated."
         )
     else:
-        times = f"{found.copies} copies of its prompt, one for each answer" if found.copies > 1 else "its prompt once"
+        times = f"{tally.copies} copies of its prompt, one for each answer" if tally.copies > 1 else "its prompt once"
         held = (
-            f"Each example holds {times}: prompts take {share(found.prompt_tokens, found.tokens)} of "
-            f"{found.tokens:,} tokens."
+            f"Each example holds {times}: prompts take {share(tally.prompt_tokens, tally.tokens)} of "
+            f"{tally.tokens:,} tokens."
         )
     lines = [
-        f"{found.examples:,} examples have {counted(found.prompts, 'different prompt')}; {found.sharing:,} examples "
-        f"({share(found.sharing, found.examples)}) have a prompt that another one has too.",
+        f"{tally.examples:,} examples have {counted(tally.prompts, 'different prompt')}; {tally.sharing:,} examples "
+        f"({share(tally.sharing, tally.examples)}) have a prompt that another one has too.",
         held,
     ]
-    if found.copies > 1:
+    if tally.copies > 1:
         lines.append(
-            f"One copy for each example has {found.saved_within:,} tokens less, "
-            f"{share(found.saved_within, found.tokens)} {of}."
+            f"One copy for each example has {tally.saved_within:,} tokens less, "
+            f"{share(tally.saved_within, tally.tokens)} {of}."
         )
-    if found.saved_across > found.saved_within:
+    if tally.saved_across > tally.saved_within:
         lines.append(
-            f"One copy for all examples with the same prompt has {found.saved_across:,} tokens less, "
-            f"{share(found.saved_across, found.tokens)} {of}."
+            f"One copy for all examples with the same prompt has {tally.saved_across:,} tokens less, "
+            f"{share(tally.saved_across, tally.tokens)} {of}."
         )
     lines.append(
-        f"{counted(found.duplicates, 'example')} ({share(found.duplicates, found.examples)}) "
-        f"{'has' if found.duplicates == 1 else 'have'} the same tokens as an earlier one."
+        f"{counted(tally.duplicates, 'example')} ({share(tally.duplicates, tally.examples)}) "
+        f"{'has' if tally.duplicates == 1 else 'have'} the same tokens as an earlier one."
     )
     return lines
 
 
 def steps(facts: Preview) -> list[str]:
-    found = facts.steps
-    assert found is not None
+    plan = facts.steps
+    assert plan is not None
     drawn = facts.kind == "prompts"
     sample, noun, whole = ("prompt", "rollout", "rollout") if drawn else ("sample", "step", "batch")
-    left = f"; the last {counted(found.left_out, sample)} fill no {whole}" if found.left_out else ""
+    left = f"; the last {counted(plan.left_out, sample)} fill no {whole}" if plan.left_out else ""
     return [
-        f"{counted(found.per_epoch, 'step')} an epoch, of {counted(found.batch, 'sample')} each{left}.",
-        f"{counted(found.run, 'step')} in this run, {epochs(found.epochs)}.",
-        f"Tokens of a {noun}: {found.tokens_mean:,.0f} on average, {found.tokens_most:,} at most; "
-        f"{found.tokens_per_epoch:,} an epoch ({found.measured}).",
+        f"{counted(plan.per_epoch, 'step')} an epoch, of {counted(plan.batch, 'sample')} each{left}.",
+        f"{counted(plan.run, 'step')} in this run, {epochs(plan.epochs)}.",
+        f"Tokens of a {noun}: {plan.tokens_mean:,.0f} on average, {plan.tokens_most:,} at most; "
+        f"{plan.tokens_per_epoch:,} an epoch ({plan.measured}).",
     ]
 
 

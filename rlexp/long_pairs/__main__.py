@@ -132,8 +132,8 @@ def check(path: Path) -> int:
                 if why := "must be an object" if not isinstance(row, dict) else wrong(row):
                     raise DataError(f"{path}:{rows}: {why}. Write the file again.")
     except (OSError, ValueError) as error:
-        said = error.strerror if isinstance(error, OSError) else error
-        raise DataError(f"--check={path}: cannot be read ({said}). Give a file of this command.") from None
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise DataError(f"--check={path}: cannot be read ({reason}). Give a file of this command.") from None
     if not rows:
         raise DataError(f"--check={path}: is empty. Give a file of this command.")
     sys.stdout.write(f"{path}: {rows} pairs, and each chosen answer is the right one, each rejected one another line\n")

@@ -50,15 +50,15 @@ def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, ea
         if pair is None:
             raise DataError(f"--texts={texts.named}: a part of {len(text):,} characters has no two lines that can be "
                             "asked for: each occurs once, as does the line below it. Give other texts.")  # fmt: skip
-        found = MadePair(pair, count(pair))
-        if found.tokens < least and characters >= texts.characters:
-            raise ConfigError(f"--tokens={tokens}: the texts have {found.tokens:,} tokens in all. Give more texts, or "
-                              f"--tokens={found.tokens}.")  # fmt: skip
-        if found.tokens <= tokens and (best is None or found.tokens > best.tokens):
-            best = found
-        if least <= found.tokens <= tokens:
+        trial = MadePair(pair, count(pair))
+        if trial.tokens < least and characters >= texts.characters:
+            raise ConfigError(f"--tokens={tokens}: the texts have {trial.tokens:,} tokens in all. Give more texts, or "
+                              f"--tokens={trial.tokens}.")  # fmt: skip
+        if trial.tokens <= tokens and (best is None or trial.tokens > best.tokens):
+            best = trial
+        if least <= trial.tokens <= tokens:
             break
-        low, high = ((characters, found.tokens), high) if found.tokens < least else (low, (characters, found.tokens))
+        low, high = ((characters, trial.tokens), high) if trial.tokens < least else (low, (characters, trial.tokens))
         from_, to = (low, high) if high is not None else ((0, 0), low)
         aim = (least + tokens) / 2 - from_[1]
         characters = from_[0] + int((to[0] - from_[0]) * aim / (to[1] - from_[1]))

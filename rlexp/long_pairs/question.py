@@ -80,13 +80,13 @@ def wrong(row: Mapping[str, Any]) -> str | None:
     if not all(isinstance(each, str) for each in fields):
         return "must have the texts prompt, chosen and rejected"
     prompt, chosen, rejected = map(str, fields)
-    found = PATTERN.search(prompt)
-    if found is None:
+    match = PATTERN.search(prompt)
+    if match is None:
         return "its prompt does not end with the question"
-    lines = [line.strip() for line in prompt[: found.start()].split("\n")]
-    if (times := lines.count(found[1])) != 1:
+    lines = [line.strip() for line in prompt[: match.start()].split("\n")]
+    if (times := lines.count(match[1])) != 1:
         return f"its text has the quoted line {times} times"
-    at = lines.index(found[1]) + 1
+    at = lines.index(match[1]) + 1
     if at == len(lines) or lines[at] != chosen:
         return "the chosen answer does not follow the quoted line"
     if rejected == chosen or rejected not in lines:

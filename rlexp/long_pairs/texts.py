@@ -43,7 +43,7 @@ class Texts:
 
 def given(places: Sequence[Path]) -> Texts:
     """Read the files, and all files of the folders; a file of a folder may be something else than text."""
-    found: dict[Path, int] = {}
+    lengths: dict[Path, int] = {}
     no_text = 0
     for place in places:
         if not place.is_file() and not place.is_dir():
@@ -55,21 +55,21 @@ def given(places: Sequence[Path]) -> Texts:
             if length is None:
                 no_text += 1
             else:
-                found[file] = length
-    if not sum(found.values()):
+                lengths[file] = length
+    if not sum(lengths.values()):
         raise DataError(f"--texts={' '.join(map(str, places))}: holds no text. {MAKES}")
-    return Texts(", ".join(map(str, places)), tuple(found), tuple(found.values()), no_text)
+    return Texts(", ".join(map(str, places)), tuple(lengths), tuple(lengths.values()), no_text)
 
 
 def of_python() -> Texts:
     """Return the source of the standard library of this Python, without its tests."""
     folder = Path(sysconfig.get_path("stdlib"))
-    found = {file: length for file in sorted(_files(folder)) if file.suffix == ".py"
-             and not {*file.relative_to(folder).parts} & {*LEFT_OUT} and (length := _characters(file))}  # fmt: skip
-    if not found:
+    lengths = {file: length for file in sorted(_files(folder)) if file.suffix == ".py"
+               and not {*file.relative_to(folder).parts} & {*LEFT_OUT} and (length := _characters(file))}  # fmt: skip
+    if not lengths:
         raise DataError("--texts: the source of this Python's standard library is not here. Give files of text.")
-    said = f"the source of Python {platform.python_version()}'s standard library (licence {LICENCE})"
-    return Texts(said, tuple(found), tuple(found.values()))
+    named = f"the source of Python {platform.python_version()}'s standard library (licence {LICENCE})"
+    return Texts(named, tuple(lengths), tuple(lengths.values()))
 
 
 def _files(folder: Path) -> Iterator[Path]:

@@ -43,7 +43,7 @@ def recipe(options: argparse.Namespace) -> int:
         sys.stdout.write(printable_lines(text))
         return 0
     copy(text, options.copy)
-    sys.stdout.write(f"wrote {options.copy}\n{told(options.copy)}\n")
+    sys.stdout.write(f"wrote {options.copy}\n{how_to_train(options.copy)}\n")
     return 0
 
 
@@ -110,7 +110,7 @@ def copy(text: str, file: Path) -> None:
         raise ConfigError(f"--copy={file}: cannot be written ({error.strerror}). Give another file.") from None
 
 
-def told(file: Path) -> str:
+def how_to_train(file: Path) -> str:
     """Say how to train by a copy."""
     here = Path("conf") / "experiment"
     for folder in (here.resolve(), (conf_dir() / "experiment").resolve()):

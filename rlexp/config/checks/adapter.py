@@ -41,16 +41,16 @@ def check_adapter(cfg: Config, *, here: bool = True) -> None:
             raise ConfigError(f"adapter.{key}={names}: holds a name that is empty. Leave it out.")
         if ALL_LINEAR in names:
             raise ConfigError(f"adapter.{key}={names}: {ALL_LINEAR} names no layer. For all, leave adapter.{key} out.")
-    found = None if lora.path is None else read_adapter(lora.path)
-    also = lora.also or (found.also if found is not None else [])
+    adapter = None if lora.path is None else read_adapter(lora.path)
+    also = lora.also or (adapter.also if adapter is not None else [])
     if isinstance(cfg.model, HFModelConfig) and cfg.model.add_tokens and not also:
         raise ConfigError(
             f"model.add_tokens={cfg.model.add_tokens}: with adapter=lora the rows of new tokens would stay as they "
             f"begin. Train them too, if the model's two tables are not tied: adapter.also=[embed_tokens,lm_head]; or "
             f"the whole model: adapter=none."
         )
-    if found is not None:
-        _check_path(cfg, lora, found)
+    if adapter is not None:
+        _check_path(cfg, lora, adapter)
 
 
 def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
@@ -64,54 +64,54 @@ def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
         )
 
 
-def _check_path(cfg: Config, lora: LoraConfig, found: AdapterFolder) -> None:
+def _check_path(cfg: Config, lora: LoraConfig, adapter: AdapterFolder) -> None:
     """Refuse keys that the folder contradicts, and an adapter of another model, where that can be told here."""
-    there, default = found.settings(lora), LoraConfig()
+    settings, default = adapter.settings(lora), LoraConfig()
     for name in SAYS:
-        value, saved = getattr(lora, name), getattr(there, name)
+        value, saved = getattr(lora, name), getattr(settings, name)
         same = sorted(value) == sorted(saved) if isinstance(value, list) else value == saved
         if not same and value != getattr(default, name):
             raise ConfigError(
                 f"adapter.{name}={value}: the adapter in adapter.path={lora.path} has {saved}. Leave adapter.{name} "
                 f"out, or start a new adapter: leave adapter.path out."
             )
-    if isinstance(cfg.model, HFModelConfig) and _is_other(found, cfg.model.path):
+    if isinstance(cfg.model, HFModelConfig) and _is_other(adapter, cfg.model.path):
         raise ConfigError(
-            f"adapter.path={lora.path}: is an adapter of {found.base}, and model.path={cfg.model.path} is another "
+            f"adapter.path={lora.path}: is an adapter of {adapter.base}, and model.path={cfg.model.path} is another "
             f"model. Give that model, or an adapter of this one."
         )
 
 
-def _is_other(found: AdapterFolder, path: str) -> bool:
+def _is_other(adapter: AdapterFolder, path: str) -> bool:
     """Say whether a model is known to be another than an adapter's: by its contents, or by two names of the hub."""
     folder = Path(path).expanduser()
     try:
-        if found.contents is not None and is_dir(folder):
-            return found.contents != of_weights(folder)
-        if found.base is None:
+        if adapter.contents is not None and is_dir(folder):
+            return adapter.contents != of_weights(folder)
+        if adapter.base is None:
             return False
-        theirs = Path(found.base).expanduser()
+        theirs = Path(adapter.base).expanduser()
         if is_dir(theirs) and is_dir(folder):
             return of_weights(theirs) != of_weights(folder)
     except OSError:  # one of them may not be read here: the shapes of the weights will decide
         return False
     local = [is_dir(each) or str(each).startswith((".", "/", "~")) for each in (theirs, folder)]
-    return found.base != path and not any(local)
+    return adapter.base != path and not any(local)
 
 
 def check_quantized(key: str, path: str) -> None:
     """Refuse a folder whose weights are quantized. One of the hub is refused when its configuration is loaded."""
     file = Path(path).expanduser() / "config.json"
     try:
-        said = plain_json.loads(file.read_text(encoding="utf-8"))
+        config = plain_json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return
-    if isinstance(said, dict) and said.get("quantization_config"):
-        refuse_quantized(key, path, said["quantization_config"])
+    if isinstance(config, dict) and config.get("quantization_config"):
+        refuse_quantized(key, path, config["quantization_config"])
 
 
-def refuse_quantized(key: str, path: str, said: object) -> None:
-    method = said.get("quant_method", "") if isinstance(said, dict) else getattr(said, "quant_method", "")
+def refuse_quantized(key: str, path: str, scheme: object) -> None:
+    method = scheme.get("quant_method", "") if isinstance(scheme, dict) else getattr(scheme, "quant_method", "")
     raise ConfigError(
         f"{key}={path}: its weights are quantized ({getattr(method, 'value', method) or 'quantization_config'}), and "
         f"rlexp trains on no quantized weights (no QLoRA): they would have to be gathered and multiplied by kernels "

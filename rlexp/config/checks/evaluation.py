@@ -41,14 +41,14 @@ def _check_buckets(cfg: Config) -> None:
     bounds = cfg.eval.buckets
     if not bounds:
         return
-    said = f"eval.buckets=[{','.join(map(str, bounds))}]"
+    setting = f"eval.buckets=[{','.join(map(str, bounds))}]"
     if min(bounds) < 1 or any(one >= other for one, other in itertools.pairwise(bounds)):
         fit = sorted({each for each in bounds if each > 0}) or [512, 2048]
         raise ConfigError(
-            f"{said}: must be numbers of tokens that ascend, each at least 1. Use eval.buckets="
+            f"{setting}: must be numbers of tokens that ascend, each at least 1. Use eval.buckets="
             f"[{','.join(map(str, fit))}]."
         )
     if cfg.loss.draws:
         raise ConfigError(
-            f"{said}: divides answers that the rows give, and loss={cfg.loss.name} generates its own. Leave it out."
+            f"{setting}: divides answers that the rows give, and loss={cfg.loss.name} generates its own. Leave it out."
         )

@@ -37,16 +37,16 @@ def check_kernel(cfg: Config, heads: Heads | None, *, here: bool = True, generat
             f"takes parallel.kernel=plain there, or train.precision=bf16."
         )
     described = {cfg.hardware.generation} - {0}
-    there = {generation} if generation is not None else gpu_generations() if here else described
-    if why := _unable(cfg, heads, there):
-        raise ConfigError(f"{what}: {why}. Use {_instead(cfg, heads, there, here=here)}.")
+    generations = {generation} if generation is not None else gpu_generations() if here else described
+    if why := _unable(cfg, heads, generations):
+        raise ConfigError(f"{what}: {why}. Use {_instead(cfg, heads, generations, here=here)}.")
     if here and not installed(kernel.value):
         needs = NEEDS[kernel.value]
         lacking = f"is not installed in version {needs.least} or later" if needs.least else "is not installed"
-        others = _instead(cfg, heads, there, here=here)
+        others = _instead(cfg, heads, generations, here=here)
         raise ConfigError(f"{what}: its package {lacking}. {needs.install}, or use {others}.")
     if here and heads is not None and (why := not_built(kernel.value, heads)):
-        raise ConfigError(f"{what}: {why}. Use {_instead(cfg, heads, there, here=here)}.")
+        raise ConfigError(f"{what}: {why}. Use {_instead(cfg, heads, generations, here=here)}.")
 
 
 def not_built(name: str, heads: Heads) -> str | None:
@@ -61,18 +61,18 @@ def _listed(sizes: Collection[int]) -> str:
     return " and ".join(map(str, sorted(sizes)))
 
 
-def _unable(cfg: Config, heads: Heads | None, there: set[int]) -> str | None:
+def _unable(cfg: Config, heads: Heads | None, generations: set[int]) -> str | None:
     """Say why none of the GPUs can run the kernel with these heads; without GPUs, whether any kind can."""
     name, needs = cfg.parallel.kernel.value, NEEDS[cfg.parallel.kernel.value]
-    have = f"this run's have {' and '.join(map(str, sorted(there)))}"
-    if there and not there & needs.heads.keys():
+    have = f"this run's have {' and '.join(map(str, sorted(generations)))}"
+    if generations and not generations & needs.heads.keys():
         return f"runs on GPUs of compute capability {_spoken([*needs.heads])}, and {have}"
-    able_there = {each for each in there if each in needs.heads} or {*needs.heads}
+    able_there = {each for each in generations if each in needs.heads} or {*needs.heads}
     if heads is not None and not any(fits(name, heads.size, each) for each in able_there):
         most = max(needs.heads[each] for each in able_there)
-        on_them = f" on GPUs of compute capability {_spoken(sorted(able_there))}" if there else ""
+        on_them = f" on GPUs of compute capability {_spoken(sorted(able_there))}" if generations else ""
         return f"takes heads whose size is a multiple of 8 and at most {most}{on_them}, and the model's is {heads.size}"
-    if cfg.launch.deterministic and there and able_there <= {*needs.varies}:
+    if cfg.launch.deterministic and generations and able_there <= {*needs.varies}:
         return (
             f"has no deterministic backward pass on GPUs of compute capability {_spoken(sorted(able_there))}, and "
             f"launch.deterministic=true"
@@ -85,12 +85,12 @@ def _spoken(generations: list[int]) -> str:
     return f"{least}" if least == most else f"{least} and above" if most > 50 else f"{least} to {most}"
 
 
-def _instead(cfg: Config, heads: Heads | None, there: set[int], *, here: bool) -> str:
+def _instead(cfg: Config, heads: Heads | None, generations: set[int], *, here: bool) -> str:
     """Name the kernels that the GPUs can run with these heads, of which `auto` takes the fastest."""
     size = heads.size if heads is not None else None
-    generations: list[int | None] = [*sorted(there)] or [None]
-    found = [name for each in generations for name in able(each, size, deterministic=cfg.launch.deterministic)]
-    others = [name for name in dict.fromkeys(found) if name != cfg.parallel.kernel.value]
+    kinds: list[int | None] = [*sorted(generations)] or [None]
+    names = [name for each in kinds for name in able(each, size, deterministic=cfg.launch.deterministic)]
+    others = [name for name in dict.fromkeys(names) if name != cfg.parallel.kernel.value]
     runnable = [name for name in others if not here or (installed(name) and (size is None or takes(name, size)))]
     named = [f"parallel.kernel={name}" for name in (*runnable, KernelName.plain.value)]
     return f"{', '.join(named)}, or parallel.kernel=auto, which takes the fastest that runs"

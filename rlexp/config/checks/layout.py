@@ -146,15 +146,15 @@ def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
     if isinstance(model, TinyModelConfig):
         return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads, (model.window,))
-    found = described(model)
-    return None if found is None else heads_in(found)
+    config = described(model)
+    return None if config is None else heads_in(config)
 
 
 def experts_in(model: ModelConfig) -> str | None:
     """Return the number of experts as the model's config.json says it; None without experts, or for a hub model."""
-    found = described(model) or {}
-    text = found.get("text_config")
-    for fields in (found, text if isinstance(text, dict) else {}):
+    config = described(model) or {}
+    text = config.get("text_config")
+    for fields in (config, text if isinstance(text, dict) else {}):
         for name, value in fields.items():
             if "experts" in name and isinstance(value, int) and value:
                 return f"{name}={value}"
@@ -166,10 +166,10 @@ def described(model: ModelConfig) -> dict[str, object] | None:
     if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
     try:
-        found = plain_json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
+        config = plain_json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
+    return config if isinstance(config, dict) else None
 
 
 def heads_in(described: dict[str, object]) -> Heads | None:

@@ -74,8 +74,8 @@ def _check_gguf(model: HFModelConfig, folder: Path | None, *, here: bool) -> Non
         )
     if folder is not None and not is_file(folder / model.gguf):
         files = _gguf_files(folder)
-        there = f"There: {', '.join(files[:5])}" if files else "It has no GGUF file: leave model.gguf out"
-        raise ConfigError(f"model.gguf={model.gguf}: no such file in model.path={model.path}. {there}.")
+        hint = f"There: {', '.join(files[:5])}" if files else "It has no GGUF file: leave model.gguf out"
+        raise ConfigError(f"model.gguf={model.gguf}: no such file in model.path={model.path}. {hint}.")
 
 
 def _gguf_files(folder: Path) -> list[str]:

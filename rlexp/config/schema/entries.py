@@ -36,8 +36,8 @@ def typed_entry(
             node[leaf] = value
         except (OmegaConfBaseException, OverflowError):  # the latter by a whole number that no float is near
             rule, default = in_words(hints[leaf]), {each.name: each.default for each in fields(schema)}[leaf]
-            said = f"{key}.{leaf}={as_typed(value)}: must be {rule}."
-            raise ConfigError(f"{said} {example(f'{key}.{leaf}', default)}") from None
+            problem = f"{key}.{leaf}={as_typed(value)}: must be {rule}."
+            raise ConfigError(f"{problem} {example(f'{key}.{leaf}', default)}") from None
     missing = sorted(OmegaConf.missing_keys(node))
     if missing:
         raise ConfigError(f"{key}.{missing[0]}: has no value, and {what} needs one. Give {key}.{missing[0]}=VALUE.")

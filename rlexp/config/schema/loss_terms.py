@@ -66,9 +66,9 @@ def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
     if name == "sft":
         raise ConfigError(f"{key}.loss=sft: the likelihood of the chosen answers is not a term. Use loss.sft_weight.")
     if name not in TERMS:
-        said = f"{key}.loss={name}: no such loss over pairs.{suggestion(str(name), TERMS)}" if name else (
+        why = f"{key}.loss={name}: no such loss over pairs.{suggestion(str(name), TERMS)}" if name else (
             f"{key}.loss: is missing.")  # fmt: skip
-        raise ConfigError(f"{said} Losses: {', '.join(TERMS)}.")
+        raise ConfigError(f"{why} Losses: {', '.join(TERMS)}.")
     own = {str(leaf): value for leaf, value in keys.items() if leaf not in ("loss", "weight")}
     for leaf, value in own.items():
         if leaf == "sft_weight":
@@ -90,6 +90,6 @@ def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
 
 def _weight(key: str, weight: Any) -> float:
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= sys.float_info.max:
-        said = as_typed(weight)
-        raise ConfigError(f"{key}.weight={said}: must be a number, at least 0. For example: {key}.weight=1.0.")
+        typed = as_typed(weight)
+        raise ConfigError(f"{key}.weight={typed}: must be a number, at least 0. For example: {key}.weight=1.0.")
     return float(weight)

@@ -59,8 +59,8 @@ def _term(name: str, keys: Any) -> RewardTerm:
     kind = keys.get("kind")
     kinds = list(KINDS_OF_TERMS)
     if kind not in KINDS_OF_TERMS:
-        said = f"{key}.kind={kind}: no such kind.{suggestion(str(kind), kinds)}" if kind else f"{key}.kind: is missing."
-        raise ConfigError(f"{said} Kinds: {', '.join(kinds)}.")
+        why = f"{key}.kind={kind}: no such kind.{suggestion(str(kind), kinds)}" if kind else f"{key}.kind: is missing."
+        raise ConfigError(f"{why} Kinds: {', '.join(kinds)}.")
     own = {str(leaf): value for leaf, value in keys.items() if leaf not in TERM_KEYS}
     cfg = typed_entry(key, KINDS_OF_TERMS[kind], own, f"a reward of kind {kind}", TERM_KEYS)
     return RewardTerm(name, _weight(key, keys.get("weight", TermConfig.weight)), key, cast(RewardConfig, cfg))

@@ -46,8 +46,7 @@ def rule(key: str, chosen: type | None = None) -> str | None:
 
 
 def is_list(key: str) -> bool:
-    said = rule(key)
-    return said is not None and said.startswith(f"must be {_LIST}")
+    return (rule(key) or "").startswith(f"must be {_LIST}")
 
 
 def in_words(hint: Any) -> str:
