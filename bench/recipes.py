@@ -130,9 +130,9 @@ def _predicting(cfg: Config, model: Any, *, longest: bool) -> Any:
     (taken,) = yield [first_that_fits(cfg, model)]
     laid = yield from laid_out(taken.cfg, model)
     if longest:
-        asked, fitting = yield from predict_and_fit(laid, model, found=taken.found)
+        asked, fitting = yield from predict_and_fit(laid, model, outcome=taken.outcome)
         return laid, asked.prediction.with_share(), fitting.tokens
-    asked = taken.found or (yield from predict(laid, model))
+    asked = taken.outcome or (yield from predict(laid, model))
     return laid, asked.prediction.with_share(), 0
 
 

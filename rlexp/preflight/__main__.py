@@ -43,8 +43,8 @@ def preflight(options: argparse.Namespace) -> int:
     began = time.monotonic()
     cfg = compose_elsewhere(options.overrides)  # what is wrong with it is said before torch is imported
     refuse_unwritable(options.json)
-    there = not isinstance(cfg.model, HFModelConfig) or Path(cfg.model.path).expanduser().exists()
-    source = "" if there else ", which is on the hub or in its cache"
+    local = not isinstance(cfg.model, HFModelConfig) or Path(cfg.model.path).expanduser().exists()
+    source = "" if local else ", which is on the hub or in its cache"
     sys.stderr.write(f"rlexp preflight: imports torch, and reads config.json of {called(cfg.model)}{source}\n")
     quietly()
     from rlexp.preflight import report
@@ -52,11 +52,11 @@ def preflight(options: argparse.Namespace) -> int:
     from rlexp.preflight.progress import Progress
 
     extras = Extras(longest=options.longest, sharding=options.verbose or options.json is not None)
-    found = answer(options.overrides, extras, Progress(began))
-    sys.stdout.write(fitted(report.text(found, verbose=options.verbose)))
+    result = answer(options.overrides, extras, Progress(began))
+    sys.stdout.write(fitted(report.text(result, verbose=options.verbose)))
     if options.json is not None:
-        options.json.write_text(json.dumps(report.plain(found), indent=1) + "\n", encoding="utf-8")
-    return 0 if found.fits else 1
+        options.json.write_text(json.dumps(report.plain(result), indent=1) + "\n", encoding="utf-8")
+    return 0 if result.fits else 1
 
 
 if __name__ == "__main__":

@@ -80,10 +80,10 @@ def grown(growth: Sequence[Growth | Line], times: int) -> list[Pass]:
 
 def grown_like(log: Log, growth: Sequence[Growth | Line], times: int) -> list[Pass]:
     """Return the same of a log of as many layers whose sequences are longer or shorter, or on another ring."""
-    found = runs(log)
-    if len(found) != len(growth):
+    phases = runs(log)
+    if len(phases) != len(growth):
         raise NotAlikeError("the phases differ")
-    return [_grown(_moved(run, each), times) for run, each in zip(found, growth, strict=True)]
+    return [_grown(_moved(run, each), times) for run, each in zip(phases, growth, strict=True)]
 
 
 def _growth_in_any_order(smaller: Stretch, larger: Stretch, periods: float | None) -> list[Growth | Line]:

@@ -79,23 +79,23 @@ def answer(overrides: Sequence[str], extras: Extras, watch: Watch | None = None)
     print_line(note_on_loaded(cfg, model.to_dict()) or "")
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
-    found: Answer
-    (found,) = at_once([answering(cfg, model, overrides, extras)], len(os.sched_getaffinity(0)), watch)
-    return dataclasses.replace(found, rows=rows_at_hand(cfg))
+    result: Answer
+    (result,) = at_once([answering(cfg, model, overrides, extras)], len(os.sched_getaffinity(0)), watch)
+    return dataclasses.replace(result, rows=rows_at_hand(cfg))
 
 
 def answering(composed: Config, model: Any, overrides: Sequence[str], extras: Extras) -> Calls:
     """Return the answer. A task of `children.at_once`."""
     (engine,) = yield [first_that_fits(composed, model)]
     cfg = yield from laid_out(engine.cfg, model)
-    found = engine.found or (yield from predict(cfg, model))
-    known = found.prediction
+    outcome = engine.outcome or (yield from predict(cfg, model))
+    known = outcome.prediction
     fits = known.fits(room(cfg))
     changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known.short))
     rank = known.rank if fits else None  # a change must fit only where the run does not
     (lengths, sharing), logs, *changed = yield [
-        lengths_that_fit(cfg, model, overrides, found, wanted=extras.longest or not fits),
-        logs_to_compare(cfg, model, found, wanted=extras.sharding),
+        lengths_that_fit(cfg, model, overrides, outcome, wanted=extras.longest or not fits),
+        logs_to_compare(cfg, model, outcome, wanted=extras.sharding),
         *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)
@@ -120,15 +120,15 @@ def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], asked: F
     if not wanted:
         return {}, {}
     rings: dict[int, Config | str] = yield from other_rings(cfg, overrides)
-    _, longest = yield from predict_and_fit(cfg, model, found=asked)
-    there = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
-    laid = yield [laid_out(each, model) for each in there]
+    _, longest = yield from predict_and_fit(cfg, model, outcome=asked)
+    possible = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
+    laid = yield [laid_out(each, model) for each in possible]
     others = [_as_long(each, cfg, longest) for each in laid]
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
-    found = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
+    results = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
     alone = {cfg.parallel.ring_size: longest}
-    alone |= {each.parallel.ring_size: result for each, result in zip(others, found, strict=True)}
+    alone |= {each.parallel.ring_size: result for each, result in zip(others, results, strict=True)}
     sharing = yield from _sharing([cfg, *others], model, alone, asked)
     return dict(sorted((lengths | alone).items())), sharing
 
@@ -137,8 +137,8 @@ def _sharing(cfgs: Sequence[Config], model: Any, alone: Mapping[int, Longest], a
     """Find the longest pair that shares its prompt, by ring size; nothing where no pair does."""
     if cfgs[0].loss.draws or cfgs[0].loss.rows is not Kind.pairs or not shares(cfgs[0]):
         return {}
-    found = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in cfgs]
-    return {each.parallel.ring_size: longest for each, longest in zip(cfgs, found, strict=True)}
+    results = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in cfgs]
+    return {each.parallel.ring_size: longest for each, longest in zip(cfgs, results, strict=True)}
 
 
 def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:

@@ -208,14 +208,14 @@ def _compared_with(cfg: Config, name: ReferenceName) -> tuple[str, Config]:
 
 def pairs(cfg: Config, *, engines: bool = True, short: HostBytes | None = None) -> dict[Words, Config]:
     """Return two changes at once. Two of the same key are the later one alone."""
-    found: dict[Words, Config] = {}
+    combined: dict[Words, Config] = {}
     alone = list(singles(cfg, engines=engines, short=short))
     for first, changed in alone:
         for second, twice in singles(changed, engines=engines, short=short):
             words = (second,) if key_of(first) == key_of(second) else (first, second)
-            if not any(twice == known for known in (*(each for _, each in alone), *found.values())):
-                found[words] = twice
-    return found
+            if not any(twice == known for known in (*(each for _, each in alone), *combined.values())):
+                combined[words] = twice
+    return combined
 
 
 def key_of(words: str) -> str:

@@ -119,11 +119,11 @@ class _Pool:
         else:
             self.results[task.urgency[0]] = value
 
-    def _answer(self, batch: _Batch, place: int, said: Any, error: BaseException | None) -> None:
+    def _answer(self, batch: _Batch, place: int, answer: Any, error: BaseException | None) -> None:
         task = batch.task
         if task.batch is not batch:
             return
-        batch.answers[place] = said
+        batch.answers[place] = answer
         if error is not None:
             self.waiting = [each for each in self.waiting if batch not in _line(each[0])]
             self._go_on(task, error)
@@ -162,11 +162,11 @@ def _forked(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[int, i
         end_with_parent()
         os.close(read)
         try:
-            said = _packed(function(*args), None)
+            packed = _packed(function(*args), None)
         except Exception as error:
-            said = _packed(None, error)
+            packed = _packed(None, error)
         with os.fdopen(write, "wb") as pipe:
-            pipe.write(said)
+            pipe.write(packed)
         code = 0
     finally:
         os._exit(code)
@@ -178,16 +178,16 @@ def _packed(value: Any, error: Exception | None) -> bytes:
         packed = pickle.dumps((value, error))
         pickle.loads(packed)
     except Exception as wrong:
-        told = error or wrong
-        packed = pickle.dumps((None, RuntimeError(f"{type(told).__name__}: {told}")))
+        cause = error or wrong
+        packed = pickle.dumps((None, RuntimeError(f"{type(cause).__name__}: {cause}")))
     return packed
 
 
 def _result(pipe: int, process: int) -> tuple[Any, BaseException | None]:
     with os.fdopen(pipe, "rb") as file:
-        said = file.read()
+        packed = file.read()
     _, status = os.waitpid(process, 0)
-    if not said:
+    if not packed:
         return None, RuntimeError(f"a rehearsal ended with status {os.waitstatus_to_exitcode(status)}")
-    result: tuple[Any, BaseException | None] = pickle.loads(said)
+    result: tuple[Any, BaseException | None] = pickle.loads(packed)
     return result

@@ -50,10 +50,10 @@ def choosing(cfg: Config, heads: Heads | None) -> Calls:
     seconds = yield [(seconds_of, (cfg, heads, choice)) for choice in possible]
     ranked = sorted(zip(possible, seconds, strict=True), key=lambda item: item[1])
     best, least = ranked[0]
-    told = ", ".join(f"{choice.name} {time / least:.2f}" for choice, time in ranked)
+    ratios = ", ".join(f"{choice.name} {time / least:.2f}" for choice, time in ranked)
     where = "one node" if near(cfg, cfg.parallel.ring_size) else "several nodes"
     shape = f"{heads.queries} query heads, {heads.keys} key/value heads, {cfg.data.max_length:,} tokens"
-    reason = f"{shape}, {where}; rehearsed: {told}"
+    reason = f"{shape}, {where}; rehearsed: {ratios}"
     return dataclasses.replace(best, reason=reason)
 
 
@@ -104,7 +104,7 @@ def watched(ring: Ring, cfg: Config, log: Log, mode: Rehearsing) -> Ring:
 
     inner = over(ring.inner) if ring.inner is not None else None
     outer = dataclasses.replace(ring.outer, traffic=over(ring).traffic) if ring.outer is not None else None
-    mode.told = {part.group.group_name for part in (ring, inner, outer) if part is not None and part.group is not None}
+    mode.watched = {part.group.group_name for part in (ring, inner, outer) if part is not None and part.group}
     return dataclasses.replace(over(ring), inner=inner, outer=outer)
 
 

@@ -64,13 +64,13 @@ class Search:
         """
         near = [each for each in sorted(self.peaks) if each <= self.best][-2:]
         near += [each for each in sorted(self.peaks) if each > self.best][:2]
-        found = []
+        crossings = []
         for phase in self.peaks[near[0]]:
             lines = [line for pair in pairwise(near) if (line := self._meets(phase, *pair)) is not None]
             beyond = [line for line in lines if not line[2]]
             if lines:
-                found.append(min(beyond or lines)[:2])
-        return min(found, default=None)
+                crossings.append(min(beyond or lines)[:2])
+        return min(crossings, default=None)
 
     def _meets(self, phase: str, low: int, high: int) -> tuple[float, float, bool] | None:
         """Return where the line of a phase meets the limit, its slope, and whether that is between the two lengths."""
@@ -124,14 +124,14 @@ def with_length(cfg: Config, length: int) -> Config:
     return dataclasses.replace(longer, train=dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens))
 
 
-def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, found: Found | None = None) -> Calls:
+def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, outcome: Found | None = None) -> Calls:
     """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`.
 
-    `slope` is a guess of the bytes that a token adds, and `found` the prediction, if they are known.
+    `slope` is a guess of the bytes that a token adds, and `outcome` the prediction, if they are known.
     """
-    found = found or (yield from predict(cfg, model))
-    longest: Longest = yield from _longest(cfg, model, found, slope)
-    return found, longest
+    outcome = outcome or (yield from predict(cfg, model))
+    longest: Longest = yield from _longest(cfg, model, outcome, slope)
+    return outcome, longest
 
 
 def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
@@ -152,27 +152,27 @@ def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
     granule = STEP * cfg.parallel.ring_size
     tokens = max(2 * (alone.tokens or cfg.data.max_length) - ANSWERS, granule + ANSWERS)  # as many in all
     first = with_length(dataclasses.replace(cfg, train=one), -(-tokens // granule) * granule)
-    found = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
-    longest: Longest = yield from _longest(first, model, found, alone.slope / 2, ANSWERS)
+    outcome = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
+    longest: Longest = yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS)
     return longest
 
 
-def _longest(cfg: Config, model: Any, found: Found, slope: float, answers: int | None = None) -> Calls:
+def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int | None = None) -> Calls:
     """Search from the configuration's own length, whose prediction is known."""
     length = cfg.data.max_length
     search = Search(room(cfg), STEP * cfg.parallel.ring_size, shorter=answers or 0)
     if not slope and length >= FIRST * cfg.parallel.ring_size:
-        slope = _steepness(found.prediction, length)
+        slope = _steepness(outcome.prediction, length)
     predictions: dict[int, Prediction] = {}
     for _ in range(1 + TRIES):
-        predictions[length] = found.prediction
-        search.peaks[length] = {phase: peak.bytes for phase, peak in found.prediction.peaks.items()}
-        if (vllm := found.prediction.vllm) is not None and not vllm.auto:  # an answer must fit into the share
+        predictions[length] = outcome.prediction
+        search.peaks[length] = {phase: peak.bytes for phase, peak in outcome.prediction.peaks.items()}
+        if (vllm := outcome.prediction.vllm) is not None and not vllm.auto:  # an answer must fit into the share
             search.peaks[length][VLLM] = search.limit * vllm.holds.least // vllm.holds.bytes
         if search.done or len(predictions) > TRIES:
             break
         length = search.guess(slope)
-        found = yield from predict_again(with_length(cfg, length), model, found, search.limit, answers)
+        outcome = yield from predict_again(with_length(cfg, length), model, outcome, search.limit, answers)
     known = predictions[search.best or min(predictions)].peak
     grows = search.reach()
     return Longest(search.best, known.bytes, grows[1] if grows else slope, known.phase, search.done)

@@ -222,10 +222,10 @@ def predict_fuller(
     """
     fuller: Found | None = None
     for rank in sorted(fullest(cfg), key=lambda rank: rank != first):
-        found: Found = yield from predict(cfg, model, rank, known, answers=answers)
-        if fuller is None or found.prediction.peak.bytes > fuller.prediction.peak.bytes:
-            fuller = found
-        if found.prediction.peak.bytes > limit:
+        outcome: Found = yield from predict(cfg, model, rank, known, answers=answers)
+        if fuller is None or outcome.prediction.peak.bytes > fuller.prediction.peak.bytes:
+            fuller = outcome
+        if outcome.prediction.peak.bytes > limit:
             break
     return fuller
 
@@ -253,8 +253,8 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
             layers, vllm = int(model.num_hidden_layers), share_of(cfg, model)
             prediction = Prediction(passed, layers, micro_batches(cfg), rank=rank, vllm=vllm)
             return Found(prediction.on(cfg, grows.held, log), grows, log)
-    found: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
-    return found
+    outcome: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
+    return outcome
 
 
 def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls:

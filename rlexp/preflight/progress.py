@@ -18,13 +18,13 @@ class Progress:
     """Says what is rehearsed. It is asked at least once a second, and seldom has something to say."""
 
     def __init__(self, since: float) -> None:
-        self.since = self.said = since
+        self.since = self.last = since
 
     def __call__(self, running: Sequence[Call], done: int) -> None:
         now = time.monotonic()
-        if now - self.said < EVERY:
+        if now - self.last < EVERY:
             return
-        self.said = now
+        self.last = now
         say(f"rehearses {doing(running)}; {done} done, {duration(now - self.since)} so far")
 
 

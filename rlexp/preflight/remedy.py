@@ -39,16 +39,16 @@ Result = Found | Exception
 @dataclass(frozen=True)
 class Taken:
     """A configuration with the engine that a run takes. `chosen` says why, and `others` are the engines that were tried
-    too, where engine=auto was given. `found` is None where nothing but a build was predicted."""
+    too, where engine=auto was given. `outcome` is None where nothing but a build was predicted."""
 
     cfg: Config
     chosen: str | None = None
     others: Sequence[Change] = ()
-    found: Found | None = None
+    outcome: Found | None = None
 
     def fits(self, limit: int) -> bool:
         """Say whether it fits on its devices: engines and micro-batches change little of what a machine holds."""
-        return self.found is not None and self.found.prediction.fits_devices(limit)
+        return self.outcome is not None and self.outcome.prediction.fits_devices(limit)
 
 
 def first_that_fits(cfg: Config, model: Any) -> Calls:
@@ -62,7 +62,7 @@ def first_that_fits(cfg: Config, model: Any) -> Calls:
         return (yield from _first_engine(cfg, model))
     limit = room(cfg)
     taken: Taken = yield from _predicted(cfg, model)
-    if taken.found is None or taken.fits(limit):  # None: what is built is too large by itself
+    if taken.outcome is None or taken.fits(limit):  # None: what is built is too large by itself
         return taken
     taken = yield from _predicted(fewer[-1], model)
     if not taken.fits(limit):
@@ -70,7 +70,7 @@ def first_that_fits(cfg: Config, model: Any) -> Calls:
     more = [dataclasses.replace(each, engine=taken.cfg.engine) for each in fewer[:-1]]
     results: Sequence[Result] = yield [attempt(each, model, limit) for each in more]
     tried = zip(more, map(whole, results), strict=True)
-    several = [dataclasses.replace(taken, cfg=each, found=found) for each, found in tried]
+    several = [dataclasses.replace(taken, cfg=each, outcome=outcome) for each, outcome in tried]
     return next((each for each in several if each.fits(limit)), taken)
 
 
@@ -79,8 +79,8 @@ def _predicted(cfg: Config, model: Any) -> Calls:
     if cfg.engine.chosen is not None:
         return (yield from _first_engine(cfg, model))
     (result,) = yield [attempt(cfg, model, room(cfg))]
-    found = whole(result)
-    return Taken(cfg, found=None if found.prediction.build_alone else found)
+    outcome = whole(result)
+    return Taken(cfg, outcome=None if outcome.prediction.build_alone else outcome)
 
 
 def _first_engine(cfg: Config, model: Any) -> Calls:
@@ -97,15 +97,15 @@ def _first_engine(cfg: Config, model: Any) -> Calls:
     rest = yield [attempt(each, model, limit) for each in options[1:]]
     names = [each.engine.name.value for each in options]
     results: dict[str, Result] = dict(zip(names, [first, *rest], strict=True))
-    found = {name: each.prediction for name, each in results.items() if isinstance(each, Found)}
-    fitting = [name for name, each in found.items() if each.fits_devices(limit)]
-    best = fitting[0] if fitting else min(found, key=lambda name: (found[name].build_alone, found[name].peak.bytes))
-    before = list(found)[: list(found).index(best)] if fitting else list(found)
-    needs = ", ".join(f"{name} needs {needed(found[name])}" for name in before)
-    fits = f"the first that fits, with {needed(found[best])} of {size(limit)}; {needs}"
+    known = {name: each.prediction for name, each in results.items() if isinstance(each, Found)}
+    fitting = [name for name, each in known.items() if each.fits_devices(limit)]
+    best = fitting[0] if fitting else min(known, key=lambda name: (known[name].build_alone, known[name].peak.bytes))
+    before = list(known)[: list(known).index(best)] if fitting else list(known)
+    needs = ", ".join(f"{name} needs {needed(known[name])}" for name in before)
+    fits = f"the first that fits, with {needed(known[best])} of {size(limit)}; {needs}"
     others = [Change.of(f"engine={name}", result) for name, result in results.items() if name != best]
     why = fits if fitting else f"no engine fits ({needs})"
-    return Taken(options[names.index(best)], why, others, None if found[best].build_alone else whole(results[best]))
+    return Taken(options[names.index(best)], why, others, None if known[best].build_alone else whole(results[best]))
 
 
 def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: Any) -> Change | None:
@@ -173,10 +173,10 @@ def attempt(cfg: Config, model: Any, limit: float, rank: int | None = None) -> C
     """
     try:
         cfg = yield from laid_out(cfg, model)
-        found: Found = yield from predict(cfg, model, rank, limit=limit)
+        outcome: Found = yield from predict(cfg, model, rank, limit=limit)
     except Exception as error:
         return error
-    return found
+    return outcome
 
 
 def laid_out(cfg: Config, model: Any) -> Calls:

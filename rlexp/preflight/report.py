@@ -125,21 +125,21 @@ def _vllm(vllm: VllmShare) -> Iterator[str]:
 
 def _beside_tensors(answer: Answer) -> Iterator[str]:
     """Say what the reserve is for."""
-    found = beside(answer.cfg, answer.prediction.groups)
+    held = beside(answer.cfg, answer.prediction.groups)
     yield "a GPU's memory beside tensors, GiB (assumed, not measured)"
-    for name, count in found.assumed.items():
+    for name, count in held.assumed.items():
         yield f"  {name:52}{count / GIB:9.2f}"
-    yield f"  {'total':52}{found.bytes / GIB:9.2f}, and hardware.reserve_gib keeps {found.reserve / GIB:g} free"
+    yield f"  {'total':52}{held.bytes / GIB:9.2f}, and hardware.reserve_gib keeps {held.reserve / GIB:g} free"
 
 
 def _tight(answer: Answer) -> Iterator[str]:
     """Warn of a reserve that is smaller than what a GPU probably holds beside tensors."""
-    found = beside(answer.cfg, answer.prediction.groups)
-    if found.exceeds and answer.prediction.peak.bytes + found.bytes > answer.limit + found.reserve:
-        gib = found.bytes / GIB
+    held = beside(answer.cfg, answer.prediction.groups)
+    if held.exceeds and answer.prediction.peak.bytes + held.bytes > answer.limit + held.reserve:
+        gib = held.bytes / GIB
         yield (
             f"This may not fit: beside tensors, a GPU probably holds {gib:.1f} GiB (CUDA, cuBLAS and NCCL), and "
-            f"hardware.reserve_gib keeps {found.reserve / GIB:g} free. With hardware.reserve_gib={gib:.1f} preflight "
+            f"hardware.reserve_gib keeps {held.reserve / GIB:g} free. With hardware.reserve_gib={gib:.1f} preflight "
             f"keeps as much free. Less is taken by parallel.transport=neighbour, a smaller ring, or a smaller "
             f"NCCL_BUFFSIZE in the environment."
         )
@@ -175,11 +175,11 @@ def _verdict(answer: Answer) -> Iterator[str]:
     if answer.engine_chosen is not None:
         yield f"engine=auto takes {answer.cfg.engine.name.value}: {answer.engine_chosen}."
     if answer.remedy is not None and answer.remedy.prediction is not None:
-        words, there = answer.remedy.words, f"{answer.remedy.prediction.peak.bytes / GIB:.1f} GiB"
+        words, gib = answer.remedy.words, f"{answer.remedy.prediction.peak.bytes / GIB:.1f} GiB"
         if trains_otherwise(words):
-            yield f"no single change of the same training makes it fit. {words} would ({there}), but {OTHERWISE}."
+            yield f"no single change of the same training makes it fit. {words} would ({gib}), but {OTHERWISE}."
         else:
-            yield f"cheapest change that fits: {words} ({there})."
+            yield f"cheapest change that fits: {words} ({gib})."
     elif peak.bytes > limit and not uses_vllm(answer.cfg):
         yield f"no single change of the list below makes it fit. {_otherwise(answer)}"
 
@@ -187,8 +187,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
 def _otherwise(answer: Answer) -> str:
     """Say what would fit where no single change does: a shorter sequence, GPUs with more memory, a smaller model."""
     cfg, asked = answer.cfg, answer.prediction
-    found = answer.rings.get(cfg.parallel.ring_size)
-    would = [f"data.max_length={found.tokens}"] if isinstance(found, Longest) and found.tokens else []
+    longest = answer.rings.get(cfg.parallel.ring_size)
+    would = [f"data.max_length={longest.tokens}"] if isinstance(longest, Longest) and longest.tokens else []
     sheets = {name: described(name) for name in dict.fromkeys(NAMES.values())}
     free = {name: float(each["memory_gib"]) - float(each["reserve_gib"]) for name, each in sheets.items()}
     needs = asked.peak.bytes / GIB * cfg.launch.ranks_per_gpu
@@ -227,9 +227,9 @@ def _fitting(answer: Answer) -> Iterator[str]:
     yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
     if answer.sharing:
         yield " " * 29 + "and a pair that shares its prompt"
-    for ring, found in answer.rings.items():
+    for ring, longest in answer.rings.items():
         asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
-        yield f"  ring of {ring:<4}{_length(found)}{_of_pair(answer.sharing.get(ring))}{asked}"
+        yield f"  ring of {ring:<4}{_length(longest)}{_of_pair(answer.sharing.get(ring))}{asked}"
 
 
 def _changes(changes: Sequence[Change], asked: Prediction, steps: int | None = None) -> Iterator[str]:
@@ -245,18 +245,18 @@ def _changes(changes: Sequence[Change], asked: Prediction, steps: int | None = N
         yield f"  {change.words:{width}}" + _changed(change, steps) + _beside(change)
 
 
-def _length(found: Longest | str) -> str:
-    if isinstance(found, str):
-        return f"not possible: {found}"
-    more = "" if found.exact else "  or more"
-    return f"{found.tokens:>12,}{more}" if found.tokens else "none"
+def _length(longest: Longest | str) -> str:
+    if isinstance(longest, str):
+        return f"not possible: {longest}"
+    more = "" if longest.exact else "  or more"
+    return f"{longest.tokens:>12,}{more}" if longest.tokens else "none"
 
 
-def _of_pair(found: Longest | None) -> str:
+def _of_pair(longest: Longest | None) -> str:
     """Say how long the prompt and the answers of a pair are."""
-    if found is None or found.tokens <= ANSWERS:
-        return "" if found is None else f"{'none':>16}"
-    return f"{found.tokens - ANSWERS:>16,} + 2 × {ANSWERS:,}{'' if found.exact else '  or more'}"
+    if longest is None or longest.tokens <= ANSWERS:
+        return "" if longest is None else f"{'none':>16}"
+    return f"{longest.tokens - ANSWERS:>16,} + 2 × {ANSWERS:,}{'' if longest.exact else '  or more'}"
 
 
 def _changed(change: Change, steps: int | None) -> str:
@@ -343,8 +343,8 @@ def plain(answer: Answer) -> dict[str, Any]:
         "vllm": None if answer.prediction.vllm is None else answer.prediction.vllm.plain(),
         "host_bytes": {} if answer.prediction.host is None else dict(answer.prediction.host.by_kind),
         "host_room_bytes": None if answer.prediction.host is None else answer.prediction.host.limit,
-        "longest": {str(size): _plain_longest(found) for size, found in answer.rings.items()},
-        "longest_sharing": {str(size): _plain_longest(found) for size, found in answer.sharing.items()},
+        "longest": {str(size): _plain_longest(longest) for size, longest in answer.rings.items()},
+        "longest_sharing": {str(size): _plain_longest(longest) for size, longest in answer.sharing.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
         **_plain_remedy(answer.remedy),
@@ -369,8 +369,8 @@ def _plain_remedy(remedy: Change | None) -> dict[str, str | None]:
     return {"remedy": None if other else words, "remedy_of_other_weights": words if other else None}
 
 
-def _plain_longest(found: Longest | str) -> dict[str, Any]:
-    return {"refused": found} if isinstance(found, str) else found.plain()
+def _plain_longest(longest: Longest | str) -> dict[str, Any]:
+    return {"refused": longest} if isinstance(longest, str) else longest.plain()
 
 
 def _plain_change(change: Change) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def _register_copies() -> None:
         return torch._C._acc.create_empty_tensor(tuple(size), dtype or torch.get_default_dtype())
 
     library.impl("empty_strided", empty_strided, "PrivateUse1")
-    library.impl("_copy_from", lambda _source, there, _non_blocking=False: there, "PrivateUse1")
+    library.impl("_copy_from", lambda _source, target, _non_blocking=False: target, "PrivateUse1")
     _LIBRARIES.append(library)
 
 

@@ -69,9 +69,9 @@ def pairs(call: Call) -> int:
 
 def by_length(call: Call) -> Counter[int]:
     """Count the pairs by the tokens of the causal sequence whose queries see as many keys."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     for queries, keys, seen in segments(call):
         q, k = queries.stop - queries.start, keys.stop - keys.start
         number = q * k if seen is None else Slice(range(q), range(k), *seen).pairs()
-        found[max(1, 2 * number // q)] += number
-    return found
+        counts[max(1, 2 * number // q)] += number
+    return counts

@@ -45,8 +45,8 @@ def cycle_of(config: Any) -> Cycle:
 
 def cycle(kinds: Sequence[Any]) -> Cycle:
     """Return the cycle of layers of such kinds that is seen after the fewest layers."""
-    found = [Cycle(_lead(kinds, period), period) for period in range(1, len(kinds) + 1)]
-    return min(found, key=lambda each: each.lead + 2 * each.period)
+    cycles = [Cycle(_lead(kinds, period), period) for period in range(1, len(kinds) + 1)]
+    return min(cycles, key=lambda each: each.lead + 2 * each.period)
 
 
 def _lead(kinds: Sequence[Any], period: int) -> int:

@@ -55,11 +55,11 @@ class Counts:
         """Add a multiple of other counts."""
         result = Counts()
         for each in fields(Counts):
-            mine, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, Counter):
-                total: Any = Counter({key: mine[key] + factor * theirs[key] for key in {*mine, *theirs}})
+            ours, theirs = getattr(self, each.name), getattr(other, each.name)
+            if isinstance(ours, Counter):
+                total: Any = Counter({key: ours[key] + factor * theirs[key] for key in {*ours, *theirs}})
             else:
-                total = mine + factor * theirs
+                total = ours + factor * theirs
             setattr(result, each.name, total)
         return result
 
@@ -67,11 +67,11 @@ class Counts:
         """Return whole numbers again, after counts were multiplied by halves."""
         whole = Counts()
         for each in fields(Counts):
-            mine = getattr(self, each.name)
+            exact = getattr(self, each.name)
             value: Any = (
-                Counter({key: round(count) for key, count in mine.items()}) if isinstance(mine, Counter) else mine
+                Counter({key: round(count) for key, count in exact.items()}) if isinstance(exact, Counter) else exact
             )
-            setattr(whole, each.name, round(mine) if each.name in ("flops", "bytes", "launches") else value)
+            setattr(whole, each.name, round(exact) if each.name in ("flops", "bytes", "launches") else value)
         return whole
 
 

@@ -214,29 +214,29 @@ class ShortScorer(Scorer):
     log: Log
     samples: int  # of this ring
 
-    def _packs(self, mine: Sequences, *, together: bool = False) -> Iterator[tuple[Sequences, list[tuple[int, int]]]]:
-        for number, pack in enumerate(super()._packs(mine, together=together)):
-            self.log.again(self._count(mine) - 1 if number else 1)
+    def _packs(self, pairs: Sequences, *, together: bool = False) -> Iterator[tuple[Sequences, list[tuple[int, int]]]]:
+        for number, pack in enumerate(super()._packs(pairs, together=together)):
+            self.log.again(self._count(pairs) - 1 if number else 1)
             yield pack
         self.log.again(1)
 
-    def _count(self, mine: Sequences) -> int:
+    def _count(self, pairs: Sequences) -> int:
         """Return how many packs the run has."""
-        return -(-self.samples // len(self._prompts(mine)))
+        return -(-self.samples // len(self._prompts(pairs)))
 
-    def _prompts(self, mine: Sequences) -> list[int]:
+    def _prompts(self, pairs: Sequences) -> list[int]:
         """Return the lengths of the prompts of the longest samples that fill a pack."""
-        (prompt, answer), room = mine[0], self.dealer.room
+        (prompt, answer), room = pairs[0], self.dealer.room
         if room.tokens is None:
             return [len(prompt)] * (room.units or 1)
         whole, rest = divmod(room.tokens, len(prompt) + len(answer))
         return [len(prompt)] * max(1, whole) + [rest - len(answer)] * (whole > 0 and rest > len(answer))
 
-    def _whole(self, mine: Sequences) -> tuple[Sequences, int]:
-        packs, prompts = self._count(mine), self._prompts(mine)
+    def _whole(self, pairs: Sequences) -> tuple[Sequences, int]:
+        packs, prompts = self._count(pairs), self._prompts(pairs)
         each = min(len(prompts), self.samples) if self.dealer.room.tokens is not None else -(-self.samples // packs)
-        lengths = [prompts[number % len(prompts)] for number in range(max(len(mine), min(packs, 2) * each))]
-        return [(np.full(length, number, dtype=np.int32), mine[0][1]) for number, length in enumerate(lengths)], 0
+        lengths = [prompts[number % len(prompts)] for number in range(max(len(pairs), min(packs, 2) * each))]
+        return [(np.full(length, number, dtype=np.int32), pairs[0][1]) for number, length in enumerate(lengths)], 0
 
 
 class AlikeRollouts(Rollouts):

@@ -126,8 +126,8 @@ class Memo:
                 return recipe[-1] in self.plain
             case "view":  # torch says what becomes of one in a storage that FSDP has freed
                 arg, offset, end = args[recipe[1]], recipe[2], recipe[3]
-                there = (arg.storage_offset() + offset) * arg.element_size() + end
-                return recipe[-1] in self.plain and there <= arg.untyped_storage().nbytes()
+                needed = (arg.storage_offset() + offset) * arg.element_size() + end
+                return recipe[-1] in self.plain and needed <= arg.untyped_storage().nbytes()
         return True
 
     def _learn(self, args: Any, made: Any) -> Recipe | None:

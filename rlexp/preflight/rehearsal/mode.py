@@ -36,7 +36,7 @@ class Counting(LiveTensors):
     def __init__(self, log: Log) -> None:
         super().__init__(log.changed)
         self.log = log
-        self.told: set[str] = set()  # groups of whose traffic the log is told
+        self.watched: set[str] = set()  # groups of whose traffic the log is told
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -84,7 +84,7 @@ class Counting(LiveTensors):
         self.count_group(func, args)
         if (sending := operators.sent(func, args)) is not None:
             self.log.counts.sent[sending[0]] += sending[1]
-            if operators.group_of(args).group_name not in self.told:
+            if operators.group_of(args).group_name not in self.watched:
                 self.log.leaving(sending[1])
         if not (received := operators.received(func, args)):
             return

@@ -91,14 +91,14 @@ OF_SHEET = {"products_tflops": "bf16_tflops", "memory_tb_s": "memory_tb_s", "lau
 
 @functools.cache
 def _measured() -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = json.loads(MEASURED.read_text(encoding="utf-8"))
-    return found
+    rates: dict[str, dict[str, Any]] = json.loads(MEASURED.read_text(encoding="utf-8"))
+    return rates
 
 
 def measured_rates(hardware: HardwareConfig) -> dict[str, float]:
     """Return what was measured on this hardware, without what the user has set to another value than its data sheet."""
-    sheet, found = described(hardware.name), _measured().get(hardware.name, {})
-    return {key: found[key] for key, of in OF_SHEET.items() if key in found and getattr(hardware, of) == sheet.get(of)}
+    sheet, rates = described(hardware.name), _measured().get(hardware.name, {})
+    return {key: rates[key] for key, of in OF_SHEET.items() if key in rates and getattr(hardware, of) == sheet.get(of)}
 
 
 @dataclass

@@ -118,7 +118,7 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
     log.host_peak = built = log.host_live
     ring = task.run.world.ring
     ring.traffic.watcher = log
-    mode.told = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
+    mode.watched = {each.group.group_name for each in (ring, ring.inner, ring.outer) if each is not None and each.group}
     within = set(engine.policy.modules())
     frozen = [model for model in around.loaded if model.base_model not in within]
     for model in around.loaded:

@@ -64,14 +64,14 @@ def compare(
     return Sharding(ring_size, ring.total, alone.total, whole, meant)
 
 
-def _over(here: Counter[str], there: Counter[str], share: float) -> dict[str, float]:
+def _over(here: Counter[str], alone: Counter[str], share: float) -> dict[str, float]:
     """Return the modules that keep more than their share, with their multiple of it."""
-    found = {}
+    multiples = {}
     for name, size in here.items():
-        due = share * there[name]
+        due = share * alone[name]
         if size > NEARLY * due and size - due > SMALL * here.total():
-            found[name] = size / due if due else 1 / share
-    return found
+            multiples[name] = size / due if due else 1 / share
+    return multiples
 
 
 def kept(log: Log) -> KeptBytes:
@@ -85,10 +85,10 @@ def kept(log: Log) -> KeptBytes:
 
 def _with_parts(sizes: Counter[str], attending: frozenset[str]) -> Counter[str]:
     """Count attention's projections with it: alone it keeps what they made, and on a ring a copy."""
-    found: Counter[str] = Counter()
+    sums: Counter[str] = Counter()
     for name, size in sizes.items():
-        found[next((each for each in attending if each and name.startswith(f"{each}.")), name)] += size
-    return found
+        sums[next((each for each in attending if each and name.startswith(f"{each}.")), name)] += size
+    return sums
 
 
 def _kept_forward(log: Log) -> Counter[str]:
