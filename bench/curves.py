@@ -125,7 +125,7 @@ def drawn_of(rollouts: Rollouts) -> list[Drawn]:
     from rlexp.training.rollout.experience import fetch
 
     samples = []
-    for sample in fetch(rollouts.mine, range(rollouts.size), rollouts.host):
+    for sample in fetch(rollouts.own_samples, range(rollouts.size), rollouts.host):
         assert sample.advantages is not None
         samples.append(Drawn(sample.example.index, tuple(sample.answer.tolist()), sample.score, sample.advantages))
     return samples

@@ -159,7 +159,7 @@ def slept(task: Any) -> Result:
         gc.collect()
         used.append(in_use(task.run.device))
     wakes = [sum(pair) for pair in zip(seconds["wake_up"][::2], seconds["wake_up"][1::2], strict=True)]
-    found: Result = {"used": max(used[1:]), "samples": checksums(task.rollouts.mine)}
+    found: Result = {"used": max(used[1:]), "samples": checksums(task.rollouts.own_samples)}
     found |= {name: statistics.median(each) for name, each in (("sleep", seconds["sleep"]), ("wake", wakes)) if each}
     return found
 

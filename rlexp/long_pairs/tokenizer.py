@@ -17,7 +17,7 @@ def counting(model: ModelConfig) -> Count:
     def count(pair: Pair) -> int:
         (made,) = rows.sequences([Row(pair.prompt, (pair.chosen, pair.rejected), "the pair")])
         if not isinstance(made, Example):
-            raise DataError(made.said)
+            raise DataError(made.message)
         return made.longest()
 
     return count

@@ -186,10 +186,10 @@ class Shard:
 
     def to(self, device: torch.device) -> Shard:
         held = {each.name: getattr(self, each.name) for each in fields(self)}
-        there: dict[str, Any] = {
+        on_device: dict[str, Any] = {
             name: moved(value, device) for name, value in held.items() if isinstance(value, Tensor)
         }
-        return replace(self, **there, attention=self.attention.to(device))
+        return replace(self, **on_device, attention=self.attention.to(device))
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:

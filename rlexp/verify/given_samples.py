@@ -57,7 +57,7 @@ class GivenRollouts(Rollouts):
         self.number = self.of_step(step)
         self.kl_coef = self.drawing.coefficients[self.number]
         samples = self.drawing.rollouts[self.number].samples
-        self.mine = [sample_of(each) for each in samples if each.place % self.world.size == self.world.rank]
+        self.own_samples = [sample_of(each) for each in samples if each.place % self.world.size == self.world.rank]
         return None
 
 

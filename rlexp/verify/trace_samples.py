@@ -37,7 +37,7 @@ class SampleRecorder(Recorder):
         """Record a rollout that is complete."""
         self.trace.rollouts.append(RolloutSeen(
             number=rollouts.number, step=step, kl_coef=rollouts.kl_coef,
-            samples=[drawn_of(sample) for sample in rollouts.mine], outcomes=self.outcomes, credit=self.credit,
+            samples=[drawn_of(sample) for sample in rollouts.own_samples], outcomes=self.outcomes, credit=self.credit,
         ))  # fmt: skip
 
     def begin(self, step: RolloutStep, batch: SamplesMicroBatch) -> Micro:  # noqa: ARG002

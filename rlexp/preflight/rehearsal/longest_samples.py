@@ -170,9 +170,9 @@ class ShortDrawer(LoggedDrawer):
             yield micro_batches[kinds.index(kind)]
         self._log.again(1)
 
-    def _any_goes_on(self, *, mine: bool) -> bool:
-        super()._any_goes_on(mine=mine)
-        return mine  # all ranks draw as much
+    def _any_goes_on(self, *, goes_on: bool) -> bool:
+        super()._any_goes_on(goes_on=goes_on)
+        return goes_on  # all ranks draw as much
 
     def _drawn(self, requests: Sequence[Request], rollout: int) -> Drawn:
         super()._drawn(requests, rollout)
@@ -247,7 +247,7 @@ class AlikeRollouts(Rollouts):
     def samples(self, batch: Batch) -> list[CreditedSample]:
         """Return a whole train batch, whose samples begin differently, and fill micro-batches."""
         lengths = [self._lengths[number % len(self._lengths)] for number in range(len(batch.indices))]
-        return [_unlike(self.mine[number % len(self.mine)], number, each) for number, each in enumerate(lengths)]
+        return [_unlike(self.own_samples[at % len(self.own_samples)], at, each) for at, each in enumerate(lengths)]
 
 
 def _unlike(sample: CreditedSample, number: int, length: int) -> CreditedSample:

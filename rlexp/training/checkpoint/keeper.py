@@ -89,10 +89,10 @@ class Keeper:
             return None
         name = self._cfg.best_metric
         family = f"{name.partition('/')[0]}/"
-        there = [each for each in row if each.startswith(family)]
-        if name not in row and (there or family != "eval/"):
+        siblings = [each for each in row if each.startswith(family)]
+        if name not in row and (siblings or family != "eval/"):
             raise ConfigError(
-                f"checkpoint.best_metric={name}: there is no such metric. There are {', '.join(there or row)}."
+                f"checkpoint.best_metric={name}: there is no such metric. There are {', '.join(siblings or row)}."
             )
         return row.get(name)
 
@@ -101,8 +101,8 @@ class Keeper:
         asked = self._asked()
         every = self._every.seconds
         due = every is not None and time.monotonic() - self._since >= every
-        mine = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
-        wishes = torch.tensor(mine, device=self._device)
+        own_wishes = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
+        wishes = torch.tensor(own_wishes, device=self._device)
         if self._world.size > 1:
             dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
         stop, clock, writing = wishes.tolist()
@@ -146,9 +146,9 @@ class Keeper:
         return f"The run can resume from {whole[0].name}." if whole else "There is no checkpoint to resume from yet."
 
     def _doomed(self) -> list[Path]:
-        there = checkpoint_folder.latest_first(self._run_dir)
+        checkpoints = checkpoint_folder.latest_first(self._run_dir)
         best = self._best()
-        return [path for path in there[self._cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
+        return [path for path in checkpoints[self._cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
 
     def _best(self) -> list[int]:
         """Return the steps of the best checkpoints. Among equals, the earlier wins."""

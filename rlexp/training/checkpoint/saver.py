@@ -101,11 +101,11 @@ class Saver:
     def _write(self, step: int, header: bytes, describe: Describe) -> dict[str, dict[str, Any]]:
         place = checkpoint_folder.unfinished(self._run_dir, step)
         place.mkdir(parents=True, exist_ok=True)
-        mine = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
-        with mine.open("wb") as file:
+        state_file = place / f"state-{self._world.rank:05d}-of-{self._world.size:05d}.safetensors"
+        with state_file.open("wb") as file:
             file.write(header)
             self._host.drain(file.write)
-        written = [mine, *describe(place)]
+        written = [state_file, *describe(place)]
         for path in {*written, *(path.parent for path in written)}:
             sync(path)
         return {str(path.relative_to(place)): checkpoint_folder.described(path) for path in written}
@@ -117,11 +117,11 @@ class Saver:
         with watch.elsewhere(f"the disk, which has not taken the checkpoint of step {self._step},"):  # no rank hangs
             self._thread.join()
         self._thread = None
-        told = gather_objects((self._error, self._files), self._world.size)
-        failed = next((error for error, _ in told if error), None)
+        outcomes = gather_objects((self._error, self._files), self._world.size)
+        failed = next((error for error, _ in outcomes if error), None)
         if self._world.rank == 0:
             with watch.elsewhere():
-                failed = self._commit(failed, {name: entry for _, files in told for name, entry in files.items()})
+                failed = self._commit(failed, {name: entry for _, files in outcomes for name, entry in files.items()})
         return from_rank0(failed, self._world.size)
 
     def _commit(self, failed: str | None, files: dict[str, dict[str, Any]]) -> str | None:

@@ -30,15 +30,15 @@ def share(engine: Engine, rank: int, world_size: int) -> list[Fragment]:
         return fragments
     total = sum(fragment.weight.numel() for fragment in fragments)
     first, last = total * rank // world_size, total * (rank + 1) // world_size
-    mine, passed = [], 0
+    pieces, passed = [], 0
     for fragment in fragments:
         low = max(first - passed, 0)
         high = min(last - passed, fragment.weight.numel())
         if low < high:
             moments = {moment: tensor[low:high] for moment, tensor in fragment.moments.items()}
-            mine.append(Fragment(fragment.name, fragment.start + low, fragment.weight[low:high], moments))
+            pieces.append(Fragment(fragment.name, fragment.start + low, fragment.weight[low:high], moments))
         passed += fragment.weight.numel()
-    return mine
+    return pieces
 
 
 def laid_out(fragments: Iterable[Fragment]) -> Laid:

@@ -18,7 +18,7 @@ TODAY = {"%d": "26", "%-d": "26", "%e": "26", "%b": "Jul", "%B": "July", "%Y": "
          "%j": "208", "%F": "2024-07-26", "%D": "07/26/24", "%x": "07/26/24", "%T": "00:00:00", "%%": "%"}  # fmt: skip
 SAME_DAY = (
     "{%- macro strftime_now(format) -%}{{ format"
-    + "".join(f" | replace('{asked}', '{told}')" for asked, told in TODAY.items())
+    + "".join(f" | replace('{asked}', '{value}')" for asked, value in TODAY.items())
     + " }}{%- endmacro %}\n"  # the line ends here: a template's own first spaces mean what they mean at its beginning
 )
 SWITCH = re.compile(r"/(?:no_)?think\b|/system_override\b")  # a word to the template, which takes it out
@@ -69,12 +69,12 @@ class _Rendering:
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
         try:
-            said = self.tokenizer.apply_chat_template(
+            text = self.tokenizer.apply_chat_template(
                 list(messages), tokenize=False, add_generation_prompt=asking, **self.extra
             )
         except Exception as error:  # a template is foreign code and may raise anything
             raise DataError(f"field `prompt`: the tokenizer's chat template raises: {error}") from error
-        return str(said)
+        return str(text)
 
     def refuse_left_out(self, messages: Messages, text: str, *, asking: bool = False) -> None:
         """Refuse a row of which the template leaves out the system prompt, a tool, or a call of one.

@@ -41,8 +41,8 @@ class HubSplit:
     def version(self) -> str | None:
         """The commit of the hub that its files come from, if they come from there."""
         names = getattr(self.rows.info, "download_checksums", None) or {}
-        found = {match[1] for match in (re.search(r"@([0-9a-f]{40})/", name) for name in names) if match}
-        return min(found) if len(found) == 1 else None
+        commits = {match[1] for match in (re.search(r"@([0-9a-f]{40})/", name) for name in names) if match}
+        return min(commits) if len(commits) == 1 else None
 
     def contents(self) -> list[str]:
         """Hash the table's files; rows that stand in none are hashed themselves."""

@@ -23,7 +23,7 @@ class FieldError(Exception):
         self.field, self.rule = field, rule
 
 
-def said(value: Any, field: str) -> str | Messages:
+def text_or_messages(value: Any, field: str) -> str | Messages:
     """Return a text, or messages in one form."""
     if isinstance(value, str):
         if not value:

@@ -24,7 +24,7 @@ class Problem:
     """A row that stops a run."""
 
     place: Place
-    said: str  # with the row's name
+    message: str  # with the row's name
     bad: bool  # the row's own fault; else it is too long
 
 
@@ -87,7 +87,7 @@ class Recipe:
             counts[UNUSABLE] += len(bad)
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
-        problems = [Problem(place, each.said, each.bad) for place, each in refused if not (self.drop_bad and each.bad)]
+        problems = [Problem(place, one.message, one.bad) for place, one in refused if not (self.drop_bad and one.bad)]
         labels = labels_of(example for _, _, example in kept)
         facts = StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept), labels)
         return block_of(kept, lines, facts), problems

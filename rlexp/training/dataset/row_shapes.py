@@ -21,8 +21,8 @@ from rlexp.training.dataset.messages import (
     before_answers,
     dialogue,
     messages,
-    said,
     shared_beginning,
+    text_or_messages,
 )
 from rlexp.training.dataset.messages import with_system as with_system_prompt
 from rlexp.training.types import Messages, Row
@@ -70,7 +70,7 @@ def recognised(fields: Fields, wanted: Kind | None, columns: Mapping[str, str], 
             raise DataError(
                 f"data.columns.{ours}={theirs}: {origin} has no such column, but {_listed(fields)}. Name one of them."
             )
-    fitting = [Shape(form, found, dict(columns)) for form in FORMS if (found := _columns(form, fields, columns))]
+    fitting = [Shape(form, by_field, dict(columns)) for form in FORMS if (by_field := _columns(form, fields, columns))]
     if (shape := _preferred(fitting, wanted)) is not None:
         return shape
     for form in FORMS:
@@ -110,9 +110,9 @@ def _preferred(fitting: Sequence[Shape], wanted: Kind | None) -> Shape | None:
 
 def _asking_input(prompts: Shape, completed: Shape) -> Shape:
     """Return a shape of prompts that have an input, as they have in supervised rows."""
-    found = {ours: column for ours, column in completed.columns.items() if ours == "input"}
+    input_column = {ours: column for ours, column in completed.columns.items() if ours == "input"}
     form = replace(prompts.form, may=(*prompts.form.may, "input"))
-    return replace(prompts, form=form, columns={**prompts.columns, **found})
+    return replace(prompts, form=form, columns={**prompts.columns, **input_column})
 
 
 def _missing_beside_others(form: Form, fields: Fields, declared: Mapping[str, str]) -> str | None:
@@ -129,14 +129,14 @@ def _first_missing(wanted: Kind, fields: Fields) -> str:
 
 def _columns(form: Form, fields: Fields, declared: Mapping[str, str]) -> dict[str, str] | None:
     """Return the column of each field of a form; None if a needed one is missing."""
-    found: dict[str, str] = {}
+    columns: dict[str, str] = {}
     for ours in (*form.needs, *form.may, *OPTIONAL):
-        there = [name for name in _names(ours, declared) if name in fields]
-        if there:
-            found[ours] = next((name for name in there if fields[name] is not None), there[0])
+        present = [name for name in _names(ours, declared) if name in fields]
+        if present:
+            columns[ours] = next((name for name in present if fields[name] is not None), present[0])
         elif ours in form.needs:
             return None
-    return found
+    return columns
 
 
 def _names(ours: str, declared: Mapping[str, str]) -> tuple[str, ...]:
@@ -312,7 +312,7 @@ def _whole(answer: str | Messages) -> Messages | None:
 
 def _asked(value: Any) -> str | Messages:
     """Return a prompt. A dialogue as one text that ends with the call for an answer is a conversation."""
-    prompt = said(value, "prompt")
+    prompt = text_or_messages(value, "prompt")
     talk = dialogue(prompt) if isinstance(prompt, str) else None
     return talk[:-1] if talk and talk[-1]["role"] == "assistant" and not talk[-1]["content"].strip() else prompt
 
@@ -335,7 +335,7 @@ def _to_last_answer(answer: str | Messages) -> str | Messages:
 def _refuse_other_prompt(given: Any, shared: Messages) -> None:
     if given is None:
         return
-    prompt = as_messages(said(given, "prompt"))
+    prompt = as_messages(text_or_messages(given, "prompt"))
     texts = [message["content"].strip() for message in shared]
     if any(message["content"].strip() not in texts for message in prompt):
         raise FieldError("prompt", "is not in the beginning that the conversations in `chosen` and `rejected` share.")

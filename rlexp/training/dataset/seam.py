@@ -66,13 +66,13 @@ class Seam:
         of_prompt = dict(zip(distinct, ids, strict=False))
         of_whole = iter(ids[len(distinct) :])
         before = self.leading if leading else self.leading[:0]
-        found = []
+        sequences = []
         for text in texts:
             prompt = of_prompt[text.prompt]
             made = self._joined(text, prompt, next(of_whole)) if text.parts else Tokens(prompt, prompt[:0])
             first = before if text.prompt else self.leading
-            found.append(Tokens(np.concatenate((first, made.prompt)), made.answer, made.mask, made.apart))
-        return found
+            sequences.append(Tokens(np.concatenate((first, made.prompt)), made.answer, made.mask, made.apart))
+        return sequences
 
     def _joined(self, text: Text, prompt: Ids, whole: Ids) -> Tokens:
         """Take the answer from the whole if no token spans an edge, or else tokenize its parts apart."""
@@ -91,10 +91,10 @@ class Seam:
         """Return the mask of the tokens from `start` on; None if one spans an edge, or if that cannot be known."""
         if not getattr(self.tokenizer, "is_fast", False):
             return None
-        said = self.tokenizer(text.whole, add_special_tokens=False, return_offsets_mapping=True)
-        if not np.array_equal(np.asarray(said["input_ids"], dtype=np.int32), whole):
+        encoding = self.tokenizer(text.whole, add_special_tokens=False, return_offsets_mapping=True)
+        if not np.array_equal(np.asarray(encoding["input_ids"], dtype=np.int32), whole):
             return None
-        spans = np.asarray(said["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+        spans = np.asarray(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
         # Some tokenizers leave a token's spaces out of its span (trim_offsets): they follow the token before.
         spans[1:, 0] = np.minimum(spans[1:, 0], spans[:-1, 1])
         spans = spans[start:]
@@ -123,5 +123,5 @@ class Seam:
     def _ids(self, texts: Sequence[str], *, special: bool = False) -> list[Ids]:
         if not texts:
             return []
-        said = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)["input_ids"]
-        return [np.asarray(ids, dtype=np.int32) for ids in said]
+        id_lists = self.tokenizer(list(texts), add_special_tokens=special, return_attention_mask=False)["input_ids"]
+        return [np.asarray(ids, dtype=np.int32) for ids in id_lists]

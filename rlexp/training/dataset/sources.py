@@ -140,7 +140,7 @@ class Tokenizing:
                         return Recipe(shape, encoder, names, cfg.bad_rows is BadRows.drop, system, cfg.template_options)
             raise _no_rows(split, opened)
 
-        said = {
+        facts = {
             "made_by": made_by(),
             "rows": known,
             "tokenizer": fingerprint(self.tokenizer),
@@ -152,7 +152,7 @@ class Tokenizing:
             "bad_rows": cfg.bad_rows.value,
             **({} if first is None else {"max_samples": first}),
         }
-        key = hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
+        key = hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
         workers = workers_of(cfg.workers)
         return key, Work(
             split.path,
@@ -218,7 +218,7 @@ def fingerprint(tokenizer: Any) -> str:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     kept = dict(getattr(tokenizer, "init_kwargs", {}))
     files = sorted(value for value in kept.values() if isinstance(value, str) and os.path.isfile(value))
-    said: Mapping[str, Any] = {
+    facts: Mapping[str, Any] = {
         "rules": backend.to_str() if backend is not None else repr(sorted(tokenizer.get_vocab().items())),
         "files": [] if backend is not None else [contents(Path(file)) for file in files],
         "code": "" if backend is not None else _source_of(type(tokenizer)),
@@ -228,7 +228,7 @@ def fingerprint(tokenizer: Any) -> str:
         "settings": {name: repr(value) for name, value in kept.items() if not _is_place(name, value)},
         "split": getattr(tokenizer, "split_special_tokens", None),
     }
-    return hashlib.sha256(orjson.dumps(said, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
+    return hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
 
 
 def _is_place(name: str, value: Any) -> bool:

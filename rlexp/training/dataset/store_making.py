@@ -107,8 +107,8 @@ def _append(store: StoreInTheMaking, recipe: Recipe, parts: Iterator[PartOf], wo
     passed, parts = itertools.tee(parts)  # the parts in flight: few
     bar = {"total": work.size, "desc": f"tokenizing {work.name}", "unit": "B", "unit_scale": True, "delay": 1.0}
     with progress(work.shown, **bar) as show:
-        for (block, found), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
-            problems += found
+        for (block, refused), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
+            problems += refused
             if problems:
                 after += 1
                 if after > AFTER_A_PROBLEM:
@@ -130,14 +130,14 @@ def _made(recipe: Recipe, parts: Iterator[PartOf], workers: int) -> Iterator[Mad
 
 
 def _refusal(problems: list[Problem], work: Work, place: Path) -> DataError:
-    first, others = problems[0].said, len(problems) - 1
+    first, others = problems[0].message, len(problems) - 1
     if not any(problem.bad for problem in problems):
         return DataError(first + (f" {others:,} other rows are too long, too." if others else ""))
     if not others:
         return DataError(first)
     report = place.with_name(f"{place.name}.problems.txt")
-    report.write_text("".join(f"{problem.said}\n" for problem in problems), encoding="utf-8")
-    shown = "".join(f"\n  {problem.said}" for problem in problems[:SHOWN])
+    report.write_text("".join(f"{problem.message}\n" for problem in problems), encoding="utf-8")
+    shown = "".join(f"\n  {problem.message}" for problem in problems[:SHOWN])
     return DataError(
         f"{work.name}: {len(problems):,} rows cannot be used.{shown}\n"
         + (f"  … and {len(problems) - SHOWN:,} more, all in {report}\n" if len(problems) > SHOWN else "")

@@ -42,7 +42,7 @@ class Refused:
     bad: bool = True  # the row's own fault, which data.bad_rows=drop forgives
 
     @property
-    def said(self) -> str:
+    def message(self) -> str:
         return f"{self.origin}: {self.text}"
 
 
@@ -79,7 +79,7 @@ class RowTokenizer:
         """Return the tokens of a prompt, and of an answer to its end."""
         (made,) = self.sequences([Row(prompt, (answer,), origin)])
         if isinstance(made, Refused):
-            raise DataError(made.said)
+            raise DataError(made.message)
         return made.prompt, made.answers[0]
 
     def _texts(self, row: Row) -> list[Text] | Refused:

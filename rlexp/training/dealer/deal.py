@@ -180,13 +180,13 @@ class Dealer:
 
     def _lighter(self, runs: Sequence[_Run], most: float, given: _Given) -> list[_Run]:
         """Cut runs that have more work than a limit."""
-        found, waiting = list[_Run](), [*runs]
+        light, waiting = list[_Run](), [*runs]
         while waiting:
             run = waiting.pop()
             halves = run.halves() if self.work(run.size) > most else ()
             waiting += self._measured(halves, given)
-            found += () if halves else (run,)
-        return self._heaviest_first(found)
+            light += () if halves else (run,)
+        return self._heaviest_first(light)
 
     def _heaviest_first(self, runs: Iterable[_Run]) -> list[_Run]:
         return sorted(runs, key=lambda run: (-self.work(run.size), run.places))
@@ -207,15 +207,15 @@ class Dealer:
         assert self.room.tokens is not None
         least = max(1, -(-sum(run.size.tokens for run in runs) // (self.room.tokens * self.replicas)))
         most = least
-        while (found := self._filled(runs, most, given)) is None:
+        while (dealt := self._filled(runs, most, given)) is None:
             least, most = most + 1, most + max(1, most // 8)
         while least < most:
             middle = (least + most) // 2
             if (fewer := self._filled(runs, middle, given)) is not None:
-                found, most = fewer, middle
+                dealt, most = fewer, middle
             else:
                 least = middle + 1
-        return most, found
+        return most, dealt
 
     def _filled(self, runs: Sequence[_Run], each: int, given: _Given) -> Dealt | None:
         """Give runs out from the heaviest on: each to the replica with the least work so far, there to the pack with

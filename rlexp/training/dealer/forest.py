@@ -106,12 +106,12 @@ def _longest(order: Sequence[int], alike: Sequence[int], lengths: Sequence[int])
 
 def _hosted(order: Sequence[int], hosts: Sequence[int]) -> dict[int, int]:
     """Return by sequence the one in which it ends: itself, or the next one in order that is no beginning of another."""
-    found, remaining = {}, list(hosts)[::-1]
+    host_of, remaining = {}, list(hosts)[::-1]
     for number in order:
-        found[number] = remaining[-1]
+        host_of[number] = remaining[-1]
         if number == remaining[-1]:
             remaining.pop()
-    return found
+    return host_of
 
 
 def _of(

@@ -166,9 +166,9 @@ class FrozenRows(Frozen):
         if offloaded_from is not None:
             put_buffers(policy, offloaded_from)
         self.module = shard(policy, dtype, world, offloaded_from=offloaded_from)
-        mine = self.parameters.keys()
+        names = self.parameters.keys()
         self.parts = dict(policy.named())
-        self.parameters = {name: parameter for name, parameter in self.parts.items() if name in mine}
+        self.parameters = {name: parameter for name, parameter in self.parts.items() if name in names}
 
     def forward(self, shard: Shard) -> TokenLogps:
         return _forward(self.module, shard)

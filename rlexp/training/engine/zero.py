@@ -107,8 +107,8 @@ def _refuse_wrong_values(cfg: EngineConfig) -> None:
     try:
         DeepSpeedZeroConfig(**ds_config(cfg, 0.0, torch.float32)["zero_optimization"])
     except ValueError as error:
-        said = " ".join(str(error).split())
-        raise ConfigError(f"engine.overrides={cfg.overrides}: DeepSpeed refuses it: {said}") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"engine.overrides={cfg.overrides}: DeepSpeed refuses it: {reason}") from error
 
 
 class Stage0(PlainEngine):
@@ -241,14 +241,14 @@ class Stage12(_Partitioned):
         self._kept.let_go()
 
     def _restore_bits(self) -> None:
-        mine = {fragment.name: fragment for fragment in self._weight_fragments()}
+        fragments = {fragment.name: fragment for fragment in self._weight_fragments()}
         for name, parameter in self.policy.named():
             part = take_exact(parameter)
             if part is None or not parameter.requires_grad:  # on every rank alike: bfloat16 holds all bits, or suffices
                 continue
             whole = gathered(part, parameter.numel(), parameter.device)
-            if name in mine:
-                fragment = mine[name]
+            if name in fragments:
+                fragment = fragments[name]
                 fragment.weight.copy_(whole[fragment.start : fragment.start + fragment.weight.numel()])
 
     def _mapped(self) -> Iterator[tuple[str, Any]]:
@@ -270,8 +270,8 @@ class Stage12(_Partitioned):
         for fragment, (_, mapping) in zip(self._weight_fragments(), self._mapped(), strict=True):
             place = mapping.hp_fragment_address
             flat = moments[mapping.param_group_index]
-            mine = {moment: tensor.narrow(0, place.start, place.numel) for moment, tensor in flat.items()}
-            fragments.append(dataclasses.replace(fragment, moments=mine))
+            own_moments = {moment: tensor.narrow(0, place.start, place.numel) for moment, tensor in flat.items()}
+            fragments.append(dataclasses.replace(fragment, moments=own_moments))
         return fragments
 
     def _partitions(self) -> list[Tensor]:
@@ -379,8 +379,8 @@ class Stage3(_Partitioned):
         parameters = trained(self.policy)
         fragments = []
         for fragment in self._weight_fragments():
-            mine = {moment: self._partition_of(parameters[fragment.name], moment) for moment in moments}
-            fragments.append(dataclasses.replace(fragment, moments=mine))
+            own_moments = {moment: self._partition_of(parameters[fragment.name], moment) for moment in moments}
+            fragments.append(dataclasses.replace(fragment, moments=own_moments))
         return fragments
 
     def restored(self, steps: int) -> None:

@@ -78,8 +78,8 @@ class Meter:
         names = (*self._sums, *self._counts, *self._maxima, *self._spreads, *self._differences)
         signature = float(zlib.crc32("\n".join(names).encode()))
         values: tuple[Mapping[str, Value], ...] = (self._sums, self._counts, self._maxima, self._spreads)
-        mine = _on_host([signature, *(value for each in values for value in each.values())])
-        gathered = _gather(mine.to(self.device), self.world)
+        own_values = _on_host([signature, *(value for each in values for value in each.values())])
+        gathered = _gather(own_values.to(self.device), self.world)
         assert (gathered[:, 0] == signature).all(), "ranks have metered different names"
         _, sums, counts, maxima, spreads = gathered.split([1, *(len(each) for each in values)], dim=1)
         means = self._means(sums.sum(0).tolist(), counts.sum(0).tolist())
@@ -114,9 +114,9 @@ def _on_host(values: Sequence[Value]) -> Tensor:
     return torch.tensor([next(known) if isinstance(value, Tensor) else value for value in values], dtype=torch.float64)
 
 
-def _gather(mine: Tensor, world: World) -> Tensor:
+def _gather(own_values: Tensor, world: World) -> Tensor:
     if world.size == 1:
-        return mine.unsqueeze(0).cpu()
-    gathered = [torch.empty_like(mine) for _ in range(world.size)]
-    dist.all_gather(gathered, mine)
+        return own_values.unsqueeze(0).cpu()
+    gathered = [torch.empty_like(own_values) for _ in range(world.size)]
+    dist.all_gather(gathered, own_values)
     return torch.stack(gathered).cpu()

@@ -207,8 +207,8 @@ def _new_config(model: nn.Module, cfg: LoraConfig, whole: Sequence[str]) -> Any:
 
 def _as_in(config: Any, model: nn.Module) -> Any:
     """Return a configuration that names the layers which have an adapter in a model."""
-    found = {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
-    return dataclasses.replace(config, target_modules=found)
+    names = {name for name, layer in model.named_modules() if hasattr(layer, "lora_A")}
+    return dataclasses.replace(config, target_modules=names)
 
 
 def _inject(part: Any, config: Any, name: str, place: str = "") -> None:
@@ -286,29 +286,29 @@ def _wide(beside: Tensor) -> torch.dtype:
 class _Folder:
     """An adapter's folder whose weights are taken one by one."""
 
-    found: AdapterFolder
+    folder: AdapterFolder
     tensors: dict[str, Tensor]  # by their names without peft's beginning
     rest: set[str]  # those that nothing has asked for
 
     @staticmethod
-    def read(found: AdapterFolder) -> _Folder:
+    def read(folder: AdapterFolder) -> _Folder:
         try:
-            held = load_file(found.path / WEIGHTS)
+            held = load_file(folder.path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise ModelError(
-                f"adapter.path={found.path}: its {WEIGHTS} cannot be read ({error}). Give a folder that peft wrote."
+                f"adapter.path={folder.path}: its {WEIGHTS} cannot be read ({error}). Give a folder that peft wrote."
             ) from None
         tensors = {key.removeprefix(IN_FILES): tensor for key, tensor in held.items()}
-        return _Folder(found, tensors, set(tensors))
+        return _Folder(folder, tensors, set(tensors))
 
     def whole(self, model: Any) -> list[str]:
         """Return the modules that were trained whole: peft names them by the ends of names, and some fit none."""
-        ends = tuple(self.found.also)
+        ends = tuple(self.folder.also)
         known = [name for name, _ in model.named_modules() if ends and name.endswith(ends)]
         whole = [name for name in known if any(key.startswith(f"{name}.") for key in self.tensors)]
         if (tied := _tied(model, whole)) is not None:
             raise ModelError(
-                f"adapter.path={self.found.path}: has {tied[0]}, which shares its weights with {tied[1]} in this "
+                f"adapter.path={self.folder.path}: has {tied[0]}, which shares its weights with {tied[1]} in this "
                 f"model, and a copy that is trained would not. Give an adapter without it, or another model."
             )
         return whole
@@ -316,17 +316,17 @@ class _Folder:
     def config(self) -> Any:
         from peft import LoraConfig as PeftConfig
 
-        config = PeftConfig.from_pretrained(str(self.found.path))
+        config = PeftConfig.from_pretrained(str(self.folder.path))
         config.inference_mode, config.lora_dropout = False, 0.0
         return config
 
     def weight(self, name: str, like: nn.Parameter) -> Tensor:
-        found, shape = self.tensors.get(name), torch.Size(getattr(like, "ds_shape", like.shape))
-        if found is None or found.shape != shape:
-            has = "nothing" if found is None else f"{list(found.shape)}"
+        tensor, shape = self.tensors.get(name), torch.Size(getattr(like, "ds_shape", like.shape))
+        if tensor is None or tensor.shape != shape:
+            has = "nothing" if tensor is None else f"{list(tensor.shape)}"
             raise self._refusal(f"has {has} for {name}, which is {list(shape)} here")
         self.rest.discard(name)
-        return found
+        return tensor
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
@@ -342,8 +342,8 @@ class _Folder:
 
     def _refusal(self, why: str) -> ModelError:
         return ModelError(
-            f"adapter.path={self.found.path}: does not fit the model: {why}. Give an adapter that was trained on this "
-            f"model{f', or train on {self.found.base}' if self.found.base else ''}."
+            f"adapter.path={self.folder.path}: does not fit the model: {why}. Give an adapter that was trained on this "
+            f"model{f', or train on {self.folder.base}' if self.folder.base else ''}."
         )
 
 
@@ -365,19 +365,19 @@ def _targets(model: Any, wanted: Sequence[str], whole: Sequence[str]) -> list[st
         return [name for name in linear if not any(f"{name}.".startswith(f"{each}.") for each in whole)]
     known = sorted({name.rpartition(".")[2] for name in linear})
     for each in wanted:
-        found = _named(model, each)
-        if any(modules[name] is head for name in found):
+        fitting = _named(model, each)
+        if any(modules[name] is head for name in fitting):
             raise ModelError(
                 f"adapter.targets: {each!r} is the head, whose logits are computed in pieces, so it takes no adapter. "
                 f"Train it whole: adapter.also=[{each}]; or leave it out."
             )
-        twice = [name for name in found if any(f"{name}.".startswith(f"{other}.") for other in whole)]
+        twice = [name for name in fitting if any(f"{name}.".startswith(f"{other}.") for other in whole)]
         if twice:
             raise ModelError(
                 f"adapter.targets: {each!r} fits {twice[0]}, which adapter.also trains whole. Name it in one of them."
             )
-        other = [name for name in found if name not in linear]
-        if not found or other:
+        other = [name for name in fitting if name not in linear]
+        if not fitting or other:
             what = f"fits {other[0]}, which is no linear layer" if other else "fits no layer"
             raise ModelError(
                 f"adapter.targets: {each!r} {what}.{suggestion(each, known)} Linear layers: {', '.join(known)}."
@@ -388,8 +388,8 @@ def _targets(model: Any, wanted: Sequence[str], whole: Sequence[str]) -> list[st
 def _shortest(model: nn.Module, names: Sequence[str]) -> list[str]:
     """Return the last parts of the names if they find the same layers, else the names."""
     leaves = sorted({name.rpartition(".")[2] for name in names})
-    found = [name for leaf in leaves for name in _named(model, leaf)]
-    return leaves if sorted(found) == sorted(names) else sorted(names)
+    layers = [name for leaf in leaves for name in _named(model, leaf)]
+    return leaves if sorted(layers) == sorted(names) else sorted(names)
 
 
 def _whole_modules(model: Any, also: Sequence[str]) -> list[str]:
@@ -398,17 +398,17 @@ def _whole_modules(model: Any, also: Sequence[str]) -> list[str]:
     known = sorted({leaf for name in modules if not (leaf := name.rpartition(".")[2]).isdigit()})
     whole: list[str] = []
     for wanted in also:
-        found = [name for name in _named(model, wanted) if any(True for _ in modules[name].parameters())]
-        if not found:
+        fitting = [name for name in _named(model, wanted) if any(True for _ in modules[name].parameters())]
+        if not fitting:
             raise ModelError(f"adapter.also: {wanted!r} fits no module with weights.{suggestion(wanted, known)}")
-        if isinstance(modules[found[0]], nn.ModuleList | nn.ModuleDict):
-            raise ModelError(f"adapter.also: {wanted!r} fits {found[0]}, a list of modules. Name what is in it.")
-        if (tied := _tied(model, found)) is not None:
+        if isinstance(modules[fitting[0]], nn.ModuleList | nn.ModuleDict):
+            raise ModelError(f"adapter.also: {wanted!r} fits {fitting[0]}, a list of modules. Name what is in it.")
+        if (tied := _tied(model, fitting)) is not None:
             raise ModelError(
                 f"adapter.also: {wanted!r} shares its weights with {tied[1]}, and a copy that is trained would not. "
                 f"Leave it out; or train the whole model: adapter=none."
             )
-        whole += [name for name in found if name not in whole]
+        whole += [name for name in fitting if name not in whole]
     return whole
 
 

@@ -216,8 +216,8 @@ def _converted_together(model: PreTrainedModel, weights: Mapping[str, Tensor]) -
 
 def _layer_of(name: str) -> str:
     """Return a name up to its layer's number; the whole name if it is outside of layers."""
-    found = re.match(r".*?\.\d+\.", name)
-    return found[0] if found else name
+    match = re.match(r".*?\.\d+\.", name)
+    return match[0] if match else name
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:

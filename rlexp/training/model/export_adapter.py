@@ -70,11 +70,11 @@ def contents_of_base(model: ModelConfig) -> str | None:
 def named_base(model: ModelConfig) -> tuple[str | None, str | None]:
     """Return the model that an adapter belongs to, as its description names it: a folder, or a name on the hub and a
     commit."""
-    there = prepared(model)
-    if not isinstance(there, HFModelConfig):
+    base = prepared(model)
+    if not isinstance(base, HFModelConfig):
         return None, None
-    folder = Path(there.path)
-    return (str(folder.absolute()), None) if folder.is_dir() else (there.path, commit_of(there) or there.revision)
+    folder = Path(base.path)
+    return (str(folder.absolute()), None) if folder.is_dir() else (base.path, commit_of(base) or base.revision)
 
 
 def export_adapter(

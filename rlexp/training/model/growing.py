@@ -75,13 +75,13 @@ def _tables(config: Any, trusted: Mapping[str, bool]) -> set[str]:
 
 def _files_with_rows(folder: Path, tables: set[str]) -> dict[str, set[str]]:
     """Return the files with such parameters, and their names there; nothing where the files have other names."""
-    found: dict[str, set[str]] = {}
+    files: dict[str, set[str]] = {}
     for file in _weights(folder):
         with safe_open(file, framework="pt") as content:
             names = {key for key in content.keys() if any(_same(key, table) for table in tables)}  # noqa: SIM118
         if names:
-            found[file.name] = names
-    return found
+            files[file.name] = names
+    return files
 
 
 def _same(key: str, table: str) -> bool:

@@ -321,8 +321,8 @@ def end_with_template(model: PreTrainedModel, tokenizer: Any, cfg: ModelConfig) 
     named = isinstance(cfg, HFModelConfig) and end_of(cfg.chat_template) is not None
     if not named or tokenizer.eos_token_id is None or not model.can_generate() or model.generation_config is None:
         return
-    said = model.generation_config.eos_token_id
-    others = said if isinstance(said, list) else [said]
+    eos = model.generation_config.eos_token_id
+    others = eos if isinstance(eos, list) else [eos]
     ends = [tokenizer.eos_token_id, *(each for each in others if each not in (tokenizer.eos_token_id, None))]
     model.generation_config.eos_token_id = ends
 

@@ -73,8 +73,8 @@ class Placing:
         assert self.part is not None, "a rank that holds nothing"
         value = rounded(parameter.detach(), self.rounded)
         placed = self._empty(parameter)
-        mine = value.reshape(-1)[self.part(value.shape)]
-        setattr(placed, EXACT, mine.to(self.device, self.dtype, copy=True))
+        part = value.reshape(-1)[self.part(value.shape)]
+        setattr(placed, EXACT, part.to(self.device, self.dtype, copy=True))
         return placed
 
     def of_frozen(self, dtype: torch.dtype) -> Placing:
@@ -143,12 +143,12 @@ def gathered(part: Tensor, numel: int, device: torch.device) -> Tensor:
     """Join the parts that `evenly` cut, on every rank. A collective call."""
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     size = -(-numel // ranks)
-    mine = torch.zeros(size, dtype=part.dtype, device=device)
-    mine[: part.numel()] = part
+    padded = torch.zeros(size, dtype=part.dtype, device=device)
+    padded[: part.numel()] = part
     if ranks == 1:
-        return mine
+        return padded
     whole = torch.empty(size * ranks, dtype=part.dtype, device=device)
-    dist.all_gather_into_tensor(whole, mine)
+    dist.all_gather_into_tensor(whole, padded)
     return whole[:numel]
 
 

@@ -47,11 +47,11 @@ def of_hub(cfg: ModelConfig) -> HFModelConfig | None:
 
 def commit_of(cfg: ModelConfig) -> str | None:
     """Return the commit of a hub model, as this machine's cache holds it and as it is loaded; None for any other."""
-    there = of_hub(cfg)
-    if there is None:
+    on_hub = of_hub(cfg)
+    if on_hub is None:
         return None
-    found = try_to_load_from_cache(there.path, there.gguf or "config.json", revision=there.revision)
-    commit: str | None = extract_commit_hash(found, None) if isinstance(found, str) else None
+    cached = try_to_load_from_cache(on_hub.path, on_hub.gguf or "config.json", revision=on_hub.revision)
+    commit: str | None = extract_commit_hash(cached, None) if isinstance(cached, str) else None
     return commit
 
 
@@ -96,8 +96,8 @@ def _folder(cfg: HFModelConfig) -> Path:
 
 def _state_of(file: Path) -> list[Any]:
     """Tell a file from another of its name; samples alone might be the same in two files of weights."""
-    found = file.stat()
-    return [file.name, found.st_size, found.st_mtime_ns, sampled(file)]
+    stat = file.stat()
+    return [file.name, stat.st_size, stat.st_mtime_ns, sampled(file)]
 
 
 # ---- a folder, made once ----

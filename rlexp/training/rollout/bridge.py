@@ -43,7 +43,7 @@ class Bridge:
 
     def tell(self, message: Any = None) -> Any:
         """Send rank 0's message to the sampling ranks, and return it."""
-        return _broadcast(self.weights, message, 0, mine=self.rank == 0)
+        return _broadcast(self.weights, message, 0, sends=self.rank == 0)
 
     def hand_over(self, weight: Tensor) -> None:
         """On rank 0: send a weight to the sampling ranks, a piece at a time."""
@@ -61,7 +61,7 @@ class Bridge:
     def show(self, sampler: int, message: Any = None) -> Any:
         """Send a sampling rank's message to every rank of both worlds, and return it."""
         root = self.training + sampler
-        return _broadcast(self.everybody, message, root, mine=self.rank == root)
+        return _broadcast(self.everybody, message, root, sends=self.rank == root)
 
     def shown(self, sampler: int) -> Iterator[Any]:
         """Yield every message that a sampling rank shows, until it shows None."""
@@ -70,7 +70,7 @@ class Bridge:
 
     def agreed(self, value: Any) -> Any:
         """Return rank 0's value on every rank of both worlds."""
-        return _broadcast(self.everybody, value, 0, mine=self.rank == 0)
+        return _broadcast(self.everybody, value, 0, sends=self.rank == 0)
 
 
 def build(store: Any, rank: int, training: int, sampling: int) -> Bridge:
@@ -90,10 +90,10 @@ def _run(group: Any, tensor: Tensor, root: int) -> None:
     watch.note()
 
 
-def _broadcast(group: Any, message: Any, root: int, *, mine: bool) -> Any:
-    data = np.frombuffer(pickle.dumps(message), dtype=np.uint8) if mine else np.zeros(0, dtype=np.uint8)
+def _broadcast(group: Any, message: Any, root: int, *, sends: bool) -> Any:
+    data = np.frombuffer(pickle.dumps(message), dtype=np.uint8) if sends else np.zeros(0, dtype=np.uint8)
     length = torch.tensor([len(data)])
     _run(group, length, root)
-    buffer = torch.from_numpy(data.copy()) if mine else torch.empty(int(length), dtype=torch.uint8)
+    buffer = torch.from_numpy(data.copy()) if sends else torch.empty(int(length), dtype=torch.uint8)
     _run(group, buffer, root)
-    return message if mine else pickle.loads(buffer.numpy().tobytes())
+    return message if sends else pickle.loads(buffer.numpy().tobytes())

@@ -27,14 +27,14 @@ class Colocated:
         hand = deal(prompts, n_samples, self._world.size)[self._world.rank]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
         self._drawer.renew(self._weights)
-        mine: list[Sample] = []
+        drawn: list[Sample] = []
         for samples in self._drawer.draw(parts, number):
             rewards.submit(samples)  # they are judged while the next ones are drawn
-            mine += samples
+            drawn += samples
         self.seconds = time.monotonic() - began
         self.spans = [(clock, clock + self.seconds)]
         places = {request.place: at for at, request in enumerate(hand)}
-        return sorted(mine, key=lambda sample: places[sample.place])  # in the order of requests, whichever ended first
+        return sorted(drawn, key=lambda sample: places[sample.place])  # in the order of requests, whichever ended first
 
     def waiting(self) -> list[Sample] | None:
         return None

@@ -38,9 +38,9 @@ class Host:
             dist.all_reduce(numbers, group=self.group)
             watch.note()
 
-    def gathered(self, mine: T) -> list[T]:
+    def gathered(self, own: T) -> list[T]:
         """Return every rank's object, on every rank."""
-        return gather_objects(mine, self.size, self.group)
+        return gather_objects(own, self.size, self.group)
 
 
 def build_host(world: World) -> Host:

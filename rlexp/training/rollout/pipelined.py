@@ -67,12 +67,12 @@ class Pipelined:
             refuse_other_prompts(samples, prompts, n_samples)
             rewards.submit(samples)
 
-        mine = self._received(judge)
+        drawn = self._received(judge)
         if number + 1 < self.rollouts:
             self._ask(number + 1)
         else:
             self._ahead = None
-        return mine
+        return drawn
 
     def _ask(self, number: int) -> None:
         """Request a rollout and hand over the current weights."""
@@ -87,26 +87,26 @@ class Pipelined:
         """Wait for the rollout that is drawn ahead, and return this rank's samples of it. They are judged as they come,
         or all together if they had come before."""
         assert self._ahead is not None
-        mine = self._ahead.samples
-        if mine is None:
+        samples = self._ahead.samples
+        if samples is None:
             began = time.monotonic()
-            self.spans, mine = [], []
+            self.spans, samples = [], []
             for sampler in range(self.bridge.sampling):
                 for message in self.bridge.shown(sampler):
                     if isinstance(message, tuple):
                         self.spans.append(message)
                         continue
                     part = [s for s in message if s.place % self.world.size == self.world.rank]
-                    mine += part
+                    samples += part
                     if judge is not None:
                         judge(part)
-            mine.sort(key=lambda sample: sample.place)
-            self._ahead.samples = mine
+            samples.sort(key=lambda sample: sample.place)
+            self._ahead.samples = samples
             self.waited = time.monotonic() - began
             self.seconds = max(ended - began_at for began_at, ended in self.spans)
         elif judge is not None:
-            judge(mine)
-        return mine
+            judge(samples)
+        return samples
 
     def waiting(self) -> list[Sample] | None:
         return None if self._ahead is None else list(self._received())

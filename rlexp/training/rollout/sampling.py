@@ -67,11 +67,11 @@ class Drawer:
         """Yield the samples of each micro-batch, in the order of its requests. Every rank must exhaust it."""
         for requests in micro_batches:
             yield self._samples(self._drawn(requests, rollout))
-        while self._in_step and self._any_goes_on(mine=False):
+        while self._in_step and self._any_goes_on(goes_on=False):
             self._forward(self._empty_row())
 
-    def _any_goes_on(self, *, mine: bool) -> bool:
-        flag = torch.tensor(float(mine), device=self._device)
+    def _any_goes_on(self, *, goes_on: bool) -> bool:
+        flag = torch.tensor(float(goes_on), device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
 
@@ -82,7 +82,7 @@ class Drawer:
     def _next(self, batch: Decoding) -> Tensor:
         watch.note()
         if self._in_step:
-            self._any_goes_on(mine=True)
+            self._any_goes_on(goes_on=True)
         return self._forward(batch)
 
     def _walk(self, cache: KeyValues, places: range) -> Iterable[int]:  # noqa: ARG002

@@ -63,16 +63,16 @@ class Scorer:
         return columns, self.score_rewards(samples)
 
     @torch.no_grad()
-    def score_rewards(self, mine: Sequence[Sample]) -> Scores:
+    def score_rewards(self, samples: Sequence[Sample]) -> Scores:
         """Return the reward models' scores, and compute nothing else."""
-        return {model.name: self._scored(model, mine) for model in self.reward_models}
+        return {model.name: self._scored(model, samples) for model in self.reward_models}
 
-    def _packs(self, mine: Sequences, *, together: bool = False) -> Iterator[tuple[Sequences, list[tuple[int, int]]]]:
+    def _packs(self, local: Sequences, *, together: bool = False) -> Iterator[tuple[Sequences, list[tuple[int, int]]]]:
         """Yield the sequences of each pack, with this rank's own: the place of each in the pack, and among its own.
 
         All ranks of a ring have as many packs, and those of all rings if they must go together.
         """
-        whole, first = self._whole(mine)
+        whole, first = self._whole(local)
         units = [[np.concatenate(each)] for each in whole]
         longest = max((len(sequence) for (sequence,) in units), default=0)  # of a reward model with tokens of its own
         packs = self.dealer.with_room_for(longest).deal_all(len(units), units.__getitem__).packs[0]
@@ -80,13 +80,13 @@ class Scorer:
         if together and self.world.size > 1:
             dist.all_reduce(most, op=dist.ReduceOp.MAX)
         for places in (*packs, *((),) * (int(most) - len(packs))):
-            own = [(at, place - first) for at, place in enumerate(places) if 0 <= place - first < len(mine)]
+            own = [(at, place - first) for at, place in enumerate(places) if 0 <= place - first < len(local)]
             yield [whole[place] for place in places], own
 
-    def _whole(self, mine: Sequences) -> tuple[Sequences, int]:
+    def _whole(self, local: Sequences) -> tuple[Sequences, int]:
         """Return the sequences of all ranks of the ring as one list, and the place of this rank's first."""
         ring = self.world.ring
-        parts = gather_objects(mine, ring.size, ring.group)
+        parts = gather_objects(local, ring.size, ring.group)
         return [each for part in parts for each in part], sum(map(len, parts[: ring.rank]))
 
     def _computed(self, sequences: Sequences, own: Sequence[int]) -> dict[str, list[Floats]]:
@@ -107,10 +107,10 @@ class Scorer:
             assert len(values) == len(sample.answer), f"{field}: {len(values)} values of {len(sample.answer)} tokens"
         return [values.astype(self.dtype) for values in arrays]
 
-    def _scored(self, model: RingRewardModel, mine: Sequence[Sample]) -> list[float]:
+    def _scored(self, model: RingRewardModel, samples: Sequence[Sample]) -> list[float]:
         """Return the scores of this rank's samples. A ring runs its own reward model: no other waits for it."""
-        scores = [0.0] * len(mine)
-        for whole, own in self._packs([model.encode(sample) for sample in mine]):
+        scores = [0.0] * len(samples)
+        for whole, own in self._packs([model.encode(sample) for sample in samples]):
             scores_S = ring_sum(model.score(self.pack(whole)), self.world.ring).tolist()
             for at, place in own:
                 scores[place] = scores_S[at]

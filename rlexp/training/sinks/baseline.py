@@ -92,8 +92,8 @@ class Baseline:
         """Whether the file is another one now. A resumed run writes its file anew under the same name."""
         if self._file is None:
             return True
-        there, open_ = os.stat(self._path), os.fstat(self._file.fileno())
-        if (there.st_dev, there.st_ino) == (open_.st_dev, open_.st_ino) and there.st_size >= self._file.tell():
+        at_path, open_ = os.stat(self._path), os.fstat(self._file.fileno())
+        if (at_path.st_dev, at_path.st_ino) == (open_.st_dev, open_.st_ino) and at_path.st_size >= self._file.tell():
             return False
         self._file.close()
         return True

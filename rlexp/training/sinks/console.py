@@ -38,7 +38,7 @@ class ConsoleSink(Sink):
         self.total_steps = total_steps
         self.started = time.monotonic()
         self.first_step = first_step
-        self.said = 0.0  # when a line said how far a step is
+        self.last_line_at = 0.0  # when a line said how far a step is
         self.score: float | None = None  # of the last rollout: only the row of its first step has it
         self.is_terminal = sys.stderr.isatty()
 
@@ -81,8 +81,8 @@ class ConsoleSink(Sink):
         now = time.time()
         seconds = seconds_in_step(facts, now)
         if self.bar is None:
-            if seconds >= SAID and now - self.said >= SAID:
-                self.said = now
+            if seconds >= SAID and now - self.last_line_at >= SAID:
+                self.last_line_at = now
                 say(f"step {facts['step']}/{self.total_steps}  {within_step(facts, now)}\n")
             return
         text = within_step(facts, now) if seconds >= SHOWN else ""

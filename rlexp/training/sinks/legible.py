@@ -16,8 +16,8 @@ def lines(facts: RolloutFacts, columns: int | None) -> list[str]:
     wide = max(map(len, heads), default=0)
     title = f"samples of rollout {facts.rollout}, step {facts.step}:"
     return [title] + [
-        f"  {said:<{wide}}  {texts(sample, None if columns is None else columns - wide - 4)}"
-        for said, sample in zip(heads, facts.shown, strict=True)
+        f"  {left:<{wide}}  {texts(sample, None if columns is None else columns - wide - 4)}"
+        for left, sample in zip(heads, facts.shown, strict=True)
     ]
 
 

@@ -66,5 +66,5 @@ def refusals(about: str) -> Iterator[None]:
     try:
         yield
     except (wandb.Error, WandbApiFailedError, ValueError) as error:
-        said = str(error).strip().partition("\n")[0]
-        raise SinkError(f"{about}: W&B's server could not be reached, or refused ({said}).") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise SinkError(f"{about}: W&B's server could not be reached, or refused ({reason}).") from error

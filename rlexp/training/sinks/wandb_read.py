@@ -173,8 +173,8 @@ def _records(fragment: Path, kinds: tuple[str, ...]) -> Iterator[dict[str, Any]]
     except subprocess.TimeoutExpired:
         raise SinkError(f"{fragment}: `wandb leet inspect` did not read it within {LONGEST} s.") from None
     if answer.returncode:
-        said = (answer.stderr.strip() or answer.stdout.strip()).rpartition("\n")[2]
-        raise SinkError(f"{fragment}: `wandb leet inspect` cannot read it ({said}).")
+        reason = (answer.stderr.strip() or answer.stdout.strip()).rpartition("\n")[2]
+        raise SinkError(f"{fragment}: `wandb leet inspect` cannot read it ({reason}).")
     marks = tuple(f'"type":"{kind}"' for kind in kinds)
     for line in answer.stdout.splitlines():
         if any(mark in line[:80] for mark in marks):

@@ -226,8 +226,8 @@ def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, 
             ),
         )
     except wandb.Error as error:
-        said = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0]
         raise SinkError(
-            f"logger.mode={logger.mode.value}: W&B could not be reached, or refused ({said}). Try `wandb login`, or "
+            f"logger.mode={logger.mode.value}: W&B could not be reached, or refused ({reason}). Try `wandb login`, or "
             f"train with logger.mode=offline and send the run later with `wandb sync`."
         ) from error

@@ -163,6 +163,6 @@ def refuse_renamed(model: Any) -> None:
 
 def ends_of(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer: the tokenizer's, and those that the model's configuration names."""
-    said = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ends = said if isinstance(said, list) else [said]
+    eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = eos if isinstance(eos, list) else [eos]
     return sorted({int(end) for end in (*ends, tokenizer.eos_token_id) if end is not None})

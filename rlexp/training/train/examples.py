@@ -292,9 +292,9 @@ def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
 
 def encode_shared(encoder: Encoder, rows: Sequence[Row], world: World) -> list[Outcome]:
     """Tokenize this rank's part of the rows and share it with all ranks; the first bad row is every rank's error."""
-    mine = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
-    outcomes = [each for part in gather_objects(encoder.encode(mine), world.size) for each in part]
+    own_rows = rows[world.rank * len(rows) // world.size : (world.rank + 1) * len(rows) // world.size]
+    outcomes = [each for part in gather_objects(encoder.encode(own_rows), world.size) for each in part]
     for each in outcomes:
         if isinstance(each, Refused):
-            raise DataError(each.said)
+            raise DataError(each.message)
     return outcomes

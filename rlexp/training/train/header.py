@@ -55,12 +55,12 @@ def header(task: Task, run_dir: Path) -> str:
 def shares_in_words(task: Task) -> str:
     """Say what shares of the data and of its epochs came to."""
     cfg, an_epoch = task.run.cfg, task.steps_per_epoch
-    said = []
+    parts = []
     if isinstance(size := getattr(cfg.data, "eval_size", 0), float):
-        said.append(f"{plural(len(task.examples.held_out), task.kind)} held out (data.eval_size={size:g})")
+        parts.append(f"{plural(len(task.examples.held_out), task.kind)} held out (data.eval_size={size:g})")
     cadences = {"evaluated": eval_cadence(cfg.train.eval_every), "saved": save_cadence(cfg.checkpoint.save_every)}
-    said += [f"{what} {every.in_words(an_epoch)}" for what, every in cadences.items() if every.epochs is not None]
-    return f"  {', '.join(said)}\n" if said else ""
+    parts += [f"{what} {every.in_words(an_epoch)}" for what, every in cadences.items() if every.epochs is not None]
+    return f"  {', '.join(parts)}\n" if parts else ""
 
 
 def trained(run: TrainingRun) -> str:
@@ -72,14 +72,14 @@ def trained(run: TrainingRun) -> str:
 
 def sharing(task: Task) -> str:
     """Say what is computed once for several sequences."""
-    said = task.sharing()
-    return "" if said is None else f"  sharing, in the first batch: {said}\n"
+    shared = task.sharing()
+    return "" if shared is None else f"  sharing, in the first batch: {shared}\n"
 
 
 def positions(run: TrainingRun) -> str:
     """Warn of a data.max_length beyond the model's positions, where that was not known before the ranks started."""
-    said = note_on_loaded(run.cfg, run.engine.policy.model.config.to_dict())
-    return "" if said is None else f"  {said}\n"
+    note = note_on_loaded(run.cfg, run.engine.policy.model.config.to_dict())
+    return "" if note is None else f"  {note}\n"
 
 
 def carried(run: TrainingRun) -> str:
@@ -120,8 +120,8 @@ def installable(run: TrainingRun) -> str:
     if kernel.generation is None or heads is None or run.cfg.parallel.backend is not BackendName.native:
         return ""
     exact = run.cfg.launch.deterministic
-    said = faster(kernel.name, kernel.generation, heads.size, tokens_of_rank(run.cfg), deterministic=exact)
-    return f"  kernel {kernel.name}: {said}\n" if said else ""
+    advice = faster(kernel.name, kernel.generation, heads.size, tokens_of_rank(run.cfg), deterministic=exact)
+    return f"  kernel {kernel.name}: {advice}\n" if advice else ""
 
 
 def sampling(run: TrainingRun) -> str:

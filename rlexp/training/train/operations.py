@@ -80,15 +80,15 @@ def peak_of(cfg: Config, device: torch.device) -> float | None:
 
 def of_training(policy: Policy) -> Operations:
     """Count a forward and a backward pass of the policy, and of its critic."""
-    found = _of_trunk(policy, dict(without_starting(policy.model.named_parameters())))
+    operations = _of_trunk(policy, dict(without_starting(policy.model.named_parameters())))
     if policy.critic is not None:
         critic = dict(policy.critic.named_parameters())
         own = policy.critic.trunk
-        found += Operations(
+        operations += Operations(
             sum(size * cost for size, cost in _weights(policy.critic, critic, set())),
             pair=0.0 if own is None else _pairs(own, _first_trained(critic)),
         )
-    return found
+    return operations
 
 
 def of_reference(reference: Reference | None) -> Operations:
@@ -149,7 +149,7 @@ def _share_of_experts(model: Any) -> float:
     text = config.get_text_config() if config is not None else None
 
     def first(*names: str) -> int:
-        return next((found for name in names if isinstance(found := getattr(text, name, None), int)), 0)
+        return next((number for name in names if isinstance(number := getattr(text, name, None), int)), 0)
 
     active = first("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
     experts = first("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")

@@ -83,9 +83,9 @@ def precomputed(
 
 def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
     commit = commit_of(model)
-    if commit is None and (there := of_hub(model)) is not None:
+    if commit is None and (on_hub := of_hub(model)) is not None:
         raise DataError(
-            f"reference=precompute: cannot tell which commit of {there.path} is in this machine's cache, and another "
+            f"reference=precompute: cannot tell which commit of {on_hub.path} is in this machine's cache, and another "
             f"one would have other log-probabilities. Give the model's folder, or use reference=model."
         )
     try:
@@ -122,12 +122,12 @@ def shared_digest(rows: ReferenceRows, setting: Setting) -> str:
     """Hash the tokens of all rows, each rank a part of them. A collective call."""
     world = setting.world
     blocks = range(-(-len(rows) // HASHED))
-    mine = {
+    own_digests = {
         block: digest_of(rows[number] for number in range(block * HASHED, min(len(rows), (block + 1) * HASHED)))
         for block in blocks[world.rank :: world.size]
     }
-    found = {block: each for part in gather_objects(mine, world.size) for block, each in part.items()}
-    return hashlib.sha256(b"".join(found[block] for block in blocks)).hexdigest()
+    digests = {block: each for part in gather_objects(own_digests, world.size) for block, each in part.items()}
+    return hashlib.sha256(b"".join(digests[block] for block in blocks)).hexdigest()
 
 
 @dataclass
@@ -193,7 +193,7 @@ class _Keeper:
     def values(self, rows: ReferenceRows, first: int, last: int) -> list[Floats]:
         """Compute the log-probabilities of the trained tokens of some rows' sequences."""
         setting, world = self.setting, self.world
-        found: list[tuple[int, Sequence[Floats]]] = []
+        own_logps: list[tuple[int, Sequence[Floats]]] = []
         if self.reference is None:
             self.reference = OfModel(self.load())
         dealt = setting.dealer.deal_all(last - first, lambda place: unit_of(rows[first + place]))
@@ -202,8 +202,8 @@ class _Keeper:
             shard = setting.to_device(pack)
             of_sequences = off_pack(pack, shard, self.reference.logps(shard))
             sides = len(self.task.sides)
-            found += ((place, of_sequences[at * sides : (at + 1) * sides]) for at, place in enumerate(places))
-        parts = gather_objects(found if world.ring.rank == 0 else [], world.size)
+            own_logps += ((place, of_sequences[at * sides : (at + 1) * sides]) for at, place in enumerate(places))
+        parts = gather_objects(own_logps if world.ring.rank == 0 else [], world.size)
         by_place = dict(chain.from_iterable(parts))
         return [each for place in range(last - first) for each in by_place[place]]
 

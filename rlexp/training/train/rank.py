@@ -131,8 +131,8 @@ def train_task(task: Task, run_dir: Path, phases: Phases) -> Outcome:
         with watch.elsewhere():
             sinks.close(ending)
     if first:
-        said = footer(task, run_dir, outcome, evaluations.last(read_rows(run_dir / METRICS)))
-        say(fitted(said, sys.stderr))
+        summary = footer(task, run_dir, outcome, evaluations.last(read_rows(run_dir / METRICS)))
+        say(fitted(summary, sys.stderr))
     return outcome
 
 

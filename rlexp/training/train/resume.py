@@ -83,8 +83,8 @@ def versions_of(task: Task) -> dict[str, str]:
         models["model.path"] = cfg.model
     if cfg.reference.path is not None:
         models["reference.path"] = model_of_reference(cfg)
-    found = {key: commit for key, model in models.items() if (commit := commit_of(model)) is not None}
-    return {**task.examples.versions, **found}
+    commits = {key: commit for key, model in models.items() if (commit := commit_of(model)) is not None}
+    return {**task.examples.versions, **commits}
 
 
 def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:

@@ -102,7 +102,7 @@ class Rollouts:
     phases: Phases
     controller: KLController = field(init=False)
     number: int = -1  # the rollout at hand
-    mine: list[CreditedSample] = field(default_factory=list)  # this rank's samples
+    own_samples: list[CreditedSample] = field(default_factory=list)  # this rank's samples
     kl_coef: float = 0.0  # the coefficient the rollout was made with
     made: Made | None = None  # the last rollout, until `told` has shown it
 
@@ -125,7 +125,7 @@ class Rollouts:
 
     def samples(self, batch: Batch) -> list[CreditedSample]:
         """Return a whole train batch on every rank. A collective call."""
-        return fetch(self.mine, batch.indices, self.host)
+        return fetch(self.own_samples, batch.indices, self.host)
 
     def ensure(self, step: int) -> Made | None:
         """Get the rollout that a step belongs to; return what is said of it if it is new. A collective call."""
@@ -142,7 +142,7 @@ class Rollouts:
             scored = self._collect(samples, *self.scorer.score(samples))
             self.kl_coef, self.number = self.controller.beta, number
             table = self._table(scored, self.size, scored=True)
-            self.mine = self._give_credit(scored, table)
+            self.own_samples = self._give_credit(scored, table)
         values = self._values(table)
         self._refuse(values)
         self.controller.update(values["objective/kl"], self.size)
@@ -152,7 +152,7 @@ class Rollouts:
         began_to_score = now - (time.monotonic() - drawn)
         spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), began_to_score)],
                  "scoring": [(began_to_score, now)]}  # fmt: skip
-        self.made = Made(number, self.mine, values, seconds, spans)
+        self.made = Made(number, self.own_samples, values, seconds, spans)
         return self.made
 
     def _refuse(self, values: dict[str, float]) -> None:
@@ -248,7 +248,7 @@ class Rollouts:
             return {"n": float(len(returns)), "r": returns.sum(), "rr": (returns**2).sum(), "e": error.sum(),
                     "ee": (error**2).sum()}  # fmt: skip
 
-        table = table_of(self.mine, self.size, self.host, sums, ["n", "r", "rr", "e", "ee"])
+        table = table_of(self.own_samples, self.size, self.host, sums, ["n", "r", "rr", "e", "ee"])
         n, r, rr, e, ee = (float(column.sum()) for column in table.values())
         spread = rr - r * r / n
         return 1 - (ee - e * e / n) / spread if spread > 1e-9 * rr else 0.0
@@ -261,8 +261,8 @@ class Rollouts:
         due = self.cfg.show_every and made.number % self.cfg.show_every == 0
         stride = max(1, self.size // self.cfg.show) if self.cfg.show else self.size
         wanted = range(0, stride * self.cfg.show, stride) if due else range(0)
-        mine = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in made.samples]
-        parts = self.host.gathered(mine)
+        own_facts = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in made.samples]
+        parts = self.host.gathered(own_facts)
         if self.world.rank != 0:
             return None
         known = sorted((each for part in parts for each in part), key=lambda each: each[0])
@@ -290,7 +290,7 @@ class Rollouts:
     def unfinished(self, step: int) -> dict[str, list[Sample]]:
         """Return this rank's samples that steps after `step` will take, by the name of their file in a checkpoint."""
         waiting = self.source.waiting()
-        now: list[Sample] = list(self.mine)
+        now: list[Sample] = list(self.own_samples)
         return ({} if waiting is None else {NEXT: waiting}) | ({NOW: now} if step % self.steps_each else {})
 
     def restore(self, folder: Path, position: dict[str, Any], step: int) -> None:
@@ -305,7 +305,7 @@ class Rollouts:
         self.controller.beta = position["beta"]
         if step % self.steps_each:
             self.number, self.kl_coef = position["number"], position["kl_coef"]
-            self.mine = saved.credited(folder, NOW, self.prompts, rank, ranks)
+            self.own_samples = saved.credited(folder, NOW, self.prompts, rank, ranks)
         if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
             waiting = saved.drawn(folder, NEXT, self.prompts, rank, ranks)
             self.source.restore(position["number"] + 1, waiting)

@@ -129,7 +129,7 @@ class RolloutTask(Task):
         unfinished, world = self.rollouts.unfinished(step), self.run.world
 
         def write(folder: Path) -> list[Path]:
-            return [saved.write(folder, name, world.rank, world.size, mine) for name, mine in unfinished.items()]
+            return [saved.write(folder, name, world.rank, world.size, samples) for name, samples in unfinished.items()]
 
         return write
 

@@ -36,8 +36,8 @@ class WholeBatch:
         metrics_E, weights_E = ({name: moved(each_B, device) for name, each_B in of.items()}
                                 for of in (losses.metrics_E, losses.weights_E))  # fmt: skip
         losses_E = moved(losses.losses_E.detach(), device)
-        there = replace(losses, losses_E=losses_E, metrics_E=metrics_E, weights_E=weights_E)
-        return WholeBatch(there, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
+        on_device = replace(losses, losses_E=losses_E, metrics_E=metrics_E, weights_E=weights_E)
+        return WholeBatch(on_device, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
         """Return the losses and derivatives of a micro-batch's examples."""

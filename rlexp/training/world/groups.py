@@ -103,16 +103,16 @@ def build_world(ring_size: int, inner_size: int = 1) -> World:
     def group(ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
         return dist.new_group(list(ranks), timeout=FOR_EVER) if len(ranks) > 1 else None
 
-    mine = None
+    own_ring = None
     for first in range(0, size, ring_size):
         ranks = tuple(range(first, first + ring_size))
         ring = Ring(rank - first, ranks, group(ranks))
         if 1 < inner_size < ring_size:
             ring = _split(ring, inner_size, group)
         if rank in ranks:
-            mine = ring
-    assert mine is not None
-    return World(rank, size, mine)
+            own_ring = ring
+    assert own_ring is not None
+    return World(rank, size, own_ring)
 
 
 def _split(ring: Ring, size: int, group: Callable[[tuple[int, ...]], dist.ProcessGroup | None]) -> Ring:

@@ -29,7 +29,7 @@ def _machine(folder: Path, refusal: Callable[[OSError], str]) -> tuple[str, int,
     """Return what ranks share that can use one folder: the kernel that runs them, and the folder; or the refusal."""
     try:
         cache.make(folder)
-        found = folder.stat()
+        stat = folder.stat()
     except OSError as error:
         return refusal(error)
-    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), found.st_dev, found.st_ino
+    return (BOOT.read_text() if BOOT.exists() else os.uname().nodename), stat.st_dev, stat.st_ino

@@ -16,12 +16,12 @@ EVERY = 2.0  # seconds between two meetings of the ranks while some of them work
 T = TypeVar("T")
 
 
-def gather_objects(mine: T, size: int, group: dist.ProcessGroup | None = None) -> list[T]:
+def gather_objects(own: T, size: int, group: dist.ProcessGroup | None = None) -> list[T]:
     """Return every rank's object, in the order of the group's ranks, on each of its `size` ranks. A collective call."""
     if size == 1:
-        return [mine]
+        return [own]
     parts: list[Any] = [None] * size
-    dist.all_gather_object(parts, mine, group=group)
+    dist.all_gather_object(parts, own, group=group)
     watch.note()
     return parts
 

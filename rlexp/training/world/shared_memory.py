@@ -108,26 +108,26 @@ def share(tensors: Mapping[str, Tensor], among: Neighbours, *, what: str, pinned
     `pinned`, copies to a GPU run beside its computation. `what` says in an error what the memory is for.
     """
     places, size = _places(tensors)
-    fd = mine = failed = None
+    fd = memory = failed = None
     if among.leads:
         try:
-            fd, mine = _filled(tensors, places, size, what)
+            fd, memory = _filled(tensors, places, size, what)
         except UserError as error:
             failed = error
-    told = gather_objects((failed, os.getpid(), fd), among.world_size)
-    if (refused := next((error for error, *_ in told if error is not None), None)) is not None:
+    answers = gather_objects((failed, os.getpid(), fd), among.world_size)
+    if (refused := next((error for error, *_ in answers if error is not None), None)) is not None:
         raise refused
-    if mine is None:
-        _, pid, theirs = told[among.ranks[0]]
+    if memory is None:
+        _, pid, theirs = answers[among.ranks[0]]
         other = os.open(f"/proc/{pid}/fd/{theirs}", os.O_RDWR)
-        mine = _mapped(other, size)
+        memory = _mapped(other, size)
         os.close(other)
     gather_objects(None, among.world_size)  # all have opened it
     if fd is not None:
         os.close(fd)
     if pinned:
-        _pin(mine, size, what)
-    return _views(mine, places)
+        _pin(memory, size, what)
+    return _views(memory, places)
 
 
 def _places(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:

@@ -47,7 +47,7 @@ def encoded(
     outcomes = Encoder(RowTokenizer(tokenizer), longest, too_long, room).encode(rows)
     for each in outcomes:
         if isinstance(each, Refused):
-            raise DataError(each.said)
+            raise DataError(each.message)
     kept = [each for each in outcomes if isinstance(each, Example)]
     return [replace(each, index=index) for index, each in enumerate(kept)], counted(outcomes)
 

@@ -214,7 +214,7 @@ def drawing_rank(spec: RankSpec, cfgs, steps: int) -> list[tuple]:
         answers, rows = [], []
         for step in range(1, steps + 1):
             rows.append(train_step(task, step))
-            answers += [(step, s.place, s.answer.tolist()) for s in task.rollouts.mine]
+            answers += [(step, s.place, s.answer.tolist()) for s in task.rollouts.own_samples]
         rows.append(task.rollouts.evaluate())
         task.close()
         weights = {name: weight.double().clone() for name, weight in task.run.engine.weights()}

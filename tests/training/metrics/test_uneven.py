@@ -181,7 +181,7 @@ def test_a_rollout_s_values_are_of_the_samples_of_all_ranks() -> None:
         kind, unused = cast(Any, cfg.loss), cast(Any, None)
         loss = build_policy_loss(kind, None)
         rollouts = Rollouts(cfg.rollout, kind, loss, 0, 6, (), (unused,) * 6, unused, *parts)
-        rollouts.mine, rollouts.kl_coef = mine, 0.3
+        rollouts.own_samples, rollouts.kl_coef = mine, 0.3
         return rollouts._values(rollouts._table(mine, 6, scored=True)), rollouts.evaluate()
 
     found, held_out = played.alike(values)

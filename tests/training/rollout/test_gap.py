@@ -101,7 +101,7 @@ def astray_rank(_spec: RankSpec, cfg: Config) -> tuple[dict[str, float], list[Sc
     try:
         made = rollouts.ensure(1)
         assert made is not None
-        return made.values, [each for part in rollouts.host.gathered(rollouts.mine) for each in part]
+        return made.values, [each for part in rollouts.host.gathered(rollouts.own_samples) for each in part]
     finally:
         task.close()
 

@@ -25,7 +25,7 @@ def told_rank(_spec: RankSpec, cfg: Config) -> dict[str, Any]:
     assert isinstance(task, RolloutTask)
     try:
         task.rollouts.ensure(1)
-        parts = task.rollouts.host.gathered(task.rollouts.mine)
+        parts = task.rollouts.host.gathered(task.rollouts.own_samples)
         told, again = task.rollouts.facts_of(1), task.rollouts.facts_of(1)
     finally:
         task.close()

@@ -46,11 +46,11 @@ def fuse(model: nn.Module) -> Fused:
     """Let a model's modules compute with fused pieces wherever these fit, whatever the family."""
     fused = Fused(Counter(), Counter())
     chosen = [(module, fused_class(module)) for module in model.modules() if _has_own_code(module)]
-    for module, found in chosen:  # a layer is tried before its norms change
-        if found is None:
+    for module, choice in chosen:  # a layer is tried before its norms change
+        if choice is None:
             fused.left[type(module).__name__] += 1
         else:
-            piece, module.__class__ = found
+            piece, module.__class__ = choice
             fused.pieces[piece] += 1
     return fused
 

@@ -42,10 +42,10 @@ def fused_class(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
     for name, tried in _TRIED.items():
         with _disable_current_modes(), torch.device("cpu"), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            found = tried(module)
-        if found is not None:
+            methods = tried(module)
+        if methods is not None:
             base: Any = type(module)
-            return name, _subclass(base, tuple(found.items()))
+            return name, _subclass(base, tuple(methods.items()))
     return None
 
 
@@ -78,12 +78,12 @@ def _agree(compute: Callable[[Tensor], Any], formula: Callable[[Tensor], Tensor]
         expected = formula(x * scale)
         try:
             with precise(torch.float64), torch.no_grad():
-                found = compute(x * scale)
+                output = compute(x * scale)
         except Exception:  # whatever a model's own code raises
             return False
-        if not isinstance(found, Tensor) or found.shape != expected.shape or found.dtype is not expected.dtype:
+        if not isinstance(output, Tensor) or output.shape != expected.shape or output.dtype is not expected.dtype:
             return False
-        if not bool((found - expected).abs().max() <= CLOSE * expected.abs().max()):
+        if not bool((output - expected).abs().max() <= CLOSE * expected.abs().max()):
             return False
     return True
 

@@ -59,10 +59,10 @@ def _norm_backward(
     first = tl.program_id(0).to(tl.int64) * each
     for start in range(0, each, ROWS):
         row = first + start + tl.arange(0, ROWS)
-        there = (row < rows) & (start + tl.arange(0, ROWS) < each)
-        inside = there[:, None] & (column < size)[None, :]
+        row_mask = (row < rows) & (start + tl.arange(0, ROWS) < each)
+        inside = row_mask[:, None] & (column < size)[None, :]
         place = row[:, None] * size + column[None, :]
-        root = tl.load(scale + row, mask=there, other=0.0)[:, None]
+        root = tl.load(scale + row, mask=row_mask, other=0.0)[:, None]
         normed = tl.load(x + place, mask=inside, other=0.0).to(ACC) * root
         given = tl.load(dout + place, mask=inside, other=0.0).to(ACC)
         if OF_WEIGHT:
@@ -149,9 +149,9 @@ def _rotated(
         first, second = one * cos_one + other * sin_other, other * cos_other - one * sin_one
     else:
         first, second = one * cos_one - other * sin_one, other * cos_other + one * sin_other
-    there = out + token * out_t + head[:, None] * out_h + column[None, :]
-    tl.store(there, first.to(out.dtype.element_ty), mask=inside)
-    tl.store(there + half, second.to(out.dtype.element_ty), mask=inside)
+    target = out + token * out_t + head[:, None] * out_h + column[None, :]
+    tl.store(target, first.to(out.dtype.element_ty), mask=inside)
+    tl.store(target + half, second.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -307,8 +307,8 @@ def _logits_backward(
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * LOGITS + tl.arange(0, LOGITS)
     inside = place < size
-    there = logits + row * size + place
-    value = tl.load(there, mask=inside, other=float("-inf")).to(ACC) * WARMTH
+    address = logits + row * size + place
+    value = tl.load(address, mask=inside, other=float("-inf")).to(ACC) * WARMTH
     joint, given = tl.load(norm + row), tl.load(dlogps + row).to(ACC)
     probability = tl.exp(value - joint)
     grad = tl.where(place == tl.load(targets + row), given, 0.0) - probability * given
@@ -316,7 +316,7 @@ def _logits_backward(
         centre = joint - tl.load(entropy + row)
         apart = tl.where(inside, value - centre, 0.0)
         grad -= probability * apart * tl.load(dentropy + row).to(ACC)
-    tl.store(there, (grad * WARMTH).to(logits.dtype.element_ty), mask=inside)
+    tl.store(address, (grad * WARMTH).to(logits.dtype.element_ty), mask=inside)
 
 
 def read_logits(

@@ -38,7 +38,7 @@ def last_number(text: str) -> Fraction | None:
 def value_of_prompt(text: str) -> Fraction | None:
     """Return the value of a text's last sum (or product, …); None if there is none or it cannot be computed."""
     rows = [each.span() for each in OF_SUMS.finditer(text) if len(each[0]) <= MOST_OF_SUMS]
-    match = next((found for row in reversed(rows) if (found := _last(SUM, text, *row)) is not None), None)
+    match = next((last for row in reversed(rows) if (last := _last(SUM, text, *row)) is not None), None)
     if match is None or BEFORE.search(text[: match.start()]) or AFTER.match(text[match.end() :]):
         return None
     if text[: match.start()].endswith(")") and match[0].startswith("("):  # a factor of a product

@@ -56,21 +56,21 @@ def started(
                 **_memory(cfg, gpu=gpu),
             )
     except ValueError as error:
-        told = in_words(error)
-        if "memory" not in told.lower():
+        text = in_words(error)
+        if "memory" not in text.lower():
             raise ModelError(
-                f"rollout.engine=vllm: it cannot run this model ({told}). Use rollout.engine=native."
+                f"rollout.engine=vllm: it cannot run this model ({text}). Use rollout.engine=native."
             ) from error
         raise ModelError(
-            f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this device already holds ({told}). "
+            f"rollout.vllm_memory={cfg.vllm_memory}: vLLM cannot start beside what this device already holds ({text}). "
             f"Set another share, let other ranks sample (rollout=pipelined), or use rollout.engine=native."
         ) from error
 
 
 def in_words(error: ValueError) -> str:
     """Return what vLLM says, without what pydantic says around it."""
-    told = getattr(error, "errors", None)
-    return " ".join(each["msg"].removeprefix("Value error, ") for each in told()) if told else str(error)
+    errors = getattr(error, "errors", None)
+    return " ".join(each["msg"].removeprefix("Value error, ") for each in errors()) if errors else str(error)
 
 
 def _memory(cfg: RolloutConfig, *, gpu: bool) -> dict[str, float]:
