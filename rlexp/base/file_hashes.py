@@ -42,8 +42,8 @@ def contents(path: Path) -> str:
 
 def unchanged(subject: Path, look: Callable[[], str | None], files: Sequence[Path]) -> str | None:
     """Return what `look` says of a subject, unless it was well and its files are as they were then."""
-    said = _remembered("well", [subject, *files], lambda: look() or "")
-    return said or None
+    problem = _remembered("well", [subject, *files], lambda: look() or "")
+    return problem or None
 
 
 def _hashed(path: Path) -> str:
@@ -71,5 +71,5 @@ def _remembered(what: str, files: Sequence[Path], work: Callable[[], str]) -> st
 
 def _state(path: Path) -> list[Any]:
     """Return what changes with a file's bytes; the time of its last change of any kind cannot be set."""
-    there = path.stat()
-    return [str(path), there.st_dev, there.st_ino, there.st_size, there.st_mtime_ns, there.st_ctime_ns]
+    stat = path.stat()
+    return [str(path), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

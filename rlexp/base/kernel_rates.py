@@ -101,14 +101,14 @@ def _compared_at(generation: int | None, tokens: int) -> int:
 
 def speed(name: str, generation: int | None, head_size: int | None, tokens: int) -> Speed | None:
     """Return how fast a kernel is on a GPU, by measurements or by what is said of it; None: not known."""
-    found = measured(name, generation, head_size, tokens)
-    if found is not None or name == "torch_flash":
-        return found or UNMEASURED
-    said = SAID.get((name, generation)) if generation is not None else None
-    if said is None or (than := speed(said.than, generation, head_size, tokens)) is None:
+    rate = measured(name, generation, head_size, tokens)
+    if rate is not None or name == "torch_flash":
+        return rate or UNMEASURED
+    claim = SAID.get((name, generation)) if generation is not None else None
+    if claim is None or (than := speed(claim.than, generation, head_size, tokens)) is None:
         return None
-    absolute = than.absolute and said is A_COPY
-    return Speed(than.forward * said.forward, than.backward * said.backward, said.source, absolute)
+    absolute = than.absolute and claim is A_COPY
+    return Speed(than.forward * claim.forward, than.backward * claim.backward, claim.source, absolute)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -137,14 +137,14 @@ def measured(name: str, generation: int | None, head_size: int | None, tokens: i
 def faster(name: str, generation: int, head_size: int | None, tokens: int, *, deterministic: bool) -> str | None:
     """Name the fastest kernel that `pip install` alone would add for this GPU, if it is faster than the run's."""
     tokens = _compared_at(generation, tokens)
-    mine = speed(name, generation, head_size, tokens)
+    current = speed(name, generation, head_size, tokens)
     for other in ranked(able(generation, head_size, deterministic=deterministic), generation, head_size, tokens):
         known = speed(other, generation, head_size, tokens)
-        if known is None or mine is None or known.time >= mine.time:
+        if known is None or current is None or known.time >= current.time:
             return None
         if NEEDS[other].pip and not installed(other):
             return (
-                f"{other} would compute attention {mine.time / known.time:.1f} times as fast ({known.source}); "
+                f"{other} would compute attention {current.time / known.time:.1f} times as fast ({known.source}); "
                 f"pip install '{NEEDS[other].pip}'"
             )
     return None

@@ -86,9 +86,9 @@ def damage(folder: Path) -> str | None:
         if meta["name"] != _name(folder):
             return f"it was made as {meta['name']}"
         for name, size in meta["bytes"].items():
-            there = (folder / name).stat().st_size
-            if there != size:
-                return f"{name} has {there:,} bytes of {size:,}"
+            actual = (folder / name).stat().st_size
+            if actual != size:
+                return f"{name} has {actual:,} bytes of {size:,}"
             if name in meta["crc32"]:
                 with contextlib.closing((checked := _Checked(folder / name)).handle):
                     if not checked.has(size, meta["crc32"][name]):

@@ -11,7 +11,7 @@ _PACKAGE = Path(__file__).resolve().parent.parent
 
 def addressed(text: str) -> str:
     """Return a text in which each page that is not below the current folder has its whole path."""
-    return _PAGE.sub(lambda found: _address(found[0]), text)
+    return _PAGE.sub(lambda match: _address(match[0]), text)
 
 
 def _address(page: str) -> str:

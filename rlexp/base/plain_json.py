@@ -22,7 +22,7 @@ def loads(text: str | bytes) -> Any:
 def dumps(value: Any, **how: Any) -> str:
     """Return JSON in which letters of every language stand as they are, and what does not print is escaped."""
     text = json.dumps(value, ensure_ascii=False, **how)
-    return re.sub(r"[^\n -~]", lambda found: found[0] if found[0].isprintable() else json.dumps(found[0])[1:-1], text)
+    return re.sub(r"[^\n -~]", lambda match: match[0] if match[0].isprintable() else json.dumps(match[0])[1:-1], text)
 
 
 def of_kinds(facts: Any, kinds: Kinds) -> dict[str, Any]:

@@ -16,7 +16,7 @@ EVERY = 8.0  # seconds
 
 
 @contextlib.contextmanager
-def told(doing: str | Callable[[], str | None], tell: Callable[[str], None] = say) -> Iterator[threading.Event]:
+def busy_message(doing: str | Callable[[], str | None], tell: Callable[[str], None] = say) -> Iterator[threading.Event]:
     """While the block runs, say now and then on a terminal what is being done. It may change; with None, or once the
     event that is returned is set, nothing is said any more.
 

@@ -17,7 +17,7 @@ from rlexp.base import plain_json
 from rlexp.base.command import Parser, exit_code, refuse_unwritable
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.files import write_text
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.config.explain import explain
 from rlexp.config.load import compose_config
 
@@ -55,7 +55,7 @@ def show(options: argparse.Namespace) -> int:
     cfg = compose_config(options.overrides)  # what is wrong with it is said before torch is imported
     refuse_unwritable(options.json)
     refuse_unwritable(options.html, "--html")
-    with told("reads the rows"):
+    with busy_message("reads the rows"):
         from rlexp.data import draw, page
         from rlexp.data.answer import preview
         from rlexp.data.facts import plain

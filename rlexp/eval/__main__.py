@@ -39,12 +39,12 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.write(fitted(report.head(job)))
     sys.stdout.flush()
     try:
-        found = evaluation.evaluate(job)
+        result = evaluation.evaluate(job)
     except Interrupted as stop:
         return stop.exit_code
-    sys.stdout.write(fitted(report.text(job, found)))
+    sys.stdout.write(fitted(report.text(job, result)))
     if options.json is not None:
-        report.write(job, found, options.json)
+        report.write(job, result, options.json)
     return 0
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlexp.base.engine_facts import ENGINES
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.config.schema import Config
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import prepare_environment
@@ -18,12 +18,12 @@ from rlexp.launch.preflight_check import laid_out
 
 def evaluate(job: EvalJob) -> Evaluation:
     """Evaluate on ranks of this machine."""
-    with told("evaluates"):
+    with busy_message("evaluates"):
         from rlexp.eval.rank import evaluate_rank
 
         job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-        found: Evaluation = on_ranks(evaluate_rank, job, job.cfg)
-    return found
+        result: Evaluation = on_ranks(evaluate_rank, job, job.cfg)
+    return result
 
 
 def on_ranks(work: Callable[..., Any], job: Any, cfg: Config) -> Any:

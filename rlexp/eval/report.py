@@ -21,28 +21,28 @@ def head(job: EvalJob) -> str:
     return f"rlexp {__version__}  {cfg.loss.name} of {of}, {cfg.train.precision.value}\n"
 
 
-def text(job: EvalJob, found: Evaluation) -> str:
+def text(job: EvalJob, result: Evaluation) -> str:
     parallel = job.cfg.parallel
-    step = f"after step {found.step}, " * (found.checkpoint is not None)
+    step = f"after step {result.step}, " * (result.checkpoint is not None)
     lines = [
-        f"  {step}{plural(found.held_out, f'held-out {found.kind}')}, on a ring of {parallel.ring_size} "
-        f"({found.layout}) × {plural(parallel.dp_size, 'replica')}",
+        f"  {step}{plural(result.held_out, f'held-out {result.kind}')}, on a ring of {parallel.ring_size} "
+        f"({result.layout}) × {plural(parallel.dp_size, 'replica')}",
         "",
     ]
-    whole = {name: value for name, value in found.values.items() if not OF_LENGTH.fullmatch(name)}
+    whole = {name: value for name, value in result.values.items() if not OF_LENGTH.fullmatch(name)}
     width = max(map(len, whole))
-    lines += [f"  {name:<{width}}  {value:<10.6g}{interval(name, value, found)}".rstrip()
+    lines += [f"  {name:<{width}}  {value:<10.6g}{interval(name, value, result)}".rstrip()
               for name, value in whole.items()]  # fmt: skip
-    if parts := by_length(found.values):
-        lines += ["", *table(parts, found.kind)]
+    if parts := by_length(result.values):
+        lines += ["", *table(parts, result.kind)]
     return "\n".join(lines) + "\n"
 
 
-def interval(name: str, value: float, found: Evaluation) -> str:
+def interval(name: str, value: float, result: Evaluation) -> str:
     """Return the interval of an accuracy that is a share of the examples."""
     if name != "eval/rewards/accuracies":
         return ""
-    low, high = wilson(value, found.held_out)
+    low, high = wilson(value, result.held_out)
     return f"  95 % interval {low:.4f} to {high:.4f}"
 
 
@@ -57,12 +57,12 @@ def table(parts: Mapping[str, Mapping[str, float]], kind: str) -> Iterator[str]:
         yield line
 
 
-def write(job: EvalJob, found: Evaluation, place: Path) -> None:
-    said = {
-        "checkpoint": None if found.checkpoint is None else str(found.checkpoint),
-        "step": found.step,
-        "held_out": found.held_out,
-        "values": found.values,
+def write(job: EvalJob, result: Evaluation, place: Path) -> None:
+    record = {
+        "checkpoint": None if result.checkpoint is None else str(result.checkpoint),
+        "step": result.step,
+        "held_out": result.held_out,
+        "values": result.values,
         "config": to_plain(job.cfg),
     }
-    place.write_text(json.dumps(said, indent=1) + "\n", encoding="utf-8")
+    place.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

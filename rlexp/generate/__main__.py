@@ -68,14 +68,14 @@ def run(options: argparse.Namespace) -> int:
             )  # fmt: skip
             sys.stdout.write(report.head(job))
             sys.stdout.flush()
-            found = [replace(each, origin=each.origin.removeprefix(typed)) for each in generation.generate(job)]
+            answers = [replace(each, origin=each.origin.removeprefix(typed)) for each in generation.generate(job)]
         except Interrupted as stop:
             return stop.exit_code
         except UserError as error:
             raise UserError(str(error).replace(typed, "")) from None
-    sys.stdout.write(report.text(job, found))
+    sys.stdout.write(report.text(job, answers))
     if options.jsonl is not None:
-        report.write(found, options.jsonl)
+        report.write(answers, options.jsonl)
     return 0
 
 

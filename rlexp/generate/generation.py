@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.eval.evaluation import on_ranks
 from rlexp.generate.job import Answered, GenerateJob
 from rlexp.launch.preflight_check import laid_out
@@ -12,9 +12,9 @@ from rlexp.launch.preflight_check import laid_out
 
 def generate(job: GenerateJob) -> list[Answered]:
     """Generate on ranks of this machine."""
-    with told("generates"):
+    with busy_message("generates"):
         from rlexp.generate.rank import generate_rank
 
         job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-        found: list[Answered] = on_ranks(generate_rank, job, job.cfg)
-    return found
+        answers: list[Answered] = on_ranks(generate_rank, job, job.cfg)
+    return answers

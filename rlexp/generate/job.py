@@ -138,15 +138,15 @@ def _written(place: Path, prompts: Sequence[str]) -> list[str]:
             "data.workers=1", "data.columns={}"]  # fmt: skip
 
 
-def explained_folder(folder: str, said: str) -> str:
+def explained_folder(folder: str, problem: str) -> str:
     """Add what to type instead of a folder that is no run with a checkpoint."""
     place = folder_of(folder)
     for each in (place, place / "model"):
         if (each / OF_ADAPTER).is_file():
-            return f"{said} {each} holds an adapter: model=hf model.path=NAME adapter=lora adapter.path={each}."
+            return f"{problem} {each} holds an adapter: model=hf model.path=NAME adapter=lora adapter.path={each}."
         if (each / OF_MODEL).is_file():
-            return f"{said} {each} holds a model: model=hf model.path={each}."
-    return said if not place.is_dir() else f"{said} Give the folder that `python -m rlexp` printed."
+            return f"{problem} {each} holds a model: model=hf model.path={each}."
+    return problem if not place.is_dir() else f"{problem} Give the folder that `python -m rlexp` printed."
 
 
 def rollout_for(rollout: RolloutConfig, samples: int | None, most: int | None) -> RolloutConfig:

@@ -96,13 +96,13 @@ class Here:
         in_step = engine.sharded and world.size > 1
         tokenizer = load_tokenizer(cfg.model)
         drawer = build_drawer(cfg, engine.decode, engine.policy.model, tokenizer, self.device, in_step=in_step)
-        mine = deal(prompts, rollout.n_samples, world.size)[world.rank]
-        parts = micro_batches(mine, rollout.micro_batch_size, rollout.micro_batch_tokens, rollout.max_new_tokens)
+        requests = deal(prompts, rollout.n_samples, world.size)[world.rank]
+        parts = micro_batches(requests, rollout.micro_batch_size, rollout.micro_batch_tokens, rollout.max_new_tokens)
         drawn: list[Sample] = [sample for samples in drawer.draw(parts, 0) for sample in samples]
         answers = [(sample.place, Reply(sample.text, sample.answer.tolist(), sample.stopped)) for sample in drawn]
-        found = dict(each for part in gather_objects(answers, world.size) for each in part)
+        replies = dict(each for part in gather_objects(answers, world.size) for each in part)
         return [
-            [found[place * rollout.n_samples + number] for number in range(rollout.n_samples)]
+            [replies[place * rollout.n_samples + number] for number in range(rollout.n_samples)]
             for place in range(len(prompts))
         ]
 

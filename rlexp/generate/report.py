@@ -35,10 +35,10 @@ def head(job: GenerateJob) -> str:
     )
 
 
-def text(job: GenerateJob, found: Sequence[Answered]) -> str:
+def text(job: GenerateJob, answers: Sequence[Answered]) -> str:
     names = name_of_model(job), {Beside.reference: "reference"}.get(job.beside, "start")
     wide, columns = max(map(len, names)), min(WIDEST, shutil.get_terminal_size().columns)
-    lines = [line for each in found for line in ("", *block(each, names, wide, columns))]
+    lines = [line for each in answers for line in ("", *block(each, names, wide, columns))]
     return "\n".join(lines) + "\n"
 
 
@@ -54,10 +54,10 @@ def block(each: Answered, names: tuple[str, str], wide: int, columns: int) -> It
     yield from indented(f"{'prompt':<{wide}}", legible(each.prompt), columns)
     for name, answers in ((names[1], each.beside), (names[0], each.answers)):
         for answer in answers:
-            yield from indented(f"{name:<{wide}}", said(answer), columns)
+            yield from indented(f"{name:<{wide}}", answer_text(answer), columns)
 
 
-def said(answer: Reply) -> str:
+def answer_text(answer: Reply) -> str:
     shown = legible(answer.text) or "(nothing)"
     return shown if answer.stopped else f"{shown} … (cut off after {len(answer.tokens):,} tokens)"
 
@@ -74,6 +74,6 @@ def indented(label: str, words: str, columns: int) -> Iterator[str]:
         yield f"  {label if place == 0 else ' ' * len(label)}  {line}".rstrip()
 
 
-def write(found: Sequence[Answered], place: Path) -> None:
-    lines = [plain_json.dumps(asdict(each)) for each in found]
+def write(answers: Sequence[Answered], place: Path) -> None:
+    lines = [plain_json.dumps(asdict(each)) for each in answers]
     place.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

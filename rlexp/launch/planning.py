@@ -144,18 +144,18 @@ class SweepLauncher(Launcher):
 
     def _told(self, sweep: Sweep, planned: Planned) -> list[str]:
         """Return the overrides that the sweep adds: group, name, baseline and axes, unless the user gave them."""
-        job, said = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
-        told = {
+        job, given = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
+        added = {
             "logger.group": in_grammar(sweep.folder.name),
             "logger.run_name": in_grammar(f"{sweep.folder.name}-{job.label}"),
         }
         if job.baseline not in (None, job.number):
             baseline = next(each for each in sweep.jobs if each.number == job.baseline)
-            told["logger.baseline"] = in_grammar(str(sweep.folder / baseline.folder))
+            added["logger.baseline"] = in_grammar(str(sweep.folder / baseline.folder))
         axes = ",".join(f"{key.lstrip('+')}:{in_grammar(value)}" for key, value in job.axes.items())
-        free = [key for key in told if key not in said and OmegaConf.select(self.config, key) is None]
+        free = [key for key in added if key not in given and OmegaConf.select(self.config, key) is None]
         pinned = f"hydra.sweep.subdir={in_grammar(job.folder)}"  # it may depend on the overrides, which have grown
-        return [*(f"{key}={told[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
+        return [*(f"{key}={added[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
 
     def record_end(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
         """Write how a job ended into the ledger, and print a failure."""

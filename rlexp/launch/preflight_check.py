@@ -25,7 +25,7 @@ from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
 from rlexp.base.host_memory import host_memory
 from rlexp.base.version import __version__
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.config import sizes
 from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable
@@ -146,8 +146,8 @@ def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None,
         return (hardware if unnamed and hardware.memory_gib else None), ""
     if not unnamed:
         return (hardware if hardware.memory_gib else None), ""
-    found = gpu_of(hardware, here=here)
-    return found, "" if found else (UNKNOWN if here else ELSEWHERE)
+    gpu = gpu_of(hardware, here=here)
+    return gpu, "" if gpu else (UNKNOWN if here else ELSEWHERE)
 
 
 def with_machine(cfg: Config, hardware: HardwareConfig, *, here: bool) -> HardwareConfig:
@@ -201,17 +201,17 @@ def with_vllm_memory(cfg: Config, predicted: float | None = None) -> Config:
 
 def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
     gpu = f"on {cfg.hardware.name}" if cfg.hardware.name != HardwareConfig().name else "on this GPU"
-    there = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
+    where = "by hardware.memory_gib" if cfg.launch.device is Device.cpu else gpu
     if (each := cfg.launch.ranks_per_gpu) > 1:
-        there += f", of which launch.ranks_per_gpu={each} gives it 1/{each} (fewer ranks on a GPU have more each)"
+        where += f", of which launch.ranks_per_gpu={each} gives it 1/{each} (fewer ranks on a GPU have more each)"
     engine = "" if decision.engine_chosen is None else f"engine=auto: {decision.engine_chosen}. "
     device = (
         f"it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take {size(decision.limit)} "
-        f"{there}"
+        f"{where}"
     )
-    told = [device] * (decision.peak > decision.limit) + [each for each in (decision.vllm, decision.short) if each]
+    shortages = [device] * (decision.peak > decision.limit) + [each for each in (decision.vllm, decision.short) if each]
     reason = (
-        f"the run does not fit: {'; and '.join(told)}. {engine}{decision.remedy}To start it all the same: "
+        f"the run does not fit: {'; and '.join(shortages)}. {engine}{decision.remedy}To start it all the same: "
         f"launch.preflight=off."
     )
     return DoesNotFitError(reason, decision)
@@ -235,7 +235,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
     )  # fmt: skip
     limit = patience + help_for + ENDING
     try:
-        said, complaints = _answered(process, json.dumps(asked), limit)
+        output, complaints = _answered(process, json.dumps(asked), limit)
     except subprocess.TimeoutExpired:
         return Decision(key, why=f"it took longer than {limit:g} seconds.")
     finally:
@@ -243,7 +243,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     try:
-        answer = json.loads(said)
+        answer = json.loads(output)
     except ValueError:
         last = (complaints.strip().splitlines() or ["it said nothing"])[-1]
         return Decision(key, why=f"it ended with status {process.returncode} ({last}).")
@@ -258,7 +258,7 @@ def _answered(process: subprocess.Popen[str], question: str, limit: float) -> tu
     with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
         stdin.write(question)
     process.stdin = None
-    with told(f"rehearses whether the run fits (at most {limit:.0f} s)", print_line):
+    with busy_message(f"rehearses whether the run fits (at most {limit:.0f} s)", print_line):
         return process.communicate(timeout=limit)
 
 
@@ -269,8 +269,8 @@ def fingerprint(cfg: Config, *, fitting: bool) -> str:
     plain["checkpoint"] = {key: to_plain(cfg)["checkpoint"][key] for key in saving}
     launch = ("nproc", "nodes", "ranks_per_gpu", "collectives", "deterministic")
     plain["launch"] = {key: plain["launch"][key] for key in launch} | {"cpu": cfg.launch.device is Device.cpu}
-    told = json.dumps([__version__, plain, fitting], sort_keys=True)
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = json.dumps([__version__, plain, fitting], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def read(run_dir: Path | None, key: str | None = None) -> Decision | None:

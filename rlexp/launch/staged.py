@@ -62,8 +62,8 @@ class Staged(_Group):
         op, land = self._summing(tensors, opts)
         asked = dist.ReduceOptions()
         asked.reduceOp, asked.rootRank, asked.rootTensor = op, opts.rootRank, opts.rootTensor
-        held, mine = [_copy(x) for x in tensors], opts.rootRank == self.rank()
-        return self._begin(self._gloo.reduce(held, asked), lambda: land(held) if mine else None)
+        held, is_root = [_copy(x) for x in tensors], opts.rootRank == self.rank()
+        return self._begin(self._gloo.reduce(held, asked), lambda: land(held) if is_root else None)
 
     def reduce_scatter_single(self, output: Tensor, given: Tensor, opts: Any = None) -> dist.Work:
         op, land = self._summing([output], opts)
@@ -100,8 +100,8 @@ class Staged(_Group):
         asked = dist.BroadcastOptions()
         asked.rootRank, asked.rootTensor = opts.rootRank, opts.rootTensor
         held = [_copy(x) for x in tensors]
-        mine = opts.rootRank == self.rank()
-        return self._begin(self._gloo.broadcast(held, asked), lambda: None if mine else _land_all(tensors, held))
+        is_root = opts.rootRank == self.rank()
+        return self._begin(self._gloo.broadcast(held, asked), lambda: None if is_root else _land_all(tensors, held))
 
     def allgather(self, outputs: Any, given: Sequence[Tensor], _opts: Any = None) -> dist.Work:
         held, going = [[_like(x) for x in each] for each in outputs], [_copy(x) for x in given]

@@ -91,7 +91,7 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
         ids = {job_id: planned for planned in self.waiting if (job_id := planned.job.job_id or self.recover(planned))}
         known: dict[str, Known] = {}
         for _ in range(SURE if ids else 0):
-            known |= {job: told for job, told in self.look([*ids]).items() if told.alive}
+            known |= {job: state for job, state in self.look([*ids]).items() if state.alive}
             if len(known) < len(ids):
                 time.sleep(float(self.params["poll_seconds"]))
         for job_id, planned in ids.items():
@@ -122,20 +122,20 @@ class Submitting(BaseSubmititLauncher, SweepLauncher):
             self._warn(f"{error} Asking again.")
             return
         for job_id, planned in [*self.running.items()]:
-            told = known.get(job_id)
-            if told is not None and told.hopeless:
-                self._warn(f"{planned.job.label} waits as job {job_id} and cannot start: {told.reason}")
-            self.barred[job_id] = self.barred.get(job_id, 0) + 1 if told is not None and told.forbidden else 0
-            if told is not None and self.barred[job_id] >= SURE:
+            state = known.get(job_id)
+            if state is not None and state.hopeless:
+                self._warn(f"{planned.job.label} waits as job {job_id} and cannot start: {state.reason}")
+            self.barred[job_id] = self.barred.get(job_id, 0) + 1 if state is not None and state.forbidden else 0
+            if state is not None and self.barred[job_id] >= SURE:
                 del self.running[job_id]
                 self.withdraw(job_id)
-                refused = f"Slurm queued it as job {job_id}, but would never start it: {told.reason}"
+                refused = f"Slurm queued it as job {job_id}, but would never start it: {state.reason}"
                 self._record_end(sweep, planned, Known(job_id, REFUSED, refused))
                 continue
-            self.gone[job_id] = 0 if told is not None and told.alive else self.gone.get(job_id, 0) + 1
+            self.gone[job_id] = 0 if state is not None and state.alive else self.gone.get(job_id, 0) + 1
             if self.gone[job_id] >= SURE:
                 del self.running[job_id]
-                self._record_end(sweep, planned, self.recall(job_id) or told)
+                self._record_end(sweep, planned, self.recall(job_id) or state)
 
     def _warn(self, text: str) -> None:
         if text not in self.warned:

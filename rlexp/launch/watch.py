@@ -172,10 +172,10 @@ class RankWatch(threading.Thread):
 
         Between two looks no more than two beats count: a job that Slurm suspends for an hour goes on where it was.
         """
-        mine, seen, quiet, looked = -1, b"", 0.0, clock.now()
+        last_done, seen, quiet, looked = -1, b"", 0.0, clock.now()
         while not clock.pause(self.ended, self._beat):
             done = _progress.done()
-            further, mine = done != mine or _progress.waits_elsewhere > 0, done
+            further, last_done = done != last_done or _progress.waits_elsewhere > 0, done
             now = self._passed_on(further=further)
             before, looked = looked, clock.now()
             passed = min(looked - before, 2 * self._beat)
@@ -234,26 +234,26 @@ class RankWatch(threading.Thread):
     def _verdict(self, since: bytes) -> tuple[list[int], str] | None:
         """Return the ranks that are behind, and where all are, in words. None if no rank waits, and so all compute, or
         if one has got further meanwhile."""
-        mine = Standing(waits() or self._gpu_waits(), _progress.noted, begun(), _progress.place)
+        standing = Standing(waits() or self._gpu_waits(), _progress.noted, begun(), _progress.place)
         try:
-            known = self._standings(mine, since.decode())
+            known = self._standings(standing, since.decode())
             further = self._answer(lambda: self._store.get(GOT_FURTHER)) != since
         except Exception:
             return (
                 ([], "Their store does not answer: rank 0, which holds it, may be gone or stopped")
-                if mine.waits
+                if standing.waits
                 else None
             )
         if further or (len(known) == self._ranks and not any(each.waits for each in known.values())):
             return None
         behind = behind_of(known, self._ranks)
-        told = [f"rank {rank} {known[rank].in_words() if rank in known else 'does not answer'}"
+        lines = [f"rank {rank} {known[rank].in_words() if rank in known else 'does not answer'}"
                 for rank in range(self._ranks)]  # fmt: skip
-        return behind, "; ".join([f"Behind the others: {_listed(behind)}"] * bool(behind) + told)
+        return behind, "; ".join([f"Behind the others: {_listed(behind)}"] * bool(behind) + lines)
 
-    def _standings(self, mine: Standing, since: str) -> dict[int, Standing]:
+    def _standings(self, standing: Standing, since: str) -> dict[int, Standing]:
         keys = [f"{PLACE}/{since}/{rank}" for rank in range(self._ranks)]
-        self._answer(lambda: self._store.set(keys[self._rank], json.dumps(mine)))
+        self._answer(lambda: self._store.set(keys[self._rank], json.dumps(standing)))
         clock.pause(self.ended, 2 * self._beat)  # until each has looked
 
         def written() -> dict[int, bytes]:
@@ -271,12 +271,12 @@ class RankWatch(threading.Thread):
         clock.pause(self.ended, self._beat)
         return not event.query()
 
-    def _end(self, behind: list[int], said: str) -> None:
+    def _end(self, behind: list[int], message: str) -> None:
         """End this process. Those that are behind wait, so that others are taken for those that waited."""
         if self._rank in behind and len(behind) < self._ranks:
             clock.pause(self.ended, 30.0)
         error = Stuck(
-            f"Timed out waiting: no rank has got any further in launch.timeout_seconds={self._seconds:g}. {said}."
+            f"Timed out waiting: no rank has got any further in launch.timeout_seconds={self._seconds:g}. {message}."
         )
         try:
             _report(error)

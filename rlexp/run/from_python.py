@@ -69,8 +69,8 @@ def train(overrides: Sequence[str]) -> Run:
         if word.startswith("-"):
             raise ConfigError(f"{word}: rlexp.train takes KEY=VALUE alone. For sweeps, type python -m rlexp -m ….")
     folder = checked(words)
-    mine = [word for word in words if not word.startswith(f"{RUN_DIR}=")]
-    failed = run_command([sys.executable, "-m", "rlexp", *mine, f"{RUN_DIR}={quoted(str(folder))}"])
+    rest = [word for word in words if not word.startswith(f"{RUN_DIR}=")]
+    failed = run_command([sys.executable, "-m", "rlexp", *rest, f"{RUN_DIR}={quoted(str(folder))}"])
     if failed is not None:
         known = run_folder.read(folder)
         reason = known.get("reason") if known.get("status") == "failed" else None

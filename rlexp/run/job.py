@@ -16,7 +16,7 @@ from rlexp.base.command import say
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError
 from rlexp.base.printable import fitted
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.config import load, sizes
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
@@ -80,7 +80,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     preload = PRELOAD + (("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ())
     ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks
     try:
-        with told(partial(before_steps, run_dir, ranks)) as over:
+        with busy_message(partial(before_steps, run_dir, ranks)) as over:
             outcome: Outcome = run_ranks(
                 train_rank, ranks, (str(run_dir),), device=cfg.launch.device.value, log_dir=run_dir / "logs",
                 preload=preload, grace=cfg.launch.grace_seconds, when_stopped=over.set,
@@ -176,8 +176,8 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
             answer_by(partial(answer, claimed, cfg.launch.grace_seconds))
             preflight_check.keep(claimed, decision)
         bridge = join_for(spec, cfg)
-        mine = (run_dir, unfinished, cfg)
-        run_dir, unfinished, cfg = bridge.agreed(mine) if bridge else from_rank0(mine, spec.world_size)
+        proposal = (run_dir, unfinished, cfg)
+        run_dir, unfinished, cfg = bridge.agreed(proposal) if bridge else from_rank0(proposal, spec.world_size)
         assert run_dir is not None
         closing = partial(run_folder.close, run_dir) if spec.rank == 0 else None
         if unfinished:

@@ -75,10 +75,10 @@ def difference(
     steps: Steps, ours: Column, other_steps: Steps, other: Column, *, upto: int | None = None, least: float = 0.0
 ) -> Difference:
     """Compare two curves at the steps where both have a value, up to step `upto`."""
-    common, mine, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
-    a, b = ours[mine], other[theirs]
-    there = ~(np.isnan(a) | np.isnan(b)) & (True if upto is None else common <= upto)
-    common, a, b = common[there], a[there], b[there]
+    common, own, theirs = np.intersect1d(steps, other_steps, assume_unique=True, return_indices=True)
+    a, b = ours[own], other[theirs]
+    present = ~(np.isnan(a) | np.isnan(b)) & (True if upto is None else common <= upto)
+    common, a, b = common[present], a[present], b[present]
     return Difference(common.astype(np.int64), relative(np.abs(a - b), b, a, least=least), a, b)
 
 
@@ -98,8 +98,8 @@ def relative(gap: Column, reference: Column, *others: Column, least: float = 0.0
 def on_steps(own: Steps, values: Column, steps: Steps) -> Column:
     """Return a run's values at other steps, NaN where it has none."""
     placed = np.full(len(steps), np.nan)
-    _, here, there = np.intersect1d(own, steps, assume_unique=True, return_indices=True)
-    placed[there] = values[here]
+    _, here, places = np.intersect1d(own, steps, assume_unique=True, return_indices=True)
+    placed[places] = values[here]
     return placed
 
 

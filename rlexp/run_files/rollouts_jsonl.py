@@ -91,15 +91,15 @@ class Record:
         return self._apart[other]
 
     def _first(self, other: Record) -> Apart | None:
-        common, mine, theirs = np.intersect1d(self.rollouts, other.rollouts, assume_unique=True, return_indices=True)
-        differ = np.flatnonzero(self.checksums[mine] != other.checksums[theirs])
+        common, own, others = np.intersect1d(self.rollouts, other.rollouts, assume_unique=True, return_indices=True)
+        differ = np.flatnonzero(self.checksums[own] != other.checksums[others])
         if not len(differ):
             return None
         number = int(common[differ[0]])
-        ours, there = (
+        ours, theirs = (
             next((line for line in lines(each.path) if line["rollout"] == number), None) for each in (self, other)
         )
-        return None if ours is None or there is None else described(ours, there)  # None: a resume just removed it
+        return None if ours is None or theirs is None else described(ours, theirs)  # None: a resume just removed it
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -43,7 +43,7 @@ class Evidence:
     answered: bool = False  # whether Slurm answered, even if it does not know the job
 
     @property
-    def told(self) -> str | None:
+    def status(self) -> str | None:
         return self.known.get("status")
 
 
@@ -56,31 +56,31 @@ def state_of(seen: Evidence) -> tuple[str, str]:
 
 
 def _without_slurms_reason(seen: Evidence) -> tuple[str, str]:
-    told, job, slurm = seen.told, seen.job, seen.slurm
-    if told == "finished" or (told == "running" and seen.lives):
-        return told, ""
+    status, job, slurm = seen.status, seen.job, seen.slurm
+    if status == "finished" or (status == "running" and seen.lives):
+        return status, ""
     if slurm is not None and slurm.alive and not _has_left(seen, slurm):
         return _alive_in_slurm(slurm)
     if job is not None and job.status in ("skipped", "failed"):
         return job.status, legible(job.reason)
     if job is not None and job.status == "waiting" and seen.sweeps is not False:
         return "waiting", ""
-    if told == "running":
+    if status == "running":
         gone = _gone(seen)
         return (LOST, gone) if gone else ("running", "")
     if queued_again(seen.known) and seen.answered and (slurm is None or not slurm.alive):
         return LOST, f"Slurm was to start it again, and does not. {by_slurm(slurm) if slurm else ''}".strip()
-    if told is not None:
-        return str(told), legible(seen.known.get("reason"))
+    if status is not None:
+        return str(status), legible(seen.known.get("reason"))
     return _not_begun(seen)
 
 
 def _has_left(seen: Evidence, slurm: Known) -> bool:
     """Whether the run has ended although its Slurm job goes on: the job is ending, or does something else now."""
     if slurm.state == "COMPLETING":
-        return seen.told in ("failed", "stopped")
+        return seen.status in ("failed", "stopped")
     own = seen.job is not None and seen.job.job_id == seen.job_id  # the Slurm job serves this run alone
-    return slurm.state in AT_WORK and not own and (seen.lives is False or seen.told != "running")
+    return slurm.state in AT_WORK and not own and (seen.lives is False or seen.status != "running")
 
 
 def _alive_in_slurm(slurm: Known) -> tuple[str, str]:
@@ -132,6 +132,6 @@ def by_slurm(slurm: Known) -> str:
 def legible(reason: str | None) -> str:
     """Return the error without its traceback, and the path of its log."""
     text = (reason or "").strip()
-    said = " ".join(brief(text).split())
+    error = " ".join(brief(text).split())
     logs = [line.strip() for line in text.splitlines() if line.startswith("Its log:")]
-    return " ".join([said, *(f"{log}." for log in logs if log not in said)])
+    return " ".join([error, *(f"{log}." for log in logs if log not in error)])

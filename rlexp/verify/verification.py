@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, UserError
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.config import sizes
 from rlexp.config.schema import Config, Device
 from rlexp.config.schema.models import Precision
@@ -116,7 +116,7 @@ class Verifier:
     def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         began = time.monotonic()
         device = self.cfg.launch.device.value
-        with told(what, self.say):
+        with busy_message(what, self.say):
             answers = run_ranks(target, ranks, args, device=device, preload=self.preload, timeout=TIMEOUT)
         self.say(f"{what}: {time.monotonic() - began:.1f} s")
         return answers

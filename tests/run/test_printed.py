@@ -24,7 +24,7 @@ from rlexp.base import waiting
 from rlexp.base.command import exit_code
 from rlexp.base.errors import ConfigError, FolderError
 from rlexp.base.printable import fitted, printable, printable_lines
-from rlexp.base.waiting import told
+from rlexp.base.waiting import busy_message
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 from rlexp.launch import rank_progress, run_folder
@@ -243,19 +243,19 @@ def test_who_waits_is_told_what_is_done(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(waiting, "EVERY", 0.001)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
     said, doing = list[str](), iter(["starts 8 ranks", "builds the model", None])
-    with told(lambda: next(doing), said.append):
+    with busy_message(lambda: next(doing), said.append):
         for thread in [each for each in threading.enumerate() if each.name == "told"]:
             thread.join()
     assert [each.rpartition(", ")[0] for each in said] == ["starts 8 ranks", "builds the model"]
     first = threading.Event()
-    with told("evaluates", lambda _text: first.set()):
+    with busy_message("evaluates", lambda _text: first.set()):
         first.wait()
-    with told("evaluates"):
+    with busy_message("evaluates"):
         while not capsys.readouterr().err.startswith("rlexp: evaluates, 0 s so far\n"):
             time.sleep(0.001)
     assert "told" not in {each.name for each in threading.enumerate()}
     monkeypatch.setattr("sys.stderr.isatty", lambda: False)
-    with told("evaluates", said.append) as over:
+    with busy_message("evaluates", said.append) as over:
         assert over.is_set()
     assert len(said) == 2
 

@@ -105,13 +105,13 @@ def judge_and_record(facts: Facts, where: Path) -> Verdict:
         last_seen = max((line["at"] for line in rank_progress.read(where) if line["rank"] in silent), default=0.0)
         facts = replace(facts, nodes_answer=all_nodes_answer() and not a_node_came_back(last_seen))
     verdict = judge(facts)
-    told: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
+    record: dict[str, Any] = {"status": verdict.status, "reason": verdict.reason}
     if verdict.requeue:
         again = run_folder.requeue(os.environ.get("SLURM_JOB_ID"), verdict.requeue, facts.step)
-        told["requeues"] = [*run_folder.read(where).get("requeues", []), again]
-    rank_reports.write_verdict(where, job_id(), told)
+        record["requeues"] = [*run_folder.read(where).get("requeues", []), again]
+    rank_reports.write_verdict(where, job_id(), record)
     if is_ours(where):
-        run_folder.record_end(where, **told)
+        run_folder.record_end(where, **record)
     return verdict
 
 

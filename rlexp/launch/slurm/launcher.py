@@ -44,13 +44,13 @@ class SlurmLauncher(Submitting):
 
     def _on_what_is_there(self, job_overrides: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
         """Set device and ranks per node from the cluster's nodes, where the user did not set them."""
-        launch, said = self.config.launch, {each.partition("=")[0] for job in job_overrides for each in job}
+        launch, given = self.config.launch, {each.partition("=")[0] for job in job_overrides for each in job}
         device = str(getattr(launch.device, "value", launch.device))
-        if "launch.device" in said or device == "cpu":
+        if "launch.device" in given or device == "cpu":
             return job_overrides
         gpus = max((each.gpus for each in kinds(partitions(), self.params.get("partition"))), default=0)
         added = [f"launch.device={'cuda' if gpus else 'cpu'}"] if device == "auto" else []
-        derived = gpus and "launch.nproc" not in said and OmegaConf.is_interpolation(launch, "nproc")
+        derived = gpus and "launch.nproc" not in given and OmegaConf.is_interpolation(launch, "nproc")
 
         def ranks(job: Sequence[str]) -> list[str]:
             named = [each.partition("=")[2] for each in job if each.startswith("launch.ranks_per_gpu=")]
@@ -59,9 +59,9 @@ class SlurmLauncher(Submitting):
         return [[*job, *added, *ranks(job)] for job in job_overrides]
 
     def prepare(self, jobs: Sequence[Planned]) -> None:
-        there = partitions()
+        all_partitions = partitions()
         for planned in jobs:
-            if planned.refusal is None and (reason := exceeded(resources(planned), there)) is not None:
+            if planned.refusal is None and (reason := exceeded(resources(planned), all_partitions)) is not None:
                 planned.refusal = Refusal("failed", reason)
 
     def room(self) -> int:

@@ -38,33 +38,33 @@ def _read(line: str) -> Partition:
     )
 
 
-def kinds(there: Sequence[Partition], wanted: str | None) -> list[Partition]:
+def kinds(all_partitions: Sequence[Partition], wanted: str | None) -> list[Partition]:
     """Return the kinds of node in the wanted partitions, or in the cluster's default partition."""
     names = names_of(wanted)
-    return [each for each in there if (each.name in names if names else each.default)]
+    return [each for each in all_partitions if (each.name in names if names else each.default)]
 
 
 def names_of(wanted: str | None) -> list[str]:
     return [name.strip() for name in wanted.split(",")] if wanted else []
 
 
-def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | None:
+def exceeded(params: Mapping[str, Any], all_partitions: Sequence[Partition]) -> str | None:
     """Return why a job of this size would wait for ever, with the key to change; None if it fits."""
     wanted = params.get("partition")
     for name in names_of(wanted):
-        if not any(each.name == name for each in there):
+        if not any(each.name == name for each in all_partitions):
             return (
                 f"hydra.launcher.partition={wanted}: this cluster has no partition {name}. It has "
-                f"{', '.join(sorted({each.name for each in there}))}."
+                f"{', '.join(sorted({each.name for each in all_partitions}))}."
             )
-    ours = kinds(there, wanted)
+    ours = kinds(all_partitions, wanted)
     if not ours:  # no default partition: sbatch will say so
         return None
     where = f"partition {'/'.join(sorted({each.name for each in ours}))}"
     tasks = int(params["tasks_per_node"])
     gpus = params.get("gpus_per_node") or 0
     on_gpus = "launch.nproc={asked}" if gpus >= tasks else f"launch.nproc={tasks} on {{asked}} GPUs"  # ranks share them
-    for asked, has, told in (
+    for asked, has, template in (
         (gpus, max(each.gpus for each in ours), on_gpus +
          ": no node of {where} has so many GPUs; the largest has {has}. Take fewer on more nodes "
          "(launch.nodes), another partition, or launch.device=cpu."),
@@ -79,7 +79,7 @@ def exceeded(params: Mapping[str, Any], there: Sequence[Partition]) -> str | Non
          "then continues in the same job, started again."),
     ):  # fmt: skip
         if asked > has:
-            return told.format(asked=asked, has=has, where=where)
+            return template.format(asked=asked, has=has, where=where)
     return None
 
 

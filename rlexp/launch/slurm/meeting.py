@@ -102,11 +102,11 @@ def interface_towards(hosts: Sequence[str]) -> str | None:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((others[0] if others else "127.0.0.1", 9))  # sends nothing
-            mine = probe.getsockname()[0]
+            address = probe.getsockname()[0]
     except OSError:
         return None
     for _, name in socket.if_nameindex():
-        if _ipv4(name) == mine:
+        if _ipv4(name) == address:
             return name
     return None
 
@@ -114,10 +114,10 @@ def interface_towards(hosts: Sequence[str]) -> str | None:
 def address_of(interface: str) -> str:
     address = _ipv4(interface)
     if address is None:
-        there = ", ".join(name for _, name in socket.if_nameindex())
+        names = ", ".join(name for _, name in socket.if_nameindex())
         raise ConfigError(
             f"launch.interface={interface}: node {os.environ.get('SLURMD_NODENAME', socket.gethostname())} has no such "
-            f"interface with an IPv4 address. It has {there}."
+            f"interface with an IPv4 address. It has {names}."
         )
     return address
 

@@ -101,7 +101,7 @@ def needed() -> None:
 def named(comment: str) -> list[str]:
     """Return the jobs in the queue that were submitted with this comment."""
     text = ask("squeue", "--noheader", "--array", "--me", "--format=%i|%k")
-    return [job for job, _, said in (line.partition("|") for line in text.splitlines()) if said.strip() == comment]
+    return [job for job, _, note in (line.partition("|") for line in text.splitlines()) if note.strip() == comment]
 
 
 def _queued(line: str) -> Known:

@@ -67,9 +67,9 @@ def gone_under_torchrun(logs: Sequence[str], text: str) -> list[Gone]:
     """Read from each torchrun's log how its ranks ended since the job's last start, in the order in which they ended.
     srun sees only the torchruns, which exit with 1 whatever their ranks did. Its own log, `text`, counts only where no
     torchrun wrote of a rank."""
-    told = [(at, Gone(int(rank), "", _how(int(code)), task=task)) for task, log in enumerate(logs)
+    timed = [(at, Gone(int(rank), "", _how(int(code)), task=task)) for task, log in enumerate(logs)
             for at, rank, code in _TORCHRUN.findall(log[_last_start(log) :])]  # fmt: skip
-    ranks = [each for _, each in sorted(told, key=lambda each: each[0])]
+    ranks = [each for _, each in sorted(timed, key=lambda each: each[0])]
     return ranks or [replace(each, rank=None, task=each.rank) for each in gone(text) if each.how != EXITED_1]
 
 

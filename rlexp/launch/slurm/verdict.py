@@ -81,8 +81,8 @@ def judge(facts: Facts) -> Verdict:
 
 
 def _lost(facts: Facts) -> str:
-    said = f": {_told(facts, rank_reports.first_of(facts.reports))}" if facts.reports else f". See {_log(facts, 0)}"
-    return f"a node or its network was lost{said}"
+    detail = f": {_told(facts, rank_reports.first_of(facts.reports))}" if facts.reports else f". See {_log(facts, 0)}"
+    return f"a node or its network was lost{detail}"
 
 
 def _failed(facts: Facts, reason: str) -> Verdict:
@@ -129,8 +129,8 @@ def _stop(facts: Facts) -> signal.Signals | None:
     """Return the signal by which all ranks stopped, in good order or before they had begun; else None."""
     codes = {128 + signum: signum for signum in (*GOES_ON, signal.SIGINT)}
     if facts.status == "stopped":
-        said = [signum for signum in codes.values() if facts.reason == stopped_by(signum)]
-        return signal.Signals(said[0]) if said else None
+        signums = [signum for signum in codes.values() if facts.reason == stopped_by(signum)]
+        return signal.Signals(signums[0]) if signums else None
     if facts.gone and all(task.by_stop for task in facts.gone):
         return signal.Signals(codes.get(facts.code, signal.SIGTERM))
     return None
