@@ -35,7 +35,7 @@ class Reason:
     count: int
     first: str | None  # the first such row; None for generated rows
     file: str | None = None  # the whole list, where there is one
-    said: tuple[str, ...] = ()  # the first of that list
+    lines: tuple[str, ...] = ()  # the first of that list
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,10 @@ class Preview:
 
 def plain(facts: Preview) -> dict[str, Any]:
     """Return the same for scripts."""
-    return {"verdict": facts.verdict, "trains": not facts.problems, **asdict(facts)}
+    known = asdict(facts)
+    for reason in known["reasons"]:
+        reason["said"] = reason.pop("lines")
+    return {"verdict": facts.verdict, "trains": not facts.problems, **known}
 
 
 def epochs(number: float) -> str:

@@ -72,7 +72,7 @@ def lists(facts: Preview) -> list[str]:
     lines = []
     for reason in facts.reasons:
         if reason.file is not None:
-            lines += [f"{one_line(said)}" for said in reason.said]
+            lines += [one_line(line) for line in reason.lines]
             lines.append(f"All {reason.count:,} are in {one_line(reason.file)}")
     return lines
 

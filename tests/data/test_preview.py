@@ -90,7 +90,7 @@ def test_sources_and_what_was_not_taken(known: Preview) -> None:
     assert found == {TRUNCATED: (1, "5"), SAME: (1, "4"), UNUSABLE: (2, "6")}
     (listed,) = (reason for reason in known.reasons if reason.file)
     assert len(Path(str(listed.file)).read_text(encoding="utf-8").splitlines()) == 2
-    assert [said.split(": ")[0].rpartition(":")[2] for said in listed.said] == ["6", "7"]
+    assert [line.split(": ")[0].rpartition(":")[2] for line in listed.lines] == ["6", "7"]
 
 
 def test_rows_lack_the_margins_that_a_loss_asks_for(tmp_path: Path) -> None:

@@ -27,12 +27,13 @@ from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.metrics.meter import SHARDED, Meter
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
+from rlexp.training.rollout.rewards.weighted import Judged
 from rlexp.training.train import rollout_task
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.rows_task import note as note_losses
 from rlexp.training.train.rows_task import tail_weights
 from rlexp.training.train.step import note_balance, note_sharing, note_tokens, row_of
-from rlexp.training.types import Example
+from rlexp.training.types import CreditedSample, Example, Sample
 from rlexp.training.world.groups import World
 from tests.helpers.played_ranks import Played
 
@@ -153,12 +154,22 @@ RETURNS = [[1.0, 2.0], [0.5, -1.0, 3.0], [0.0], [2.0, 2.5], [1.0, 1.0, 0.0, -2.0
 CRITIC = [[0.5, 1.0], [1.0, 0.0, 2.0], [0.5], [2.0, 1.0], [0.0, 1.0, 1.0, -1.0], [2.0]]
 
 
-def sample_of(place: int) -> Any:
+def drawn_of(place: int) -> Sample:
+    old, unused = np.array(OLD[place]), cast(Any, None)
+    return Sample(
+        place=place, example=unused, number=0, answer=old, stopped=place not in (1, 4), text="", behaviour=old
+    )
+
+
+def judged(samples: Sequence[Sample], _: Any) -> list[Judged]:
+    return [Judged(SCORES[each.place], {"brief": SCORES[each.place] / 2, "late": -each.place}) for each in samples]
+
+
+def sample_of(place: int) -> CreditedSample:
     old, values, returns = (np.array(each[place]) for each in (OLD, CRITIC, RETURNS))
-    return SimpleNamespace(
-        place=place, answer=old, stopped=place not in (1, 4), old=old, behaviour=old, reference=old - AWAY[place],
-        values=values, returns=returns, score=SCORES[place], terms={"brief": SCORES[place] / 2, "late": -float(place)},
-    )  # fmt: skip
+    (judgement,), known = judged([drawn_of(place)], None), {"reference": old - AWAY[place], "advantages": returns}
+    return CreditedSample(**vars(drawn_of(place)), **vars(judgement), **known, counts=True, old=old, values=values,
+                          returns=returns)  # fmt: skip
 
 
 def variance(values: Sequence[float]) -> float:
@@ -169,12 +180,12 @@ def test_a_rollout_s_values_are_of_the_samples_of_all_ranks() -> None:
     """Four on one rank, and two on the other. Held-out prompts have those that need no model."""
     cfg = compose_config(["launch.device=cpu", "loss=ppo", "loss.kl=k3", "reward.rule=length", "rollout.n_samples=2",
                           "rollout.batch_size=3", "train.batch_size=6"])  # fmt: skip
-    rewards = SimpleNamespace(weights={"brief": 2.0, "late": 0.1}, collect=lambda: None, finish=lambda _: None)
+    rewards = SimpleNamespace(weights={"brief": 2.0, "late": 0.1}, judged=judged)
     played = Played(2, 1)
 
     def values(world: World) -> tuple[dict[str, float], dict[str, float]]:
         mine = [*map(sample_of, PLACES[world.rank])]
-        source = SimpleNamespace(draw=lambda *_: mine, staleness=1)
+        source = SimpleNamespace(draw=lambda *_: [*map(drawn_of, PLACES[world.rank])], staleness=1)
         host = SimpleNamespace(sum=lambda each: each.copy_(played.gathered(each, world).sum(0)), meet=lambda: None)
         parts: Any = (source, rewards, SimpleNamespace(score_rewards=lambda _: {}), world, host,
                       lambda _: contextlib.nullcontext())  # fmt: skip
