@@ -20,6 +20,7 @@ from rlexp.run_files.curve_distance import compared
 from rlexp.training.checkpoint.tensors import load
 from rlexp.training.engine.zero import place_of_piece
 from rlexp.training.train.build import build
+from rlexp.training.train.rows_task import Prepared, Use
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Wanted
@@ -325,16 +326,15 @@ def poisoned_rank(spec: RankSpec, cfgs) -> list[tuple[str, bool]]:
 def poisoned(cfg, in_gradient: bool) -> tuple[str, bool]:
     task = build(cfg, around=UNPROBED)
     run, loss = task.run, task.loss
-    victim = task.batch(1).indices[5]
+    step = task.begin(1)
     with torch.no_grad():
-        held = task.shard([task.train[victim]])
-        seen = float(task.sums(run.engine.forward(held.shard).logps_n, held)["chosen"])
+        seen = float(step.values(step.packed((5,), Use.collecting), Prepared())[0].logps["chosen"])
     before = {name: weight.clone() for name, weight in run.engine.weights()}
     task.loss = Poison(loss, seen, in_gradient)
     with pytest.raises(UserError) as error:
         train_step(task, 1)
     same = all(torch.equal(weight, before[name]) for name, weight in run.engine.weights())
-    return str(error.value), same and task.train[victim].origin in str(error.value)
+    return str(error.value), same and step.examples[5].origin in str(error.value)
 
 
 def test_a_loss_that_is_not_finite_stops_all_ranks_before_the_step() -> None:

@@ -12,6 +12,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.train.build import build
+from rlexp.training.train.rows_task import Use
 from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers.ranks import on_ranks
 from tests.helpers.sums import Sums
@@ -44,7 +45,7 @@ def engine_rank(spec: RankSpec, cfgs: Sequence[Config]) -> list[Found]:
 def found_in(cfg: Config) -> Found:
     task = build(cfg, around=UNPROBED)
     engine = task.run.engine
-    held = task.shard([task.train[0]])
+    held = task.begin(1).packed((0,), Use.collecting)
 
     def add(factor: float, *, last: bool) -> None:
         engine.backward(engine.forward(held.shard).logps_n.sum() * factor, last=last)

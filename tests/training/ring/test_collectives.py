@@ -74,7 +74,7 @@ def counts_rank(spec: RankSpec, cfgs) -> list[tuple[dict[str, float], list[Pack]
     for cfg in cfgs:
         task = build(cfg, around=UNPROBED)
         multiple = task.run.layout.multiple(task.run.world.ring.size)
-        packs = [pack_examples([task.train[index]], multiple) for index in task.batch(1).indices]
+        packs = [pack_examples([task.examples.train[index]], multiple) for index in task.batch(1).indices]
         counts.append((train_step(task, 1), packs))
     return counts
 

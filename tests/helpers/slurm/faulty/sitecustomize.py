@@ -169,10 +169,10 @@ def in_place(module: Any) -> None:
 
 def in_loop(module: Any) -> None:
     def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(task: Any, step: int) -> Any:
+        def taken(task: Any, step: int, *others: Any) -> Any:
             fault.now = step
             fault.reach("step", step)
-            return train_step(task, step)
+            return train_step(task, step, *others)
 
         return taken
 
@@ -183,9 +183,9 @@ def in_loop_paced(module: Any) -> None:
     """Slow every step down, and note the steps that the run really computes."""
 
     def wrap(train_step: Callable[..., Any]) -> Callable[..., Any]:
-        def taken(task: Any, step: int) -> Any:
+        def taken(task: Any, step: int, *others: Any) -> Any:
             time.sleep(float(os.environ["RLEXP_TEST_PACE"]))
-            values = train_step(task, step)
+            values = train_step(task, step, *others)
             if task.run.world.rank == 0:
                 note_taken(step)
             return values
