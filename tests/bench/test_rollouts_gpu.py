@@ -150,7 +150,7 @@ def rank(spec: RankSpec, cfg: Config) -> Measured:
     drawer = vllm_cases.drawer_of(task)
     made = task.rollouts.ensure(vllm_weights.STEPS + 1)
     row = {name: made.values[own] for name, own in vllm_tokens.ROW.items()}
-    tokens = {"row": row, "hand": vllm_tokens.by_hand(task, task.rollouts.mine)}
+    tokens = {"row": row, "hand": vllm_tokens.by_hand(task, task.rollouts.own_samples)}
     tokens["orders"] = vllm_tokens.in_orders(task)
     return Measured(
         vllm_speed.measured(task, SMALL), vllm_weights.handed_over(task), slept, tokens, list(drawer._llm.told)

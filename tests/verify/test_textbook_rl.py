@@ -53,7 +53,7 @@ def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
         taken.rows.append(train_step(task, step))
         taken.places.append(rollouts.batch(step).indices)
         if len(taken.rollouts) == rollouts.number:
-            taken.rollouts.append(fetch(rollouts.mine, range(rollouts.size), rollouts.host))
+            taken.rollouts.append(fetch(rollouts.own_samples, range(rollouts.size), rollouts.host))
     taken.gradients = engine.kept
     rollouts.close()
     return taken

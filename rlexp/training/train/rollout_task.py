@@ -243,15 +243,16 @@ class Weighed:
 
 
 def laid_out(task: RolloutTask, batch: Weighed, indices: Sequence[int], shard: Shard) -> dict[str, Tensor | None]:
-    """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them: of a sample that does not
-    count, zeros, since it may have infinities."""
+    """Lay out on the host what is known of the micro-batch's tokens, as this rank holds them, without the infinities of
+    samples that do not count."""
     samples = [batch.samples[index] for index in indices]
     dtype = torch.promote_types(task.run.dtype, torch.float32)
     critic = task.wanted.values is not None
 
     def spread(arrays: Sequence[np.ndarray]) -> Tensor:
-        counted = [array if each.counts else np.zeros_like(array) for each, array in zip(samples, arrays, strict=True)]
-        return listed(counted, dtype)[shard.listed_n]
+        finite = [array if each.counts else np.where(np.isfinite(array), array, 0.0)
+                  for each, array in zip(samples, arrays, strict=True)]  # fmt: skip
+        return listed(finite, dtype)[shard.listed_n]
 
     def field(name: str) -> Tensor | None:
         if samples and getattr(samples[0], name) is None:
@@ -284,11 +285,12 @@ def everything(tokens: PolicyTokens) -> Tensor:
 
 def tokens_of(batch: SamplesMicroBatch, outputs: TokenLogps) -> PolicyTokens:
     """Put together what is known of the tokens. The probability of one that does not count may be 0, and 0 × −inf is no
-    number, so it has log-probability 0; see `laid_out`."""
+    number: such infinities are left out, here and in `laid_out`."""
     assert outputs.entropies_n is not None
     known: dict[str, Any] = batch.known
+    without_n = outputs.logps_n.nan_to_num(nan=math.nan, neginf=0.0)
     return PolicyTokens(
-        logps_n=outputs.logps_n.masked_fill(known["trained_n"] == 0, 0.0),
+        logps_n=outputs.logps_n.where(known["trained_n"] > 0, without_n),
         entropy_n=outputs.entropies_n,
         values_n=outputs.values_n,
         **known,

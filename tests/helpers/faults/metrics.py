@@ -24,8 +24,8 @@ def bounds_in_the_next(search: Any) -> Any:
     return lambda bounds, lengths, side: search(bounds, lengths, side={"left": "right", "right": "left"}[side])
 
 
-def of_the_first_answer(_original: Any, example: Any) -> int:
-    return len(example.prompt) + len(example.answers[0][0])
+def of_the_first_answer(original: Any, self: Any, meter: Any, examples: Any, losses: Any) -> None:
+    original(self, meter, [replace(each, answers=each.answers[:1]) for each in examples], losses)
 
 
 def rows_as_shares(original: Any, self: Any, meter: Any, examples: Any, losses: Any) -> None:
@@ -49,7 +49,8 @@ METRICS_FAULTS = (
     one("the last micro-batch's values", METER + "_add", last_value, "metrics", METRICS),
     one("a bound belongs to the part after it", "train.by_length:Buckets.note",
         Seeing({"np.searchsorted": bounds_in_the_next}), "metrics", TRAIN, *PARTS),
-    one("the length of the first answer", "train.by_length:longest", of_the_first_answer, "metrics", TRAIN, *PARTS),
+    one("the length of the first answer", "train.by_length:Buckets.note", of_the_first_answer, "metrics", TRAIN,
+        *PARTS),
     one("sft: rows as shares of a part's loss", "train.by_length:Buckets.note", rows_as_shares, "metrics", TRAIN,
         *PARTS, "loss=sft"),
     one("the ring's tokens are not logged", "train.step:row_of", without_ring_tokens, "metrics", TRAIN),

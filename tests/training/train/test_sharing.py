@@ -70,7 +70,7 @@ def test_what_is_shared_is_counted() -> None:
     (row,) = (row for row in curve.rows if row["step"] == 1)
     cfg = compose_config([*BASE, *ROWS, "train.eval_every=null"])
     pairs = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE_RANK)).train
-    sequences = [(*pair.prompt.tolist(), *answer.tolist()) for pair in pairs for answer, _ in pair.answers]
+    sequences = [(*pair.prompt.tolist(), *answer.tolist()) for pair in pairs for answer in pair.answers]
     beginnings = {each[:end] for each in sequences for end in range(2, len(each) + 1)}
     assert row["train/tokens"] == sum(map(len, sequences))
     most = row["train/tokens"] - len(beginnings) - len(set(sequences))
