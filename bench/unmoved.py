@@ -1,6 +1,6 @@
 """Compare the working tree's runs with those of another commit: is every number still the same, to the last bit?
 
-    python -m bench.unmoved                         rows and host beside HEAD, folders beside the oldest; 7 minutes
+    python -m bench.unmoved                         rows and host beside HEAD, folders beside the oldest; 4 minutes
     python -m bench.unmoved COMMIT --only folders   beside this commit, and this part alone
 
 rows      Train some steps of each configuration with both commits' code. Rows must be equal, except for seconds, speeds
