@@ -288,9 +288,11 @@ def tokens_of(batch: SamplesMicroBatch, outputs: TokenLogps) -> PolicyTokens:
     number: such infinities are left out, here and in `laid_out`."""
     assert outputs.entropies_n is not None
     known: dict[str, Any] = batch.known
-    without_n = outputs.logps_n.nan_to_num(nan=math.nan, neginf=0.0)
+    logps_n = outputs.logps_n
+    if not all(sample.counts for sample in batch.samples):
+        logps_n = logps_n.where(known["trained_n"] > 0, logps_n.nan_to_num(nan=math.nan, neginf=0.0))
     return PolicyTokens(
-        logps_n=outputs.logps_n.where(known["trained_n"] > 0, without_n),
+        logps_n=logps_n,
         entropy_n=outputs.entropies_n,
         values_n=outputs.values_n,
         **known,
