@@ -39,13 +39,13 @@ def longer(original: Any, self: Any, rows: Any) -> Any:
 
 
 def redealt(rewrite: Callable[[list[list[tuple[int, ...]]]], Any]) -> Change:
-    """Rewrite the packs of all replicas."""
+    """Rewrite the packs of all replicas. Their forests are then found when they are packed."""
 
     def change(original: Any, *args: Any) -> Any:
         dealt = original(*args)
         packs = [[*of_replica] for of_replica in dealt.packs]
         rewrite(packs)
-        return replace(dealt, packs=tuple(map(tuple, packs)))
+        return replace(dealt, packs=tuple(map(tuple, packs)), forests=())
 
     return change
 
@@ -140,7 +140,7 @@ def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
     return order
 
 
-DEAL = "dealer.deal:Dealer.deal"
+DEAL, UNFOUND = "dealer.deal:Dealer.deal", {"forest": None}
 TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dealer.packing:"
 MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.mixture:Mixture.", "dataset.views:"
 DATA_FAULTS = (
@@ -180,8 +180,8 @@ DATA_FAULTS = (
     one("positions off by one", PACKING + "pack_sequences", repacked(off_by_one), "data", DEALER),
     one("padding counts as tokens", PACKING + "pack_sequences", padding_as_tokens, "data", DEALER),
     one("sequences in another order", PACKING + "pack_examples",
-        lambda original, pairs, *args, **kwargs: original(list(map(rejected_first, pairs)), *args, **kwargs), "data",
-        DEALER),
+        lambda original, pairs, *args, **kwargs: original([*map(rejected_first, pairs)], *args, **kwargs | UNFOUND),
+        "data", DEALER),
     one("a pack ignores masks", PACKING + "pack_sequences",
         lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DEALER, base=MIXED),
     one("the user's turns are trained on", MESSAGES + "turns", all_trained, "data", DATA, base=MIXED),
