@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rlexp.config.schema import Config
-from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.examples import Examples
+from rlexp.training.train.examples import Examples, longest_examples
 from rlexp.training.train.surroundings import Unprobed
 
 
@@ -19,10 +17,10 @@ class GivenExamples(Unprobed):
         self.given = examples
 
     def examples(self, cfg: Config, *_: Any, **__: Any) -> Examples:
-        return Examples(self.given(cfg), [], Counter(), Counter())
+        return Examples(self.given(cfg))
 
     def tokenizer(self, *_: Any) -> None:
         return None
 
 
-LONGEST = GivenExamples(lambda cfg: task_class(cfg.loss).longest(cfg).train)
+LONGEST = GivenExamples(lambda cfg: longest_examples(cfg).train)

@@ -82,7 +82,7 @@ def task_of(cfg: Config) -> RolloutTask:
 
 
 def prompts_of(task: RolloutTask) -> list[Example]:
-    return [task.rollouts.prompts[index] for index in task.sampler.batch(1).indices]
+    return [task.rollouts.examples.train[index] for index in task.sampler.batch(1).indices]
 
 
 def drawer_of(task: RolloutTask) -> Drawer:

@@ -165,7 +165,7 @@ def in_orders(task: Any) -> Result:
     from rlexp.training.rollout.deal import deal
 
     drawer, cfg = drawer_of(task), task.run.cfg.rollout
-    prompts = [task.rollouts.prompts[index] for index in task.sampler.batch(1).indices]
+    prompts = [task.rollouts.examples.train[index] for index in task.sampler.batch(1).indices]
     requests = deal(prompts, cfg.n_samples, 1)[0]
     half = len(requests) // 2
     asked = {

@@ -24,7 +24,7 @@ from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.preflight.vllm import VllmShare
-from rlexp.training.train.choose_task import task_class
+from rlexp.training.train.examples import longest_in_words
 
 CHECKPOINTING = {
     Checkpointing.none: "",
@@ -66,8 +66,7 @@ def _head(answer: Answer) -> Iterator[str]:
     )
     yield (
         f"  {batch_in_words(cfg)}{f', {micro_batches(cfg)} a step' if train.grad_acc is None else ''}; "
-        f"every sequence {cfg.data.max_length:,} tokens, "
-        f"{task_class(cfg.loss).longest_in_words(cfg)}"
+        f"every sequence {cfg.data.max_length:,} tokens, {longest_in_words(cfg)}"
     )
     yield from _rollout(cfg)
 

@@ -12,9 +12,9 @@ from rlexp.base.errors import DataError
 from rlexp.config.load import compose_config
 from rlexp.data.answer import preview
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples
 from rlexp.training.train.fitting import unbalanced
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.refusals import refusal_of
 
@@ -32,7 +32,7 @@ def refused(folder: Path, rows: list[Any], *words: str) -> str:
     base = ("launch.device=cpu", "logger=none", "data=jsonl", written(folder, rows), "train.batch_size=4")
     cfg = compose_config([*base, f"data.cache={folder}/cache", *words])
     with pytest.raises(DataError) as refusal:
-        task_class(cfg.loss).of(cfg, read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)))
+        RowsTask(cfg, read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)))
     return str(refusal.value)
 
 

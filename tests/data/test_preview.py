@@ -36,8 +36,8 @@ from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, Ring, World
 from tests.helpers.browser import chromium, opened
@@ -110,7 +110,7 @@ def test_rows_lack_the_margins_that_a_loss_asks_for(tmp_path: Path) -> None:
     cfg = compose_config(["launch.device=cpu", "data=jsonl", f"data.path={path}", f"data.cache={tmp_path / 'cache'}",
                           *words, "loss.margin_weight=0.5"])  # fmt: skip
     with pytest.raises(DataError, match=f"^{re.escape(said)}$"):
-        task_class(cfg.loss).of(cfg, read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)))
+        RowsTask(cfg, read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)))
     given_all = written(tmp_path, [{**each, "margin": 2} for each in rows], "all.jsonl")
     assert of_file(given_all, *words, "loss.margin_weight=0.5").problems == ()
 

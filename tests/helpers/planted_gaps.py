@@ -196,7 +196,7 @@ def planted_rank(_spec: RankSpec, cfg: Config, folder: Path, names: Sequence[str
 def _drawn(task: Any, plant: Plant) -> list[Drawn]:
     rollouts = task.rollouts
     drawer = rollouts.source._drawer
-    asked = [rollouts.prompts[index] for index in rollouts.sampler.batch(STEPS + 1).indices]
+    asked = [rollouts.examples.train[index] for index in rollouts.sampler.batch(STEPS + 1).indices]
     with plant(task, drawer), torch.no_grad():
         parts = drawer.draw([deal(asked, rollouts.cfg.n_samples, 1)[0]], STEPS)
         samples = sorted((sample for part in parts for sample in part), key=lambda sample: sample.place)

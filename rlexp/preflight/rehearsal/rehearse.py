@@ -37,8 +37,7 @@ from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.train.build import build
-from rlexp.training.train.choose_task import task_class
-from rlexp.training.train.examples import Examples, sharing_examples
+from rlexp.training.train.examples import Examples, longest_examples, sharing_examples
 from rlexp.training.train.export_at_end import weights_to_write
 from rlexp.training.train.parts import Setting
 from rlexp.training.train.step import train_step
@@ -170,7 +169,7 @@ class Rehearsed(LongestSamples):
 
     def examples(self, cfg: Config, tokenizer: Any, world: World, *, trains: bool) -> Examples:  # noqa: ARG002
         answers = self.plan.answers
-        return task_class(cfg.loss).longest(cfg) if answers is None else sharing_examples(cfg, answers)
+        return longest_examples(cfg) if answers is None else sharing_examples(cfg, answers)
 
     def tokenizer(self, cfg: ModelConfig) -> Any:  # noqa: ARG002
         return Wordless()

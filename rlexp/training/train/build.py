@@ -55,10 +55,11 @@ from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.ring.layouts.ring_flash_attn import library_layout
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.train.choose_task import task_class
 from rlexp.training.train.examples import refuse_foreign_tokens
 from rlexp.training.train.operations import of_reference, of_training, peak_of
 from rlexp.training.train.parts import Setting, TrainingRun
+from rlexp.training.train.rollout_task import RolloutTask
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.schedule import Schedule, warm_up_of
 from rlexp.training.train.surroundings import HERE, Surroundings
 from rlexp.training.train.task import Task
@@ -89,7 +90,7 @@ def build(
     dtype = DTYPES[cfg.train.precision]
     tokenizer = around.tokenizer(cfg.model)
     examples = around.examples(cfg, tokenizer, world, trains=trains)
-    task = task_class(cfg.loss).of(cfg, examples, bridge, around)
+    task: Task = RolloutTask(cfg, examples, bridge, around) if cfg.loss.draws else RowsTask(cfg, examples)
     wanted = task.wanted if trains else task.wanted_of_evaluation
     models = models_of(cfg, model_config, wanted, around)
     windows = tuple(each for _, config in models for each in windows_in(config.to_dict(), cfg.data.max_length))

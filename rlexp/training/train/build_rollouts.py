@@ -1,4 +1,4 @@
-"""Build the parts of a run that draws its own samples."""
+"""Build what draws the samples of a run."""
 
 from __future__ import annotations
 
@@ -11,73 +11,24 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import ModelError
-from rlexp.config.checks.micro_batches import scoring_at_once
 from rlexp.config.schema import Config
-from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
-from rlexp.training.algos.policy_loss import PolicyLoss
-from rlexp.training.dataset.sampler import Sampler
-from rlexp.training.dealer.of_run import room_of
 from rlexp.training.engine.base import Engine
 from rlexp.training.model.export import has_other_names, save_description
 from rlexp.training.model.loading import is_mixture
 from rlexp.training.model.policy import CRITIC
-from rlexp.training.reference.base import Reference
 from rlexp.training.reference.stored import kept_dtype
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.draws import Draws
 from rlexp.training.rollout.pipelined import Pipelined
 from rlexp.training.rollout.sampling import Forward
-from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.train.rollout_supply import Rollouts, Source
+from rlexp.training.train.rollout_supply import Source
 from rlexp.training.train.surroundings import HERE, Surroundings
 
 VLLM_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float32}
-
-
-def build_rollouts(
-    run: TrainingRun,
-    loss_cfg: PolicyLossConfig,
-    loss: PolicyLoss,
-    examples: Examples,
-    sampler: Sampler,
-    *,
-    reference: Reference | None,
-    bridge: Bridge | None,
-    around: Surroundings,
-) -> Rollouts:
-    cfg = run.cfg
-    rewards = around.rewards(cfg.reward)
-    scorer = around.scorer(
-        world=run.world,
-        dealer=replace(run.dealer, replicas=1, room=room_of(cfg, scoring_at_once(cfg))),
-        pack=run.pack,
-        hold=run.to_device,
-        policy=run.engine.forward,
-        reference=reference,
-        reward_models=[around.reward_model(run, term) for term in rewards.models],
-        dtype=kept_dtype(cfg.train.precision),
-        together=run.engine.sharded,
-    )
-    return around.rollouts(
-        cfg=cfg.rollout,
-        loss_cfg=loss_cfg,
-        loss=loss,
-        seed=cfg.seed,
-        train_batch=cfg.train.batch_size,
-        prompts=examples.train,
-        eval_prompts=examples.held_out,
-        sampler=sampler,
-        source=build_source(run, bridge, around),
-        rewards=rewards,
-        scorer=scorer,
-        world=run.world,
-        host=around.host(run.world),
-        phases=run.phases,
-    )
 
 
 def build_source(run: TrainingRun, bridge: Bridge | None, around: Surroundings) -> Source:

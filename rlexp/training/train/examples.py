@@ -55,9 +55,9 @@ class Examples:
     """Tokenized examples: those to train on, and those held out."""
 
     train: Sequence[Example]
-    held_out: Sequence[Example]
-    dropped: Counter[str]
-    held_out_dropped: Counter[str]
+    held_out: Sequence[Example] = ()
+    dropped: Counter[str] = field(default_factory=Counter)
+    held_out_dropped: Counter[str] = field(default_factory=Counter)
     highest: tuple[int, str] = (-1, "")  # the highest token id, and a row that has it
     margins: Margins = field(default_factory=Margins)
     labels: tuple[int, int] = (0, 0)  # of unpaired answers to train on: how many are good, and how many bad
@@ -111,9 +111,13 @@ def sampler_of(cfg: Config, kind: Kind, size: int, mixture: Mixture | None = Non
     return Sampler(size, cfg.train.batch_size, drop_last=cfg.data.drop_last, **common)
 
 
-def longest_examples(cfg: Config) -> list[Example]:
+def longest_examples(cfg: Config) -> Examples:
     """Make one train batch of the longest examples: half of an answer is trained on, and no two sequences have a token
-    in common but for the prompt's only one."""
+    in common but for the prompt's only one. Or the prompts of one rollout, as long as their answers leave room for."""
+    if cfg.loss.draws:
+        longest = cfg.data.max_length - cfg.rollout.max_new_tokens
+        prompts = (np.full(longest, index, dtype=np.int32) for index in range(cfg.rollout.batch_size))
+        return Examples([Example(index, each, origin=f"prompt {index}") for index, each in enumerate(prompts)])
     lengths, sides = fullest_micro_batch(cfg), len(SIDES[cfg.loss.rows])
 
     def example(index: int) -> Example:
@@ -122,7 +126,14 @@ def longest_examples(cfg: Config) -> list[Example]:
         answers = tuple(np.full(length - 1, index * sides + side, dtype=np.int32) for side in range(sides))
         return Example(index, np.full(1, index, dtype=np.int32), answers, (mask,) * sides, label=True, margin=0.0)
 
-    return [example(index) for index in range(cfg.train.batch_size)]
+    return Examples([example(index) for index in range(cfg.train.batch_size)])
+
+
+def longest_in_words(cfg: Config) -> str:
+    """Say how the tokens of such an example are divided."""
+    if cfg.loss.draws:
+        return f"its answer {cfg.rollout.max_new_tokens:,}"
+    return "of which half is trained on, and no two share a prompt"
 
 
 def sharing_examples(cfg: Config, answers: int) -> Examples:
@@ -135,7 +146,7 @@ def sharing_examples(cfg: Config, answers: int) -> Examples:
         masks = (np.ones(answers, dtype=np.bool_),) * 2
         return Example(index, np.full(prompt, 2 * index, dtype=np.int32), both, masks, margin=0.0)
 
-    return Examples([example(index) for index in range(cfg.train.batch_size)], [], Counter(), Counter())
+    return Examples([example(index) for index in range(cfg.train.batch_size)])
 
 
 def _refuse_empty(examples: Sequence[Any], dropped: Counter[str], what: str, kind: str) -> None:

@@ -23,7 +23,6 @@ from rlexp.run_files.rollouts_jsonl import digests
 from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
 from rlexp.training.dataset.sampler import Batch, Sampler
-from rlexp.training.metrics.memory import Phases
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Table, fetch, table_of
 from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
@@ -31,8 +30,9 @@ from rlexp.training.rollout.host import Host
 from rlexp.training.rollout.rewards.weighted import Judged, Rewards
 from rlexp.training.rollout.scoring import Columns, Scorer, Scores
 from rlexp.training.sinks.base import RolloutFacts, Shown
+from rlexp.training.train.examples import Examples
+from rlexp.training.train.parts import TrainingRun
 from rlexp.training.types import CreditedSample, Example, Sample, ScoredSample
-from rlexp.training.world.groups import World
 
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
 NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead
@@ -86,27 +86,22 @@ def samples_of_step(cfg: RolloutConfig, seed: int, train_batch: int, step: int) 
 class Rollouts:
     """The state of a run's rollouts on this rank."""
 
-    cfg: RolloutConfig
+    run: TrainingRun
     loss_cfg: PolicyLossConfig
     loss: PolicyLoss
-    seed: int
-    train_batch: int
-    prompts: Sequence[Example]
-    eval_prompts: Sequence[Example]
+    examples: Examples
     sampler: Sampler
     source: Source
     rewards: Rewards
     scorer: Scorer
-    world: World
     host: Host
-    phases: Phases
-    controller: KLController = field(init=False)
     number: int = -1  # the rollout at hand
     own_samples: list[CreditedSample] = field(default_factory=list)  # this rank's samples
     kl_coef: float = 0.0  # the coefficient the rollout was made with
     made: Made | None = None  # the last rollout, until `told` has shown it
 
     def __post_init__(self) -> None:
+        self.cfg, self.world, self.phases = self.run.cfg.rollout, self.run.world, self.run.phases
         self.controller = KLController(self.loss_cfg.beta, self.loss_cfg.kl_target, self.loss_cfg.kl_horizon)
 
     @property
@@ -121,7 +116,7 @@ class Rollouts:
         return (step - 1) // self.steps_each
 
     def batch(self, step: int) -> Batch:
-        return samples_of_step(self.cfg, self.seed, self.train_batch, step)
+        return samples_of_step(self.cfg, self.run.cfg.seed, self.run.cfg.train.batch_size, step)
 
     def samples(self, batch: Batch) -> list[CreditedSample]:
         """Return a whole train batch on every rank. A collective call."""
@@ -133,7 +128,7 @@ class Rollouts:
         if number == self.number:
             return None
         began = time.monotonic()
-        prompts = [self.prompts[index] for index in self.sampler.batch(number + 1).indices]
+        prompts = [self.examples.train[index] for index in self.sampler.batch(number + 1).indices]
         with self.phases("rollout"):
             samples = self.source.draw(number, prompts, self.cfg.n_samples, self.rewards)
             self.host.meet()
@@ -274,10 +269,10 @@ class Rollouts:
     def evaluate(self) -> dict[str, float]:
         """Answer each held-out prompt once, with the same random numbers every time. A collective call."""
         with self.phases("eval"):
-            samples = self.source.draw(HELD_OUT, self.eval_prompts, 1, self.rewards)
+            samples = self.source.draw(HELD_OUT, self.examples.held_out, 1, self.rewards)
             self.host.meet()
             scored = self._collect(samples, [{} for _ in samples], self.scorer.score_rewards(samples))
-            table = self._table(scored, len(self.eval_prompts), scored=False)
+            table = self._table(scored, len(self.examples.held_out), scored=False)
         mean = {name: float(column.mean()) for name, column in table.items()}
         renamed = {"score": "objective/scores", "length": "response/length", "stopped": "response/stopped"}
         return {renamed.get(name, name): value for name, value in mean.items()}
@@ -305,9 +300,9 @@ class Rollouts:
         self.controller.beta = position["beta"]
         if step % self.steps_each:
             self.number, self.kl_coef = position["number"], position["kl_coef"]
-            self.own_samples = saved.credited(folder, NOW, self.prompts, rank, ranks)
+            self.own_samples = saved.credited(folder, NOW, self.examples.train, rank, ranks)
         if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
-            waiting = saved.drawn(folder, NEXT, self.prompts, rank, ranks)
+            waiting = saved.drawn(folder, NEXT, self.examples.train, rank, ranks)
             self.source.restore(position["number"] + 1, waiting)
 
     def finish(self) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,27 +17,30 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import NonFiniteError
+from rlexp.config.checks.micro_batches import scoring_at_once
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.training.algos.advantages import sequence_weight, token_weight, whiten
 from rlexp.training.algos.build import build_policy_loss
-from rlexp.training.algos.policy_loss import PolicyLoss, PolicyTerms, PolicyTokens
+from rlexp.training.algos.policy_loss import PolicyTerms, PolicyTokens
 from rlexp.training.dataset.sampler import Batch
+from rlexp.training.dealer.of_run import room_of
 from rlexp.training.dealer.packing import listed
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.reference.base import Reference
+from rlexp.training.reference.stored import kept_dtype
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
-from rlexp.training.train.build_rollouts import build_rollouts
+from rlexp.training.train.build_rollouts import build_source
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
-from rlexp.training.train.surroundings import HERE, Surroundings
+from rlexp.training.train.surroundings import Surroundings
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
-from rlexp.training.types import CreditedSample, Example, Ids, Sample, Shard, TokenLogps, Wanted, moved
+from rlexp.training.types import CreditedSample, Ids, Sample, Shard, TokenLogps, Wanted, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -47,40 +49,15 @@ class RolloutTask(Task):
     kind = "prompt"
     rollouts: Rollouts  # from `start` on
 
-    def __init__(
-        self, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Surroundings = HERE
-    ) -> None:
-        loss_cfg = cfg.loss
-        assert isinstance(loss_cfg, PolicyLossConfig)
-        loss = build_policy_loss(loss_cfg, cfg.rollout.importance_cap)
-        self.cfg = cfg.rollout
-        self.loss_cfg = loss_cfg
-        self.loss: PolicyLoss = loss
-        self.bridge = bridge  # to the ranks that only sample
-        self.around = around
-        self.wanted = replace(loss.wanted, temperature=cfg.rollout.temperature)
+    def __init__(self, cfg: Config, examples: Examples, bridge: Bridge | None, around: Surroundings) -> None:
+        """`bridge` leads to the ranks that only sample."""
+        assert isinstance(cfg.loss, PolicyLossConfig)
+        self.cfg, self.loss_cfg = cfg.rollout, cfg.loss
+        self.loss = build_policy_loss(cfg.loss, cfg.rollout.importance_cap)
+        self.bridge, self.around = bridge, around
+        self.wanted = replace(self.loss.wanted, temperature=cfg.rollout.temperature)
         self.examples = examples
         self.sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
-
-    @classmethod
-    def of(
-        cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Surroundings = HERE
-    ) -> RolloutTask:
-        return cls(cfg, examples, bridge, around)
-
-    @classmethod
-    def longest(cls, cfg: Config) -> Examples:
-        """Make the prompts of one rollout, each as long as its answers leave room for."""
-        length = cfg.data.max_length - cfg.rollout.max_new_tokens
-        prompts = [
-            Example(index, np.full(length, index, dtype=np.int32), origin=f"prompt {index}")
-            for index in range(cfg.rollout.batch_size)
-        ]
-        return Examples(prompts, [], Counter(), Counter())
-
-    @classmethod
-    def longest_in_words(cls, cfg: Config) -> str:
-        return f"its answer {cfg.rollout.max_new_tokens:,}"
 
     @property
     def wanted_of_evaluation(self) -> Wanted:
@@ -93,15 +70,29 @@ class RolloutTask(Task):
 
     def start(self, run: TrainingRun, reference: Reference | None) -> None:
         super().start(run, reference)
-        self.rollouts = build_rollouts(
-            run,
-            self.loss_cfg,
-            self.loss,
-            self.examples,
-            self.sampler,
+        cfg, around = run.cfg, self.around
+        rewards = around.rewards(cfg.reward)
+        scorer = around.scorer(
+            world=run.world,
+            dealer=replace(run.dealer, replicas=1, room=room_of(cfg, scoring_at_once(cfg))),
+            pack=run.pack,
+            hold=run.to_device,
+            policy=run.engine.forward,
             reference=reference,
-            bridge=self.bridge,
-            around=self.around,
+            reward_models=[around.reward_model(run, term) for term in rewards.models],
+            dtype=kept_dtype(cfg.train.precision),
+            together=run.engine.sharded,
+        )
+        self.rollouts = around.rollouts(
+            run=run,
+            loss_cfg=self.loss_cfg,
+            loss=self.loss,
+            examples=self.examples,
+            sampler=self.sampler,
+            source=build_source(run, self.bridge, around),
+            rewards=rewards,
+            scorer=scorer,
+            host=around.host(run.world),
         )
 
     def batch(self, step: int) -> Batch:

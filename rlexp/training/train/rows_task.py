@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -36,9 +35,8 @@ from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.reference.base import Reference
 from rlexp.training.ring.collectives import ring_sum
-from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.by_length import Buckets
-from rlexp.training.train.examples import Examples, longest_examples, sampler_of
+from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.fitting import unfit
 from rlexp.training.train.mismatched import Mismatched
 from rlexp.training.train.parts import TrainingRun
@@ -66,18 +64,6 @@ class RowsTask(Task):
         reasons = (unfit(cfg, examples), without_room(cfg, examples.train, examples.held_out))
         if (reason := next(filter(None, reasons), None)) is not None:
             raise DataError(reason)
-
-    @classmethod
-    def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Any = None) -> RowsTask:  # noqa: ARG003
-        return cls(cfg, examples)
-
-    @classmethod
-    def longest(cls, cfg: Config) -> Examples:
-        return Examples(longest_examples(cfg), [], Counter(), Counter())
-
-    @classmethod
-    def longest_in_words(cls, cfg: Config) -> str:  # noqa: ARG003
-        return "of which half is trained on, and no two share a prompt"
 
     @property
     def steps_per_epoch(self) -> int:

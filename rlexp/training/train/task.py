@@ -1,8 +1,7 @@
 """The interface between training and what is trained. A task is one file; nothing outside asks which one it is.
 
-A task's class says what preflight needs: its longest examples. `build` makes a task of examples before there is a
-model: the task says what is `wanted` of the models. Once the engine stands, `start` hands it the run. From then on
-`train_step` asks it for one `Step` after the other.
+`build` makes a task of examples before there is a model: the task says what is `wanted` of the models. Once the engine
+stands, `start` hands it the run. From then on `train_step` asks it for one `Step` after the other.
 """
 
 from __future__ import annotations
@@ -15,14 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt
 from rlexp.training.dealer.forest import Forest
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.reference.base import Reference
-from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import TrainingRun
@@ -118,21 +115,6 @@ class Task(ABC):
     examples: Examples
     wanted: Wanted  # of the models, the rows and the train batch
     run: TrainingRun  # from `start` on
-
-    @classmethod
-    @abstractmethod
-    def of(cls, cfg: Config, examples: Examples, bridge: Bridge | None = None, around: Any = None) -> Task:
-        """Make the task of its examples. `bridge` leads to ranks that only sample."""
-
-    @classmethod
-    @abstractmethod
-    def longest(cls, cfg: Config) -> Examples:
-        """Return the examples of one train batch, or rollout, as long as the configuration allows."""
-
-    @classmethod
-    @abstractmethod
-    def longest_in_words(cls, cfg: Config) -> str:
-        """Say how the tokens of such an example are divided."""
 
     @property
     def wanted_of_evaluation(self) -> Wanted:

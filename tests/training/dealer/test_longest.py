@@ -15,7 +15,7 @@ def test_the_longest_examples_fill_each_pack() -> None:
     """Three pairs of 200 tokens and one of 100 at once, on both of two replicas."""
     words = ("launch.nproc=2", "parallel=ring1", "train.batch_size=16", "train.max_tokens_per_micro_batch=700")
     cfg = compose_config([*BASE, *words])
-    dealt = dealer_of(cfg, None, 2).deal([unit_of(each) for each in longest_examples(cfg)])
+    dealt = dealer_of(cfg, None, 2).deal([unit_of(each) for each in longest_examples(cfg).train])
     assert [size.tokens for of_replica in dealt.sizes for size in of_replica] == [700] * 4
 
 

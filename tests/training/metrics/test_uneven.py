@@ -29,6 +29,7 @@ from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.rollout.rewards.weighted import Judged
 from rlexp.training.train import rollout_task
+from rlexp.training.train.examples import Examples
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.rows_task import note as note_losses
 from rlexp.training.train.rows_task import tail_weights
@@ -187,11 +188,11 @@ def test_a_rollout_s_values_are_of_the_samples_of_all_ranks() -> None:
         mine = [*map(sample_of, PLACES[world.rank])]
         source = SimpleNamespace(draw=lambda *_: [*map(drawn_of, PLACES[world.rank])], staleness=1)
         host = SimpleNamespace(sum=lambda each: each.copy_(played.gathered(each, world).sum(0)), meet=lambda: None)
-        parts: Any = (source, rewards, SimpleNamespace(score_rewards=lambda _: {}), world, host,
-                      lambda _: contextlib.nullcontext())  # fmt: skip
+        run: Any = SimpleNamespace(cfg=cfg, world=world, phases=lambda _: contextlib.nullcontext())
+        parts: Any = (source, rewards, SimpleNamespace(score_rewards=lambda _: {}), host)
         kind, unused = cast(Any, cfg.loss), cast(Any, None)
         loss = build_policy_loss(kind, None)
-        rollouts = Rollouts(cfg.rollout, kind, loss, 0, 6, (), (unused,) * 6, unused, *parts)
+        rollouts = Rollouts(run, kind, loss, Examples((), (unused,) * 6), unused, *parts)
         rollouts.own_samples, rollouts.kl_coef = mine, 0.3
         return rollouts._values(rollouts._table(mine, 6, scored=True)), rollouts.evaluate()
 
