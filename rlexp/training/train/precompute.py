@@ -35,6 +35,7 @@ from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.prepared import commit_of, of_hub
+from rlexp.training.reference.base import Reference
 from rlexp.training.reference.models import OfModel
 from rlexp.training.reference.stored import (
     Kept,
@@ -64,8 +65,8 @@ HASHED = 1024  # rows that a rank hashes at once
 
 
 def precomputed(
-    setting: Setting, task: Task, model: ModelConfig, load: Callable[[], Frozen], *, trains: bool = True
-) -> Stored:
+    setting: Setting, task: Task, model: ModelConfig, load: Callable[[], Frozen], *, trains: bool
+) -> Reference:
     """Return the reference of a run, computed if it is not kept. `load` loads and freezes the model, which is gone
     again at the end. A collective call."""
     assert isinstance(task, RowsTask)

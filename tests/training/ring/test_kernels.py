@@ -43,7 +43,7 @@ from rlexp.training.ring.kernels import (
     get_kernel,
     varlen,
 )
-from rlexp.training.train import build, surroundings
+from rlexp.training.train import build
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.verify.variants import exact
 from tests.helpers.attention import CALLS, launches_of, named_call
@@ -537,9 +537,10 @@ def test_ranks_refuse_what_was_unknown_before_the_start(
     cfg.model = HFModelConfig(name="hf", path="some/model-of-the-hub")
     monkeypatch.setattr(checks, "installed", lambda _: there)
     described = LlamaConfig(num_attention_heads=4, head_dim=size)
-    monkeypatch.setattr(surroundings, "load_config", lambda *_: described)
+    around = Surroundings()
+    around.model_config = lambda *_: described
     with pytest.raises(ConfigError) as error:
-        build.build(cfg)
+        build.build(cfg, around=around)
     assert said in str(error.value)
 
 
