@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.config.schema import Best, CheckpointConfig
 from rlexp.config.schema.cadence import save_cadence
-from rlexp.launch import watch
+from rlexp.launch import stops, watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.checkpoint.saver import Describe, Saver
@@ -26,46 +27,39 @@ from rlexp.training.world.objects import from_rank0
 SCORE = "score"  # key in a checkpoint's position: its value of `checkpoint.best_metric`
 
 
+@dataclass
 class Keeper:
     """Every rank must call the same methods after the same steps."""
 
-    def __init__(
-        self,
-        cfg: CheckpointConfig,
-        saver: Saver,
-        world: World,
-        device: torch.device,
-        run_dir: Path,
-        *,
-        describe: Callable[[int, dict[str, float]], Describe],
-        asked: Callable[[], signal.Signals | None],
-        say: Callable[[str], None],
-        saved: Callable[[int, Path], None],
-        steps_per_epoch: int,
-        saved_step: int = 0,
-        within: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _what: contextlib.nullcontext(),
-    ) -> None:
-        self._cfg, self._saver, self._world, self._device, self._run_dir = cfg, saver, world, device, run_dir
-        self._describe, self._asked, self._say, self._saved = describe, asked, say, saved
-        self._every, self._steps_per_epoch = save_cadence(cfg.save_every), steps_per_epoch
-        self._since = time.monotonic()
+    cfg: CheckpointConfig
+    saver: Saver
+    world: World
+    device: torch.device
+    run_dir: Path
+    describe: Callable[[int, dict[str, float]], Describe]
+    say: Callable[[str], None]
+    saved: Callable[[int, Path], None]
+    steps_per_epoch: int
+    saved_step: int
+    within: Callable[[str], contextlib.AbstractContextManager[None]]  # says that a rank is about to save
+    failed: str | None = None  # why the last save failed, if it did
+
+    def __post_init__(self) -> None:
+        self._every, self._since = save_cadence(self.cfg.save_every), time.monotonic()
         self._prepared = False
-        self._saved_step = saved_step
         self._scores = self._agreed_scores()
         self._pruning: threading.Thread | None = None
-        self._within = within  # says that a rank is about to save
-        self.failed: str | None = None  # why the last save failed, if it did
 
     def after_step(self, row: MetricRow) -> signal.Signals | None:
         """Save where a save is due. Return the signal by which all ranks now stop, if any rank was asked to."""
         step, score = int(row["step"]), self._score(row)
         stop, clock, writing = self._agree()
-        if not self._prepared and self._cfg.save_every is not None:
-            self._saver.prepare()
+        if not self._prepared and self.cfg.save_every is not None:
+            self.saver.prepare()
         self._prepared = True
-        if self._saver.pending and not writing:
+        if self.saver.pending and not writing:
             self._settle()
-        if self._every.due(step, self._steps_per_epoch) or clock or self._is_best(score):
+        if self._every.due(step, self.steps_per_epoch) or clock or self._is_best(score):
             self._save(step, score)
         return signal.Signals(stop) if stop else None
 
@@ -73,21 +67,21 @@ class Keeper:
         """End the run with its last row, or None without one: save if configured, and wait for the save."""
         self.settle()
         for _ in range(2):  # a second try, since it is the last chance
-            if row is not None and self._cfg.on_exit and (self.failed or row["step"] != self._saved_step):
+            if row is not None and self.cfg.on_exit and (self.failed or row["step"] != self.saved_step):
                 self._save(int(row["step"]), self._score(row))
                 self.settle()
         self._pruned()
 
     def settle(self) -> None:
-        if self._saver.pending:
+        if self.saver.pending:
             self._settle()
 
     def _score(self, row: MetricRow) -> float | None:
         """Return the value by which this step's checkpoint is kept. An unknown metric is refused at the first step that
         should have it."""
-        if not self._cfg.keep_best:
+        if not self.cfg.keep_best:
             return None
-        name = self._cfg.best_metric
+        name = self.cfg.best_metric
         family = f"{name.partition('/')[0]}/"
         siblings = [each for each in row if each.startswith(family)]
         if name not in row and (siblings or family != "eval/"):
@@ -98,39 +92,39 @@ class Keeper:
 
     def _agree(self) -> tuple[int, bool, bool]:
         """Agree, in one reduction a step, on any rank's signal, rank 0's clock, and whether any rank still writes."""
-        asked = self._asked()
+        asked = stops.asked()
         every = self._every.seconds
         due = every is not None and time.monotonic() - self._since >= every
-        own_wishes = [float(asked or 0), float(due and self._world.rank == 0), float(self._saver.writing)]
-        wishes = torch.tensor(own_wishes, device=self._device)
-        if self._world.size > 1:
+        own_wishes = [float(asked or 0), float(due and self.world.rank == 0), float(self.saver.writing)]
+        wishes = torch.tensor(own_wishes, device=self.device)
+        if self.world.size > 1:
             dist.all_reduce(wishes, op=dist.ReduceOp.MAX)
         stop, clock, writing = wishes.tolist()
         return int(stop), bool(clock), bool(writing)
 
     def _save(self, step: int, score: float | None) -> None:
-        if step == self._saved_step and not self.failed:
+        if step == self.saved_step and not self.failed:
             return
         self.settle()  # a second save waits for the first
-        scored = {} if score is None else {self._cfg.best_metric: score}
-        with self._within("save"):
-            self._saver.begin(step, self._describe(step, scored))
-        self._since, self._saved_step = time.monotonic(), step
+        scored = {} if score is None else {self.cfg.best_metric: score}
+        with self.within("save"):
+            self.saver.begin(step, self.describe(step, scored))
+        self._since, self.saved_step = time.monotonic(), step
         if score is not None:
             self._scores[step] = score
 
     def _settle(self) -> None:
-        with self._within("save"):
-            self.failed = self._saver.settle()
+        with self.within("save"):
+            self.failed = self.saver.settle()
         if self.failed:
-            self._scores.pop(self._saved_step, None)
-            if self._world.rank == 0:
-                self._say(
-                    f"rlexp: the checkpoint of step {self._saved_step} could not be saved ({self.failed}). "
+            self._scores.pop(self.saved_step, None)
+            if self.world.rank == 0:
+                self.say(
+                    f"rlexp: the checkpoint of step {self.saved_step} could not be saved ({self.failed}). "
                     f"Training continues, and saves again when the next save is due. {self._room()}\n"
                 )
-        elif self._world.rank == 0:
-            self._saved(self._saved_step, checkpoint_folder.folder_of(self._run_dir, self._saved_step))
+        elif self.world.rank == 0:
+            self.saved(self.saved_step, checkpoint_folder.folder_of(self.run_dir, self.saved_step))
             self._pruned()
             doomed = self._doomed()
             self._pruning = threading.Thread(target=_discard, args=(doomed,), daemon=True)
@@ -142,38 +136,38 @@ class Keeper:
                 self._pruning.join()
 
     def _room(self) -> str:
-        whole = checkpoint_folder.latest_first(self._run_dir)
+        whole = checkpoint_folder.latest_first(self.run_dir)
         return f"The run can resume from {whole[0].name}." if whole else "There is no checkpoint to resume from yet."
 
     def _doomed(self) -> list[Path]:
-        checkpoints = checkpoint_folder.latest_first(self._run_dir)
+        checkpoints = checkpoint_folder.latest_first(self.run_dir)
         best = self._best()
-        return [path for path in checkpoints[self._cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
+        return [path for path in checkpoints[self.cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
 
     def _best(self) -> list[int]:
         """Return the steps of the best checkpoints. Among equals, the earlier wins."""
-        sign = -1 if self._cfg.best is Best.max else 1
-        return sorted(self._scores, key=lambda step: (sign * self._scores[step], step))[: self._cfg.keep_best]
+        sign = -1 if self.cfg.best is Best.max else 1
+        return sorted(self._scores, key=lambda step: (sign * self._scores[step], step))[: self.cfg.keep_best]
 
     def _is_best(self, score: float | None) -> bool:
         if score is None or not math.isfinite(score):
             return False
         best = self._best()
-        if len(best) < self._cfg.keep_best:
+        if len(best) < self.cfg.keep_best:
             return True
         worst = self._scores[best[-1]]
-        return score > worst if self._cfg.best is Best.max else score < worst
+        return score > worst if self.cfg.best is Best.max else score < worst
 
     def _agreed_scores(self) -> dict[int, float]:
         """Return the scores of the existing checkpoints, as rank 0 reads them."""
         scores: dict[int, float] = {}
-        if self._world.rank == 0 and self._cfg.keep_best:
-            for path in checkpoint_folder.latest_first(self._run_dir):
+        if self.world.rank == 0 and self.cfg.keep_best:
+            for path in checkpoint_folder.latest_first(self.run_dir):
                 with contextlib.suppress(CheckpointError):  # a damaged checkpoint has no score
                     score = checkpoint_folder.read_position(path).get(SCORE) or {}
-                    if self._cfg.best_metric in score:
-                        scores[checkpoint_folder.step_of(path)] = score[self._cfg.best_metric]
-        return from_rank0(scores, self._world.size)
+                    if self.cfg.best_metric in score:
+                        scores[checkpoint_folder.step_of(path)] = score[self.cfg.best_metric]
+        return from_rank0(scores, self.world.size)
 
 
 def _discard(doomed: list[Path]) -> None:

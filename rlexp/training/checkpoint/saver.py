@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from rlexp.base.files import sync
 from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.host_copy import HostCopy, Laid
-from rlexp.training.checkpoint.tensors import laid_out, share
+from rlexp.training.checkpoint.tensors import share
 from rlexp.training.engine.base import Engine
 from rlexp.training.world.groups import World
 from rlexp.training.world.objects import from_rank0, gather_objects
@@ -40,7 +39,6 @@ class Saver:
         self._step = 0
         self._files: dict[str, dict[str, Any]] = {}
         self._error: str | None = None
-        self.stood_still = 0.0  # seconds that training paused at the last save
 
     @property
     def pending(self) -> bool:
@@ -65,7 +63,6 @@ class Saver:
     def begin(self, step: int, describe: Describe) -> None:
         """Copy the state and start writing it. Returns as soon as training may change the state again."""
         assert not self.pending, "the previous checkpoint is not settled yet"
-        began = time.monotonic()
         if self._preparing is not None:
             with watch.elsewhere():
                 self._preparing.join()
@@ -85,10 +82,15 @@ class Saver:
         self._thread.start()
         with self._handing_over():
             self._host.copy(laid)  # which also tells the thread when nothing more comes
-        self.stood_still = time.monotonic() - began
 
     def _laid(self) -> Laid:
-        return laid_out(share(self._engine, self._world.rank, self._world.size))
+        """Lay this rank's share of the state by key (`weight/NAME`)."""
+        tensors, starts = {}, {}
+        for fragment in share(self._engine, self._world.rank, self._world.size):
+            for kind, tensor in fragment.tensors():
+                key = f"{kind}/{fragment.name}"
+                tensors[key], starts[key] = tensor, fragment.start
+        return Laid.of(tensors, starts)
 
     @contextlib.contextmanager
     def _handing_over(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from torch import Tensor
 
 from rlexp.base.errors import CheckpointError
 from rlexp.launch import watch
-from rlexp.training.checkpoint.host_copy import Laid
 from rlexp.training.engine.base import Engine, Fragment
 
 
@@ -39,16 +38,6 @@ def share(engine: Engine, rank: int, world_size: int) -> list[Fragment]:
             pieces.append(Fragment(fragment.name, fragment.start + low, fragment.weight[low:high], moments))
         passed += fragment.weight.numel()
     return pieces
-
-
-def laid_out(fragments: Iterable[Fragment]) -> Laid:
-    """Lay the tensors of fragments by key (`weight/NAME`)."""
-    tensors, starts = {}, {}
-    for fragment in fragments:
-        for kind, tensor in fragment.tensors():
-            key = f"{kind}/{fragment.name}"
-            tensors[key], starts[key] = tensor, fragment.start
-    return Laid.of(tensors, starts)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import ranks_of_machine
-from rlexp.launch import run_folder, stops
+from rlexp.launch import run_folder
 from rlexp.run_files.checkpoint_folder import METRICS, MODEL, POSITION, latest_first
 from rlexp.run_files.metrics_jsonl import rewrite, write_lines
 from rlexp.training.checkpoint.keeper import SCORE, Keeper
@@ -179,7 +179,6 @@ def build_keeper(
         run.device,
         run_dir,
         describe=describe,
-        asked=stops.asked,
         say=say,
         saved=saved,
         steps_per_epoch=task.steps_per_epoch,

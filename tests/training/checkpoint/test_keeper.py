@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -38,8 +39,9 @@ class FullDisk:
 
 def keeper_of(run_dir: Path, disk: Any, **keys: Any) -> Keeper:
     return Keeper(
-        CheckpointConfig(**keys), disk, World(0, 1, ALONE), torch.device("cpu"), run_dir, asked=lambda: None,
+        CheckpointConfig(**keys), disk, World(0, 1, ALONE), torch.device("cpu"), run_dir,
         describe=lambda *_: lambda _: {}, say=lambda _: None, saved=lambda *_: None, steps_per_epoch=1,
+        saved_step=0, within=lambda _: contextlib.nullcontext(),
     )  # fmt: skip
 
 
