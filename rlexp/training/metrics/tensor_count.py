@@ -71,18 +71,13 @@ class TensorCount:
             self._largest = largest
             self._chosen = {0, sizes.index(largest), len(sizes) - 1}
 
-    @contextlib.contextmanager
-    def throughout(self) -> Iterator[None]:
-        with self._here(self.always):
-            yield
+    def throughout(self) -> contextlib.AbstractContextManager[None]:
+        return self._here(self.always)
 
-    @contextlib.contextmanager
-    def micro_batch(self, place: int) -> Iterator[None]:
-        with self._here(place in self._chosen):
-            yield
+    def micro_batch(self, place: int) -> contextlib.AbstractContextManager[None]:
+        return self._here(place in self._chosen)
 
-    @contextlib.contextmanager
-    def phase(self, phase: str) -> Iterator[None]:
+    def phase(self, phase: str) -> contextlib.AbstractContextManager[None]:
         if phase in OF_STEPS:
             counted = bool(self._chosen)
         elif phase in OF_MICRO_BATCHES:
@@ -90,8 +85,7 @@ class TensorCount:
         else:
             counted = self._steps > 0 and phase not in self._once
             self._once.add(phase)
-        with self._here(counted):
-            yield
+        return self._here(counted)
 
     @contextlib.contextmanager
     def _here(self, counted: bool) -> Iterator[None]:

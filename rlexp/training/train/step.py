@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rlexp.base.errors import NonFiniteError
-from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.metrics.stopwatch import Stopwatch
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter, Stopwatch
 from rlexp.training.train.operations import note_operations, speed
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch

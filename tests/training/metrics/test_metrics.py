@@ -60,7 +60,7 @@ def test_values_are_added_up_in_float64() -> None:
 def slow_rank(spec: RankSpec, cfg: Config) -> tuple[float, float, tuple[int, ...]]:
     """Return how long a replica waits, by a clock in which only rank 1's forward passes take time: 0.2 s each; and how
     uneven the replicas' work is said to be, with the work of each."""
-    from rlexp.training.metrics import stopwatch
+    from rlexp.training.metrics import meter
     from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
     from rlexp.training.train.surroundings import UNPROBED
@@ -73,7 +73,7 @@ def slow_rank(spec: RankSpec, cfg: Config) -> tuple[float, float, tuple[int, ...
         return forward(shard)
 
     task.run.engine.forward = slowly  # type: ignore[method-assign]
-    stopwatch.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
+    meter.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     row = train_step(task, 1)
     return row["train/replica_wait_seconds"], row["train/replica_skew"], task.begin(1).dealt.work
 
