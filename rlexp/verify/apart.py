@@ -38,8 +38,7 @@ from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy
 from rlexp.training.model.reward_model import here
-from rlexp.training.reference.base import Reference
-from rlexp.training.reference.models import OfAdapter, OfModel
+from rlexp.training.reference.models import OfAdapter, OfModel, Reference
 from rlexp.training.reference.stored import Kept, ReferenceRows, Stored, appended, types_of
 from rlexp.training.reference.stored import SequenceValues as StoredValues
 from rlexp.training.train.build import build_policy, pieces_for, placing_for, placing_of_frozen

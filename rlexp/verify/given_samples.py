@@ -16,7 +16,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.rollouts import RewardConfig
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
 from rlexp.preflight.rehearsal.log import Log
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.train.build import build

@@ -15,7 +15,7 @@ from rlexp.base.errors import ModelError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.rollout import bridge as bridges
 from rlexp.training.rollout.bridge import Bridge

@@ -34,7 +34,7 @@ from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.train.build import build
 from rlexp.training.train.examples import Examples, longest_examples, sharing_examples

@@ -27,7 +27,7 @@ from rlexp.config.content_ids import files_of_model
 from rlexp.config.schema import Config, LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.training.dealer.packing import listed
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.types import Example, Floats, Pack, Shard
 
 FORMAT = 3  # of the folders, and of the code that computes what is in them

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rlexp.training.dealer.deal import Dealer
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.types import Floats, Ids, Pack, Sample, Shard, TokenLogps

@@ -46,8 +46,7 @@ from rlexp.training.model.loading import end_with_template, in_pieces
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import CRITIC, DTYPES, Critic, Policy
 from rlexp.training.model.score_head import padding_of
-from rlexp.training.reference.base import Reference
-from rlexp.training.reference.models import OfAdapter, OfModel
+from rlexp.training.reference.models import OfAdapter, OfModel, Reference
 from rlexp.training.ring.base import Window
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import BlockKernel

@@ -29,8 +29,7 @@ from rlexp.training.dataset.tokens import Encoder, Outcome, Refused, RowTokenize
 from rlexp.training.dataset.views import Halves, Joined, Places, drawn
 from rlexp.training.types import Example, Row
 from rlexp.training.world.groups import World
-from rlexp.training.world.machines import leaders_of
-from rlexp.training.world.objects import gather_objects, some_do
+from rlexp.training.world.objects import gather_objects, leaders_of, some_do
 
 
 @dataclass(frozen=True)

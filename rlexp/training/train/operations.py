@@ -24,8 +24,7 @@ from rlexp.training.engine.base import shape_of
 from rlexp.training.metrics.meter import SHARDED, Meter
 from rlexp.training.model.adapter import plain_name, without_starting
 from rlexp.training.model.policy import Policy
-from rlexp.training.reference.base import Reference
-from rlexp.training.reference.models import OfAdapter, OfModel
+from rlexp.training.reference.models import OfAdapter, OfModel, Reference
 from rlexp.training.types import Shard
 
 FORWARD, INPUT, OWN = 2, 2, 2  # operations of a weight for a token, by pass

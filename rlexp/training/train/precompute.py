@@ -35,8 +35,7 @@ from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.prepared import commit_of, of_hub
-from rlexp.training.reference.base import Reference
-from rlexp.training.reference.models import OfModel
+from rlexp.training.reference.models import OfModel, Reference
 from rlexp.training.reference.stored import (
     Kept,
     ReferenceRows,
@@ -56,8 +55,7 @@ from rlexp.training.train.parts import Setting
 from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.task import Task
 from rlexp.training.types import Floats
-from rlexp.training.world.machines import leaders_of
-from rlexp.training.world.objects import gather_objects, rank0_does, some_do
+from rlexp.training.world.objects import gather_objects, leaders_of, rank0_does, some_do
 
 T = TypeVar("T")
 PART = 256  # rows of a part, or more, so that each replica has a whole micro-batch of it

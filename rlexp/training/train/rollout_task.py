@@ -27,7 +27,7 @@ from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.of_run import room_of
 from rlexp.training.dealer.packing import listed
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.reference.stored import kept_dtype
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.rollout import saved

@@ -33,7 +33,7 @@ from rlexp.training.dealer.deal import Dealt, TooLargeError, unit_of
 from rlexp.training.dealer.of_run import shared_in_words, too_large, without_room
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, sampler_of

@@ -19,7 +19,7 @@ from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt
 from rlexp.training.dealer.forest import Forest
 from rlexp.training.metrics.meter import Meter
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import TrainingRun

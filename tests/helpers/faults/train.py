@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rlexp.training.metrics.meter import REPLICATED, SHARDED
 from rlexp.training.model.policy import cast_parameters
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.faults.base import EMPTY_REPLICA, SHORT_BATCH, TRAIN, nothing, one
 from tests.helpers.faults.plant import Altered, Change, Seeing

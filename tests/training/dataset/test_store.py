@@ -31,7 +31,7 @@ from rlexp.training.dataset.tokenize_worker import TokenizeWorker
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import examples
 from rlexp.training.types import Example
-from rlexp.training.world import machines
+from rlexp.training.world import objects
 from rlexp.training.world.groups import build_world
 from tests.helpers.paths import files_of_at_most
 from tests.helpers.ranks import on_ranks
@@ -145,7 +145,7 @@ def as_machines(spec: RankSpec, cfg: Config, folder: Path) -> Any:
     mine = folder / str(spec.rank)
     os.chdir(mine)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machines, "BOOT", mine / "boot")
+        patch.setattr(objects, "BOOT", mine / "boot")
         (mine / "boot").write_text(str(spec.rank))
         patch.setenv("RLEXP_CACHE", str(mine / "cache"))
         try:

@@ -14,7 +14,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS, Config
 from rlexp.config.schema.losses import UnpairedConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.training.reference.base import Reference
+from rlexp.training.reference.models import Reference
 from rlexp.training.train.build import build
 from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.step import train_step

@@ -34,7 +34,7 @@ from rlexp.training.train.build import build
 from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
-from rlexp.training.world import machines
+from rlexp.training.world import objects
 from tests.helpers import warm
 from tests.helpers.ranks import on_ranks
 from tests.helpers.slurm.machine import wait_until
@@ -468,7 +468,7 @@ def as_machines(spec: RankSpec, cfg: Config, folder: Path) -> list[dict[str, flo
     mine = folder / str(spec.rank)
     mine.mkdir(exist_ok=True)
     (mine / "boot").write_text(str(spec.rank))
-    machines.BOOT = mine / "boot"
+    objects.BOOT = mine / "boot"
     precompute.BLOCK = 1000
     os.environ["RLEXP_CACHE"] = str(mine / "cache")
     return rows_of(cfg)
