@@ -32,24 +32,31 @@ from rlexp.training.train.task import Task
 
 def header(task: Task, run_dir: Path) -> str:
     run = task.run
-    cfg, world = run.cfg, run.world
-    reasons = sorted(task.examples.dropped.items())
-    dropped = "".join(f"\n  {plural(count, task.kind)}: {reason}" for reason, count in reasons)
-    known = "".join(f"\n  {each}" for each in remarks(cfg, task.examples))
-    return (
+    cfg, world, policy = run.cfg, run.world, run.engine.policy
+    samplers = cfg.rollout.sampling_ranks
+    sampling = f", and {samplers} that sample{'s' * (samplers == 1)}" if samplers else ""
+    shared = task.sharing()
+    lines = [
         f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters{trained(run)}, "
-        f"{cfg.train.precision.value}), engine {run.engine.name}\n"
-        f"  ring of {world.ring.size} ({run.attention}) × {plural(world.dp_size, 'replica')} = "
-        f"{plural(world.size, 'rank')} on {run.device.type}{sampling(run)}\n"
-        f"{generating(run)}{carried(run)}{chosen(run)}{installable(run)}{fused(run)}"
-        f"  {batch_in_words(cfg)}\n"
-        f"  learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}\n"
-        f"{sharing(task)}{positions(run)}"
-        f"  {task.describe()}, {plural(run.total_steps, 'step')} (an epoch has {task.steps_per_epoch})"
-        f"{dropped}{known}\n"
-        f"{shares_in_words(task)}"
-        f"  {run_dir}\n"
-    )
+        f"{cfg.train.precision.value}), engine {run.engine.name}",
+        f"ring of {world.ring.size} ({run.attention}) × {plural(world.dp_size, 'replica')} = "
+        f"{plural(world.size, 'rank')} on {run.device.type}{sampling}",
+        generating(run),
+        carried(run),
+        run.choice.reason and f"layout {run.choice.name}: {run.choice.reason}",
+        installable(run),
+        None if policy.fused is None else f"fused: {policy.fused}",
+        batch_in_words(cfg),
+        f"learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}",
+        None if shared is None else f"sharing, in the first batch: {shared}",
+        note_on_loaded(cfg, policy.model.config.to_dict()),  # on positions, where they were not known before the start
+        f"{task.describe()}, {plural(run.total_steps, 'step')} (an epoch has {task.steps_per_epoch})",
+        *(f"{plural(count, task.kind)}: {reason}" for reason, count in sorted(task.examples.dropped.items())),
+        *remarks(cfg, task.examples),
+        shares_in_words(task),
+        str(run_dir),
+    ]
+    return "\n  ".join(filter(None, lines)) + "\n"
 
 
 def shares_in_words(task: Task) -> str:
@@ -60,7 +67,7 @@ def shares_in_words(task: Task) -> str:
         parts.append(f"{plural(len(task.examples.held_out), task.kind)} held out (data.eval_size={size:g})")
     cadences = {"evaluated": eval_cadence(cfg.train.eval_every), "saved": save_cadence(cfg.checkpoint.save_every)}
     parts += [f"{what} {every.in_words(an_epoch)}" for what, every in cadences.items() if every.epochs is not None]
-    return f"  {', '.join(parts)}\n" if parts else ""
+    return ", ".join(parts)
 
 
 def trained(run: TrainingRun) -> str:
@@ -70,25 +77,13 @@ def trained(run: TrainingRun) -> str:
     return f", {run.trained:,} trained{' in an adapter' if run.engine.policy.adapter is not None else ''}"
 
 
-def sharing(task: Task) -> str:
-    """Say what is computed once for several sequences."""
-    shared = task.sharing()
-    return "" if shared is None else f"  sharing, in the first batch: {shared}\n"
-
-
-def positions(run: TrainingRun) -> str:
-    """Warn of a data.max_length beyond the model's positions, where that was not known before the ranks started."""
-    note = note_on_loaded(run.cfg, run.engine.policy.model.config.to_dict())
-    return "" if note is None else f"  {note}\n"
-
-
 def carried(run: TrainingRun) -> str:
     """Say that ranks talk through the host, which is slow."""
     launch = run.cfg.launch
     if launch.carrier is not Collectives.staged or run.device.type != "cuda":
         return ""
     sharing = f"{launch.ranks_per_gpu} ranks share each GPU, and " if launch.ranks_per_gpu > 1 else ""
-    return f"  slow: {sharing}what ranks tell each other goes through the host's memory (launch.collectives=staged)\n"
+    return f"slow: {sharing}what ranks tell each other goes through the host's memory (launch.collectives=staged)"
 
 
 def generating(run: TrainingRun) -> str:
@@ -100,18 +95,7 @@ def generating(run: TrainingRun) -> str:
     model = run.engine.policy.model.config.to_dict()
     holds = held_by_vllm(run.cfg, model, run.parameters, memory)
     where = "each GPU" if run.device.type == "cuda" else "this machine"
-    return f"  vLLM has {holds.share:g} of the memory of {where} ({KEY}): {holds.in_words()}\n"
-
-
-def chosen(run: TrainingRun) -> str:
-    """Say why `auto` chose this layout."""
-    return f"  layout {run.choice.name}: {run.choice.reason}\n" if run.choice.reason else ""
-
-
-def fused(run: TrainingRun) -> str:
-    """Say which of the model's modules compute with fused pieces, where any may."""
-    pieces = run.engine.policy.fused
-    return "" if pieces is None else f"  fused: {pieces}\n"
+    return f"vLLM has {holds.share:g} of the memory of {where} ({KEY}): {holds.in_words()}"
 
 
 def installable(run: TrainingRun) -> str:
@@ -121,12 +105,7 @@ def installable(run: TrainingRun) -> str:
         return ""
     exact = run.cfg.launch.deterministic
     advice = faster(kernel.name, kernel.generation, heads.size, tokens_of_rank(run.cfg), deterministic=exact)
-    return f"  kernel {kernel.name}: {advice}\n" if advice else ""
-
-
-def sampling(run: TrainingRun) -> str:
-    ranks = run.cfg.rollout.sampling_ranks
-    return f", and {ranks} that sample{'s' * (ranks == 1)}" if ranks else ""
+    return f"kernel {kernel.name}: {advice}" if advice else ""
 
 
 def footer(task: Task, run_dir: Path, outcome: Outcome, evaluated: Mapping[str, Any]) -> str:

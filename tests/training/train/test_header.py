@@ -181,13 +181,13 @@ def test_each_number_of_what_this_machine_cannot_run_is_what_it_tells(
     weights, working = 4 * count(causal()), 4096 * 4 * (6 * 32 + 3 * 48) + 8 * 32 * 259
     tokens = (GIB // 4 // (128 * 384) - 1) * 128
     assert header.generating(replace(run, cfg=replace(run.cfg, rollout=by_vllm))) == (
-        f"  vLLM has 0.25 of the memory of this machine (rollout.vllm_memory): {weights / MIB:.1f} MiB weights, "
+        f"vLLM has 0.25 of the memory of this machine (rollout.vllm_memory): {weights / MIB:.1f} MiB weights, "
         f"{working / MIB:.1f} MiB working memory (assumed), 256.0 MiB keys and values of {tokens:,} tokens: "
-        f"{tokens // 2048} answers of 2,048 at once\n"
+        f"{tokens // 2048} answers of 2,048 at once"
     )
     launch = replace(run.cfg.launch, collectives=Collectives.staged, ranks_per_gpu=4)
     on_gpus = replace(run, device=torch.device("cuda"), cfg=replace(run.cfg, launch=launch))
-    assert header.carried(on_gpus).startswith("  slow: 4 ranks share each GPU, and what ranks tell each other ")
+    assert header.carried(on_gpus).startswith("slow: 4 ranks share each GPU, and what ranks tell each other ")
 
 
 def test_each_number_of_the_footer_is_what_it_tells(tmp_path: Path, model: str) -> None:
