@@ -82,7 +82,7 @@ def draw_rank(spec: RankSpec, configs: Sequence[Config]) -> list[Curve] | None:
 def _draw_one(config: Config, bridge: Bridge | None) -> Curve | None:
     from rlexp.training.train.build import build
     from rlexp.training.train.loop import train_loop
-    from rlexp.training.train.sampling_rank import sample_for
+    from rlexp.training.train.rank import sample_for
     from rlexp.training.train.surroundings import UNPROBED
 
     if bridge is not None and bridge.samples:

@@ -22,10 +22,10 @@ from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.train.build import build
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import Setting
+from rlexp.training.train.rank import sample_for
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.rows_task import RowsTask
-from rlexp.training.train.sampling_rank import sample_for
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.training.train.task import Task
 from rlexp.training.world.groups import World

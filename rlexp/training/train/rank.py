@@ -1,17 +1,20 @@
-"""The life of a rank once it has joined: build, train, export, close."""
+"""The life of a rank once it has joined: build, train, export, close; or only sample, for the others."""
 
 from __future__ import annotations
 
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from rlexp.base.errors import NonFiniteError
 from rlexp.base.printable import fitted
-from rlexp.config.schema import Config, CountTensors
+from rlexp.config.schema import Config, CountTensors, EngineConfig, EngineName
+from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch import run_folder, watch
 from rlexp.launch.joining import leave_world
 from rlexp.launch.rank_progress import Whereabouts
@@ -19,22 +22,31 @@ from rlexp.launch.stops import Outcome, finishing_steps, stopped_by
 from rlexp.run_files import evaluations
 from rlexp.run_files.checkpoint_folder import METRICS
 from rlexp.run_files.metrics_jsonl import read_rows
+from rlexp.training.engine.base import trained
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.tensor_count import TensorCount
+from rlexp.training.model.loading import load_config, load_tokenizer
+from rlexp.training.model.placing import Placing
+from rlexp.training.model.policy import DTYPES, Policy
 from rlexp.training.rollout.bridge import Bridge
+from rlexp.training.rollout.draws import Weights
+from rlexp.training.rollout.pipelined import serve
 from rlexp.training.sinks.base import Ending, Sinks
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink
-from rlexp.training.train.build import build
+from rlexp.training.train.build import build, build_policy
+from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.build_sinks import build_sinks, ending_of
+from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.header import footer, header
 from rlexp.training.train.loop import Position, train_loop
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume, versions_of
-from rlexp.training.train.sampling_rank import sample_for
 from rlexp.training.train.surroundings import HERE
 from rlexp.training.train.task import Task
+from rlexp.training.types import Example, Wanted
+from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import from_rank0, gather_objects
 
 Closing = Callable[[str, str], None]  # writes down the status, and why
@@ -98,7 +110,8 @@ def train_task(task: Task, run_dir: Path, phases: Phases) -> Outcome:
         for versions in gather_objects(versions_of(task), run.world.size):  # each machine has a cache of its own
             refuse_other_versions(run_dir, versions, cfg.resume.force)
     if position.step >= run.total_steps:
-        print_line(run, f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
+        if first:
+            say(f"rlexp: {run_dir}: step {position.step} of {run.total_steps} is done already.\n")
         exported = run_folder.read(run_dir).get("exported_step") == position.step
         if cfg.checkpoint.export and not from_rank0(exported, run.world.size):
             with phases.between("export"):
@@ -136,11 +149,6 @@ def train_task(task: Task, run_dir: Path, phases: Phases) -> Outcome:
     return outcome
 
 
-def print_line(run: TrainingRun, text: str) -> None:
-    if run.world.rank == 0:
-        say(text)
-
-
 def how_it_ended(run: TrainingRun, position: Position, stop: signal.Signals | None, failed: str | None) -> Outcome:
     if failed is not None:
         return Outcome("failed", f"the checkpoint of step {position.step} could not be saved: {failed}", 1)
@@ -165,3 +173,38 @@ def ledger(task: Task) -> dict[str, object]:
             "eval_not_as_read": dict(task.examples.held_out_dropped),
         },
     }
+
+
+# ---- a rank that only samples ----
+
+
+def sample_for(cfg: Config, bridge: Bridge) -> Outcome:
+    """Draw samples for the ranks that train: with the policy and a cache, no engine, no critic and no reference."""
+    torch.use_deterministic_algorithms(cfg.launch.deterministic)
+    device = HERE.device(cfg)
+    tokenizer = load_tokenizer(cfg.model)
+    examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
+    sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
+    whole = replace(cfg, engine=EngineConfig(EngineName.torch))  # whole on every rank: each samples alone
+    wanted = Wanted(temperature=cfg.rollout.temperature)
+    # vLLM has the weights on the device. These are handed over to it, and need not be there too.
+    at = torch.device("cpu") if cfg.rollout.engine is RolloutEngine.vllm else device
+    placing = Placing(at, DTYPES[cfg.train.precision])
+    policy = build_policy(whole, load_config(cfg.model, cfg.data.max_length), at, wanted, placing)
+    handed_over = trained(policy)
+    policy.eval().requires_grad_(False)
+    drawer = build_drawer(cfg, torch.no_grad()(policy), policy.model, tokenizer, device)
+
+    def prompts_of(number: int) -> list[Example]:
+        return [examples.train[index] for index in sampler.batch(number + 1).indices]
+
+    with finishing_steps(cfg.launch.grace_seconds):  # the training ranks save what is being drawn
+        serve(bridge, drawer, handed_over, weights_of(policy), cfg.rollout, prompts_of)
+    leave_world()
+    return Outcome()
+
+
+def weights_of(policy: Policy) -> Weights:
+    """Return what yields the weights that another engine draws by, with an adapter merged into them."""
+    adapter, held = policy.adapter, policy.model.named_parameters
+    return held if adapter is None else lambda: adapter.merged(held())
