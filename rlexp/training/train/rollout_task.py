@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.base.errors import NonFiniteError
 from rlexp.config.checks.micro_batches import scoring_at_once
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PolicyLossConfig
@@ -40,7 +39,7 @@ from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
-from rlexp.training.types import CreditedSample, Ids, Sample, Shard, TokenLogps, Wanted, moved
+from rlexp.training.types import CreditedSample, Shard, TokenLogps, Wanted, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -102,13 +101,8 @@ class RolloutTask(Task):
         """Begin a step. The first step of a rollout draws it."""
         return RolloutStep(self, step, self.rollouts.ensure(step), watch)
 
-    def evaluate(self, step: int, watch: Watch = NOTHING) -> dict[str, float]:  # noqa: ARG002
-        """Answer the held-out prompts."""
-        values = {f"eval/{name}": value for name, value in self.rollouts.evaluate().items()}
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        if bad:
-            raise NonFiniteError(f"step {step}: {', '.join(bad)} of the held-out prompts is not finite.")
-        return values
+    def evaluated(self, watch: Watch) -> dict[str, float]:  # noqa: ARG002
+        return self.rollouts.evaluate()
 
     def news(self, step: int) -> RolloutFacts | None:
         return self.rollouts.facts_of(step)
@@ -159,7 +153,8 @@ class RolloutStep(Step):
         with task.run.phases("data"):
             self.weighed = Weighed.of(task, rollouts.samples(self.batch))
         samples = self.weighed.samples
-        self.take(task.run.dealer.deal([[whole(sample)] for sample in samples]), task.run.world.replica)
+        units = [[np.concatenate((sample.example.prompt, sample.answer))] for sample in samples]
+        self.take(task.run.dealer.deal(units), task.run.world.replica)
 
     def load(self, number: int) -> SamplesMicroBatch:
         run, indices = self.task.run, self.micro_batches[number]
@@ -204,11 +199,6 @@ class RolloutStep(Step):
             values[f"train/{FASTEST}"] *= -1
             spent = values["train/time/rollout"] + values["train/time/score"]
             values["train/samples_per_second"] = rollouts.size / spent
-
-
-def whole(sample: Sample) -> Ids:
-    """Return the tokens of a sample, with its prompt's."""
-    return np.concatenate((sample.example.prompt, sample.answer))
 
 
 @dataclass(frozen=True)

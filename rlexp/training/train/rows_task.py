@@ -11,7 +11,6 @@ batch, n trained tokens of one rank.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -22,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.base.errors import DataError, NonFiniteError
+from rlexp.base.errors import DataError
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Losses, Sides, Values
@@ -33,23 +32,20 @@ from rlexp.training.dealer.deal import Dealt, TooLargeError, unit_of
 from rlexp.training.dealer.of_run import shared_in_words, too_large, without_room
 from rlexp.training.dealer.packing import listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
-from rlexp.training.reference.models import Reference
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.train.by_length import Buckets
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.fitting import unfit
-from rlexp.training.train.mismatched import Mismatched
-from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.sequence_sums import scores_by_sequence, sum_by_sequence, with_ends
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
-from rlexp.training.train.whole_batch import WholeBatch, gathered, with_slopes
+from rlexp.training.train.whole_batch import Mismatched, WholeBatch, gathered, with_slopes
 from rlexp.training.types import Example, Floats, SequenceName, moved
 from rlexp.training.world.objects import gather_objects
 
 
 class RowsTask(Task):
-    reference: Reference | None
+    if_not_finite = " A smaller optim.lr?"
     carried: Mapping[str, float]  # what the loss left behind at the last step
     most_steps: int | None = None  # of the run's steps, those for which a stored reference must know the examples
 
@@ -69,10 +65,6 @@ class RowsTask(Task):
     def steps_per_epoch(self) -> int:
         return self.sampler.steps_per_epoch
 
-    def start(self, run: TrainingRun, reference: Reference | None) -> None:
-        super().start(run, reference)
-        self.reference = reference
-
     def batch(self, step: int) -> Batch:
         return self.sampler.batch(step)
 
@@ -81,19 +73,13 @@ class RowsTask(Task):
         return RowsStep(self, batch, [self.examples.train[index] for index in batch.indices], watch)
 
     @torch.no_grad()
-    def evaluate(self, step: int, watch: Watch = NOTHING) -> dict[str, float]:
+    def evaluated(self, watch: Watch) -> dict[str, float]:
         """Run the held-out examples once, by the code of training, as one batch."""
         meter, held_out = Meter(self.run.world, self.run.device), self.examples.held_out
         with self.run.phases("eval"):
             whole = Batch(0, 0, tuple(range(len(held_out))))
             RowsStep(self, whole, held_out, watch, held_out=True).evaluate(meter)
-        values = {f"eval/{name}": value for name, value in self.buckets.completed(meter.reduce()).items()}
-        bad = [name for name, value in values.items() if not math.isfinite(value)]
-        if bad:
-            raise NonFiniteError(
-                f"step {step}: {', '.join(bad)} of the held-out {self.kind}s is not finite. A smaller optim.lr?"
-            )
-        return values
+        return self.buckets.completed(meter.reduce())
 
     def sharing(self) -> str | None:
         units = [unit_of(self.examples.train[index]) for index in self.batch(1).indices]

@@ -6,6 +6,7 @@ stands, `start` hands it the run. From then on `train_step` asks it for one `Ste
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rlexp.base.errors import NonFiniteError
 from rlexp.config.schema.cadence import plural
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt
@@ -112,9 +114,11 @@ class Task(ABC):
     """One kind of training: on answers that the rows give, or on samples that the policy draws itself."""
 
     kind: str  # the name of one example
+    if_not_finite = ""  # what may help where an evaluation is not finite
     examples: Examples
     wanted: Wanted  # of the models, the rows and the train batch
     run: TrainingRun  # from `start` on
+    reference: Reference | None
 
     @property
     def wanted_of_evaluation(self) -> Wanted:
@@ -126,7 +130,7 @@ class Task(ABC):
 
     def start(self, run: TrainingRun, reference: Reference | None) -> None:
         """Take the run, whose engine stands, and the reference if the task needs one. A collective call."""
-        self.run = run
+        self.run, self.reference = run, reference
 
     @abstractmethod
     def batch(self, step: int) -> Batch:
@@ -136,9 +140,19 @@ class Task(ABC):
     def begin(self, step: int, watch: Watch = NOTHING) -> Step:
         """Begin optimizer step `step`, counted from 1. A collective call."""
 
-    @abstractmethod
     def evaluate(self, step: int, watch: Watch = NOTHING) -> dict[str, float]:
         """Return the values of the held-out examples. A collective call."""
+        values = {f"eval/{name}": value for name, value in self.evaluated(watch).items()}
+        bad = [name for name, value in values.items() if not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"step {step}: {', '.join(bad)} of the held-out {self.kind}s is not finite.{self.if_not_finite}"
+            )
+        return values
+
+    @abstractmethod
+    def evaluated(self, watch: Watch) -> dict[str, float]:
+        """Return the values of the held-out examples, by their names without `eval/`. A collective call."""
 
     def news(self, step: int) -> RolloutFacts | None:
         """Return on rank 0 what the sinks are told beside the row. A collective call."""

@@ -194,8 +194,8 @@ PASS = "train.rows_task:RowsStep."
 LOSS_FAULTS = (
     *in_each_loss(),
     *in_each_task(),
-    one("kto: the partner after", "train.mismatched:partners_of", of_next_place, "data", TRAIN, *of("kto")),
-    one("kto: a partner with the same prompt", "train.mismatched:partners_of", of_place_before, "data", TRAIN,
+    one("kto: the partner after", WHOLE + "partners_of", of_next_place, "data", TRAIN, *of("kto")),
+    one("kto: a partner with the same prompt", WHOLE + "partners_of", of_place_before, "data", TRAIN,
         *of("kto"), "data.unpair=true", "data.shuffle=false"),
     one("kto: log-ratios of the replica", PASS + "log_ratios_of_others", of_this_replica, "loss", TRAIN, *of("kto")),
     one("bco: the whole batch is the replica's", WHOLE + "gathered", of_the_replica, "loss", TRAIN, *of("bco")),

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from rlexp.training.train.mismatched import Mismatched, partners_of
+from rlexp.training.train.whole_batch import Mismatched, partners_of
 from rlexp.training.types import Example
 
 
