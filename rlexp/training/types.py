@@ -8,7 +8,7 @@ u places of a shard whose targets are trained on, each once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -185,10 +185,8 @@ class Shard:
         return values_u if self.reads_n is None else values_u.index_select(0, self.reads_n)
 
     def to(self, device: torch.device) -> Shard:
-        held = {each.name: getattr(self, each.name) for each in fields(self)}
-        on_device: dict[str, Any] = {
-            name: moved(value, device) for name, value in held.items() if isinstance(value, Tensor)
-        }
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        on_device: dict[str, Any] = {name: moved(value, device) for name, value in tensors.items()}
         return replace(self, **on_device, attention=self.attention.to(device))
 
 

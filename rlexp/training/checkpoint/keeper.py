@@ -57,8 +57,8 @@ class Keeper:
         if not self._prepared and self.cfg.save_every is not None:
             self.saver.prepare()
         self._prepared = True
-        if self.saver.pending and not writing:
-            self._settle()
+        if not writing:
+            self.settle()
         if self._every.due(step, self.steps_per_epoch) or clock or self._is_best(score):
             self._save(step, score)
         return signal.Signals(stop) if stop else None
@@ -71,10 +71,6 @@ class Keeper:
                 self._save(int(row["step"]), self._score(row))
                 self.settle()
         self._pruned()
-
-    def settle(self) -> None:
-        if self.saver.pending:
-            self._settle()
 
     def _score(self, row: MetricRow) -> float | None:
         """Return the value by which this step's checkpoint is kept. An unknown metric is refused at the first step that
@@ -113,7 +109,9 @@ class Keeper:
         if score is not None:
             self._scores[step] = score
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        if not self.saver.pending:
+            return
         with self.within("save"):
             self.failed = self.saver.settle()
         if self.failed:
@@ -126,7 +124,8 @@ class Keeper:
         elif self.world.rank == 0:
             self.saved(self.saved_step, checkpoint_folder.folder_of(self.run_dir, self.saved_step))
             self._pruned()
-            doomed = self._doomed()
+            best, checkpoints = self._best(), checkpoint_folder.latest_first(self.run_dir)
+            doomed = [path for path in checkpoints[self.cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
             self._pruning = threading.Thread(target=_discard, args=(doomed,), daemon=True)
             self._pruning.start()
 
@@ -138,11 +137,6 @@ class Keeper:
     def _room(self) -> str:
         whole = checkpoint_folder.latest_first(self.run_dir)
         return f"The run can resume from {whole[0].name}." if whole else "There is no checkpoint to resume from yet."
-
-    def _doomed(self) -> list[Path]:
-        checkpoints = checkpoint_folder.latest_first(self.run_dir)
-        best = self._best()
-        return [path for path in checkpoints[self.cfg.keep_last :] if checkpoint_folder.step_of(path) not in best]
 
     def _best(self) -> list[int]:
         """Return the steps of the best checkpoints. Among equals, the earlier wins."""

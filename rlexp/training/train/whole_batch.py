@@ -16,11 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_structure, tree_unflatten
 
 from rlexp.training.algos.base import Loss, Losses, Sides, Values
 from rlexp.training.dataset.tokens import fitted
 from rlexp.training.types import Example, moved
 from rlexp.training.world.groups import World
+
+DIFFERING = ("logps", "reference", "tokens", "of_tokens", "margin_E", "label_E")  # values that differ between examples
 
 
 @dataclass(frozen=True)
@@ -63,38 +66,18 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
 
     Each place belongs to one rank alone, so the sum over the ranks is exact.
     """
-    some = parts[0][1]
-    rows = [torch.stack([each_E.detach() for each_E in _columns(values)]) for _, values in parts]
+    of_parts = [
+        {name: each for name in DIFFERING if (each := getattr(values, name)) is not None} for _, values in parts
+    ]
+    rows = [torch.stack([each_E.detach() for each_E in tree_leaves(each)]) for each in of_parts]
     table = rows[0].new_zeros(len(rows[0]), count)
     if world.ring.rank == 0:
         for (places, _), row in zip(parts, rows, strict=True):
             table[:, moved(torch.tensor(places, dtype=torch.int64), table.device)] = row
     if world.size > 1:
         dist.all_reduce(table)
-    return _of_columns(list(table.cpu()), some)
-
-
-OF_SIDES = ("logps", "reference", "tokens")
-OF_EXAMPLES = ("margin_E", "label_E")
-
-
-def _columns(values: Values) -> list[Tensor]:
-    """Return the values that differ between examples."""
-    of_sides = [getattr(values, name) or {} for name in OF_SIDES] + [*values.of_tokens.values()]
-    of_examples = [each_E for name in OF_EXAMPLES if (each_E := getattr(values, name)) is not None]
-    return [each_E for sides in of_sides for each_E in sides.values()] + of_examples
-
-
-def _of_columns(columns: list[Tensor], like: Values) -> Values:
-    """Return values like some, of columns in the order of `_columns`."""
-
-    def taken(sides: Sides | None) -> Sides | None:
-        return None if sides is None else {side: columns.pop(0) for side in sides}
-
-    taken_up: dict[str, Any] = {name: taken(getattr(like, name)) for name in OF_SIDES}
-    taken_up["of_tokens"] = {name: taken(sides) for name, sides in like.of_tokens.items()}
-    taken_up |= {name: columns.pop(0) for name in OF_EXAMPLES if getattr(like, name) is not None}
-    return replace(like, **taken_up)
+    columns: dict[str, Any] = tree_unflatten(table.cpu().unbind(), tree_structure(of_parts[0]))
+    return replace(parts[0][1], **columns)
 
 
 # ---- answers to other prompts, by which a loss estimates how far the policy has moved ----
