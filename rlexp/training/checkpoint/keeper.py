@@ -73,8 +73,7 @@ class Keeper:
         self._pruned()
 
     def _score(self, row: MetricRow) -> float | None:
-        """Return the value by which this step's checkpoint is kept. An unknown metric is refused at the first step that
-        should have it."""
+        """Return by what a checkpoint is kept. An unknown metric is refused at the first step that should have it."""
         if not self.cfg.keep_best:
             return None
         name = self.cfg.best_metric

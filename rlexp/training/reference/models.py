@@ -24,8 +24,7 @@ class Reference(ABC):
 
     @abstractmethod
     def logps(self, shard: Shard) -> Tensor:
-        """Return the log-probability of each of the shard's targets, (t,), without a gradient. A collective call where
-        the reference's weights are in pieces."""
+        """Return each target's log-probability, (t,), without gradient. A collective call if weights are in pieces."""
 
 
 @dataclass(frozen=True)

@@ -182,12 +182,7 @@ def build_layout(cfg: Config, own: Layout) -> Layout:
 
 
 def build_policy(
-    cfg: Config,
-    config: Any,
-    device: torch.device,
-    wanted: Wanted,
-    placing: Placing | None,
-    around: Surroundings = HERE,
+    cfg: Config, config: Any, device: torch.device, wanted: Wanted, placing: Placing | None, around: Surroundings = HERE
 ) -> Policy:
     """Load the starting weights: into their place, or in pieces from the first moment under ZeRO-3."""
     load, float64 = around.model, cfg.train.precision is Precision.fp64
@@ -289,10 +284,7 @@ def build_frozen(
 
 
 def models_of(cfg: Config, policy_config: Any, wanted: Wanted, around: Surroundings) -> list[tuple[ModelConfig, Any]]:
-    """Return the policy with its transformers configuration, and the model in reference.path with its own.
-
-    A reference model that cannot stand beside the policy is refused.
-    """
+    """Return the policy and the model in reference.path, with their configurations; refuse one that does not fit."""
     policy = (cfg.model, policy_config)
     if cfg.reference.path is None or not wanted.reference:
         return [policy]
@@ -348,8 +340,7 @@ def kernel_for(
 def build_reference(
     run: TrainingRun, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings
 ) -> Reference:
-    """Build what the policy is compared with, after the engine, which needs more memory for a moment while it is
-    built."""
+    """Build what the policy is compared with: after the engine, which needs more memory while it is built."""
     match run.cfg.reference.name:
         case ReferenceName.adapter:
             return OfAdapter(run.engine)
@@ -362,8 +353,7 @@ def build_reference(
 def stored_reference(
     setting: Setting, task: Task, model: tuple[ModelConfig, Any], around: Surroundings, *, trains: bool
 ) -> Reference:
-    """Return what was computed of a model before training, or compute it: before there is a policy, so that the two
-    never are in memory together."""
+    """Return what is kept of a model, or compute it: before there is a policy, so that memory never holds both."""
 
     def load() -> Frozen:
         frozen = frozen_model(setting, model, task.wanted, around)

@@ -53,8 +53,7 @@ def build_source(run: TrainingRun, bridge: Bridge | None, around: Surroundings) 
 
 
 def policy_weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    """Return the policy's trained weights without the critic's: ranks that only sample have no critic, and have loaded
-    what is frozen."""
+    """Return the trained weights but the critic's: ranks that only sample have no critic, and loaded what is frozen."""
     return ((name, weight) for name, weight in engine.weights(trained=True) if not name.startswith(CRITIC))
 
 

@@ -68,8 +68,7 @@ def _alike(cfg: Config, labels: tuple[int, int]) -> str | None:
 
 
 def _alone(cfg: Config, examples: Examples) -> str | None:
-    """Say if the last batch, or the held-out data, has a single answer. The size of all other batches is checked with
-    the configuration."""
+    """Say if the last batch, or the held-out data, has one answer. Other batches are checked with the configuration."""
     size, taken = cfg.train.batch_size, sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture).taken
     why = f"loss={cfg.loss.name} {ALONE}"
     if taken % size == 1 and not cfg.data.drop_last:

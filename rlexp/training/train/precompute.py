@@ -35,20 +35,9 @@ from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.model.prepared import commit_of, of_hub
+from rlexp.training.reference import stored
 from rlexp.training.reference.models import OfModel, Reference
-from rlexp.training.reference.stored import (
-    Kept,
-    ReferenceRows,
-    SequenceValues,
-    Stored,
-    appended,
-    cache_of,
-    digest_of,
-    facts_of,
-    folder_of,
-    key_of,
-    types_of,
-)
+from rlexp.training.reference.stored import Kept, ReferenceRows, SequenceValues, Stored, appended
 from rlexp.training.rollout.experience import off_pack
 from rlexp.training.sinks.console import say
 from rlexp.training.train.parts import Setting
@@ -88,7 +77,7 @@ def _facts(cfg: Config, model: ModelConfig, sequences: str) -> dict[str, Any]:
             f"one would have other log-probabilities. Give the model's folder, or use reference=model."
         )
     try:
-        return facts_of(cfg, model, commit, sequences)
+        return stored.facts_of(cfg, model, commit, sequences)
     except OSError as error:
         raise DataError(
             f"reference=precompute: a file of the model cannot be read ({error}). Make it readable."
@@ -122,7 +111,7 @@ def shared_digest(rows: ReferenceRows, setting: Setting) -> str:
     world = setting.world
     blocks = range(-(-len(rows) // HASHED))
     own_digests = {
-        block: digest_of(rows[number] for number in range(block * HASHED, min(len(rows), (block + 1) * HASHED)))
+        block: stored.digest_of(rows[number] for number in range(block * HASHED, min(len(rows), (block + 1) * HASHED)))
         for block in blocks[world.rank :: world.size]
     }
     digests = {block: each for part in gather_objects(own_digests, world.size) for block, each in part.items()}
@@ -140,14 +129,14 @@ class _Keeper:
 
     def __post_init__(self) -> None:
         self.cfg, self.world = self.setting.cfg, self.setting.world
-        self.folder = folder_of(self.cfg)
+        self.folder = stored.folder_of(self.cfg)
         leaders = leaders_of(self.folder, partial(_refusal, self.cfg), self.world.size)
         self.leads = leaders[self.world.rank] == self.world.rank
         self.shown = self.cfg.logger.progress and self.world.rank == 0
 
     def ensured(self, rows: ReferenceRows, facts: dict[str, Any]) -> Path:
         """Return the folder of these rows, made if there is none, or a damaged one."""
-        place = self.folder / key_of(facts)
+        place = self.folder / stored.key_of(facts)
         what = f"{len(rows):,} {'held-out ' if rows.held_out else ''}{self.task.kind}s"
         if all(each is not False for each in self.leaders_do(lambda: is_whole(place))):
             self.say(f"the log-probabilities of {what} are in {place}.")
@@ -166,7 +155,7 @@ class _Keeper:
         size, parts = self.world.dp_size * (at_once(self.cfg).samples or 1), list[Appending]()  # rank 0's only one
 
         def begin() -> int:
-            parts.append(Appending(folder, types_of(self.cfg.train.precision)))
+            parts.append(Appending(folder, stored.types_of(self.cfg.train.precision)))
             return int(parts[0].facts[-1]) if parts[0].facts else 0
 
         def append(arrays: Sequence[Floats], last: int) -> None:
@@ -305,12 +294,13 @@ def _refusal(cfg: Config, error: OSError) -> str:
     key, remedy = (
         ("data.cache", "data.cache=FOLDER") if own else ("RLEXP_CACHE", "RLEXP_CACHE=FOLDER before the command")
     )
+    where = f"{key}={stored.cache_of(cfg)}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return (
-            f"{key}={cache_of(cfg)}: has no room for the log-probabilities of reference=precompute ({error.strerror}). "
+            f"{where}: has no room for the log-probabilities of reference=precompute ({error.strerror}). "
             f"Free some and start again: it continues where it stopped. Or give another folder: {remedy}."
         )
     return (
-        f"{key}={cache_of(cfg)}: cannot be written ({error.strerror}), and reference=precompute keeps "
+        f"{where}: cannot be written ({error.strerror}), and reference=precompute keeps "
         f"log-probabilities there. Give a folder where you may write: {remedy}; or use reference=model."
     )

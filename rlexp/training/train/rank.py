@@ -74,14 +74,9 @@ def train(cfg: Config, run_dir: Path, bridge: Bridge | None = None, closing: Clo
 
 def tensor_count(cfg: Config) -> TensorCount | None:
     """Choose where live tensors are counted; None: nowhere."""
-    device = HERE.device(cfg)
-    match cfg.memory.count_tensors:
-        case CountTensors.always:
-            return TensorCount(device, always=True)
-        case CountTensors.auto if device.type == "cpu":
-            return TensorCount(device, always=False)
-        case _:
-            return None
+    device, always = HERE.device(cfg), cfg.memory.count_tensors is CountTensors.always
+    counts = always or (cfg.memory.count_tensors is CountTensors.auto and device.type == "cpu")
+    return TensorCount(device, always=always) if counts else None
 
 
 def train_watched(

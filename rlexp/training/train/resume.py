@@ -88,8 +88,7 @@ def versions_of(task: Task) -> dict[str, str]:
 
 
 def refuse_other_versions(run_dir: Path, now: Mapping[str, str], force: Sequence[str]) -> None:
-    """Refuse to go on with a set or a model of the hub that has changed since: other samples, or other frozen weights,
-    would follow."""
+    """Refuse a set or model of the hub that has changed since: other samples, or other frozen weights, would follow."""
     before = run_folder.read(run_dir).get("data", {}).get("versions", {})
     for key, commit in now.items():
         if before.get(key, commit) != commit and not {key, key.partition(".")[0]} & set(force):
@@ -145,10 +144,7 @@ def build_keeper(
     """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
     run = task.run
     rank0_does(lambda: check_space(run, run_dir), run.world.size)
-    facts = {
-        "parameters": {name: list(shape) for name, shape in run.engine.shapes().items()},
-        "layout": layout(run),
-    }
+    shapes = {name: list(shape) for name, shape in run.engine.shapes().items()}
     known = run_folder.read(run_dir) if run.world.rank == 0 else {}
     if run.world.rank == 0 and "identity" not in known:  # run.json could not be written
         known["identity"] = identity(run.cfg)
@@ -174,7 +170,7 @@ def build_keeper(
 
     return Keeper(
         run.cfg.checkpoint,
-        Saver(run.engine, run.world, run_dir, facts, rank_share(run.cfg)),
+        Saver(run.engine, run.world, run_dir, {"parameters": shapes, "layout": layout(run)}, rank_share(run.cfg)),
         run.world,
         run.device,
         run_dir,

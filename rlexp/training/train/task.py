@@ -77,8 +77,7 @@ class Step(ABC):
         self.forests = self.dealt.forests[replica] if self.dealt.forests else ()
 
     def prepare(self) -> Any:
-        """Run the passes without gradient that come before the first micro-batch; return what they find, frozen. A
-        collective call."""
+        """Run the passes without gradient before the first micro-batch; return what they find. A collective call."""
         return None
 
     @abstractmethod
@@ -165,10 +164,8 @@ class Task(ABC):
         return None
 
     def writer(self, step: int) -> Callable[[Path], list[Path]]:
-        """Return a function that writes this rank's part of the task's state and names the files.
-
-        Called between two steps; the function runs while training goes on.
-        """
+        """Return a function that writes this rank's part of the task's state and names the files. Called between two
+        steps; the function runs while training goes on."""
         return lambda _folder: []
 
     def restore(self, folder: Path, position: Any, step: int) -> None:
@@ -192,8 +189,7 @@ class Task(ABC):
         return plural(len(self.examples.train), self.kind)
 
     def sharing(self) -> str | None:
-        """Say what the first train batch need not compute, because its sequences share it; None where that is not known
-        before samples are drawn."""
+        """Say what sequences of the first train batch share; None where that is not known before samples are drawn."""
         return None
 
     def counts(self) -> dict[str, int]:
