@@ -26,8 +26,8 @@ from bench.measured import print_tables
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
+from rlexp.training.metrics.live_tensors import TensorCount
 from rlexp.training.metrics.memory import Phases
-from rlexp.training.metrics.tensor_count import TensorCount
 from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
 

@@ -17,8 +17,8 @@ import torch
 
 from rlexp.base.errors import OutOfMemory, is_out_of_memory
 from rlexp.launch.rank_progress import BETWEEN
+from rlexp.training.metrics.live_tensors import TensorCount
 from rlexp.training.metrics.meter import Meter
-from rlexp.training.metrics.tensor_count import TensorCount
 
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 _RESET_PEAK = "5"  # proc(5): reset the peak resident set size

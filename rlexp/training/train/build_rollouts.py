@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,38 +67,24 @@ def build_drawer(
     in_step: bool = False,
     around: Surroundings = HERE,
 ) -> Draws:
-    ends = ends_of(model, tokenizer)
+    common: dict[str, Any] = {
+        "tokenizer": tokenizer,
+        "ends": ends_of(model, tokenizer),
+        "cfg": cfg.rollout,
+        "seed": cfg.seed,
+        "device": device,
+        "dtype": kept_dtype(cfg.train.precision),
+    }
     match cfg.rollout.engine:
         case RolloutEngine.native:
-            return around.drawer(
-                forward=forward,
-                tokenizer=tokenizer,
-                ends=ends,
-                cfg=cfg.rollout,
-                seed=cfg.seed,
-                device=device,
-                dtype=kept_dtype(cfg.train.precision),
-                in_step=in_step,
-            )
+            return around.drawer(**common, forward=forward, in_step=in_step)
         case RolloutEngine.vllm:
             from rlexp.training.rollout.vllm.drawer import VLLMDrawer
 
             refuse_renamed(model)
 
-            def write_model(place: Path) -> None:
-                save_description(model, tokenizer, place)
-
-            return VLLMDrawer(
-                write_model=write_model,
-                tokenizer=tokenizer,
-                ends=ends,
-                cfg=cfg.rollout,
-                seed=cfg.seed,
-                max_length=cfg.data.max_length,
-                device=device,
-                precision=VLLM_DTYPES[cfg.train.precision],
-                dtype=kept_dtype(cfg.train.precision),
-            )
+            describe, precision = partial(save_description, model, tokenizer), VLLM_DTYPES[cfg.train.precision]
+            return VLLMDrawer(**common, write_model=describe, max_length=cfg.data.max_length, precision=precision)
 
 
 def refuse_renamed(model: Any) -> None:

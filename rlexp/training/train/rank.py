@@ -23,8 +23,8 @@ from rlexp.run_files import evaluations
 from rlexp.run_files.checkpoint_folder import METRICS
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.engine.base import trained
+from rlexp.training.metrics.live_tensors import TensorCount
 from rlexp.training.metrics.memory import Phases
-from rlexp.training.metrics.tensor_count import TensorCount
 from rlexp.training.model.loading import load_config, load_tokenizer
 from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES, Policy

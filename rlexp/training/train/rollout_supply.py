@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,42 +24,25 @@ from rlexp.training.algos.kl import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.rollout import saved
+from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.experience import Table, fetch, table_of
 from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
 from rlexp.training.rollout.host import Host
+from rlexp.training.rollout.pipelined import Pipelined
 from rlexp.training.rollout.rewards.weighted import Judged, Rewards
 from rlexp.training.rollout.scoring import Columns, Scorer, Scores
 from rlexp.training.sinks.base import RolloutFacts, Shown
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.types import CreditedSample, Example, Sample, ScoredSample
+from rlexp.training.types import CreditedSample, Sample, ScoredSample
 
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
 NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead
 ALIKE = 1e-9  # scores of a group this close, relatively, count as equal: a model's scores may differ by rounding
 
-
-class Source(Protocol):
-    """Draws samples. Its methods are collective calls of the training ranks."""
-
-    seconds: float  # the time the last rollout took: this rank's, or the slowest sampling rank's
-    waited: float  # the time this rank waited for the sampling ranks
-    spans: list[tuple[float, float]]  # when the rollout was drawn, by the clock
-    staleness: int  # rollouts trained on between the weights that drew it and now
-
-    def draw(self, number: int, prompts: Sequence[Example], n_samples: int, rewards: Rewards) -> list[Sample]:
-        """Return this rank's samples of rollout `number`, handing them to the rewards as they come.
-
-        All ranks together get the same samples, whichever rank draws them.
-        """
-
-    def waiting(self) -> list[Sample] | None:
-        """Return this rank's part of the samples drawn ahead, for a checkpoint."""
-
-    def restore(self, number: int, waiting: list[Sample]) -> None: ...
-
-    def finish(self) -> None:
-        """End the run."""
+# Draws samples. Its methods are collective calls of the training ranks, which together get the same samples, whichever
+# rank draws them.
+Source = Colocated | Pipelined
 
 
 @dataclass(frozen=True)
@@ -102,15 +85,8 @@ class Rollouts:
 
     def __post_init__(self) -> None:
         self.cfg, self.world, self.phases = self.run.cfg.rollout, self.run.world, self.run.phases
+        self.size, self.steps_each = self.cfg.batch_size * self.cfg.n_samples, self.cfg.epochs * self.cfg.minibatches
         self.controller = KLController(self.loss_cfg.beta, self.loss_cfg.kl_target, self.loss_cfg.kl_horizon)
-
-    @property
-    def steps_each(self) -> int:
-        return self.cfg.epochs * self.cfg.minibatches
-
-    @property
-    def size(self) -> int:
-        return self.cfg.batch_size * self.cfg.n_samples
 
     def of_step(self, step: int) -> int:
         return (step - 1) // self.steps_each

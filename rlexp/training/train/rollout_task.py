@@ -39,7 +39,7 @@ from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
-from rlexp.training.types import CreditedSample, Shard, TokenLogps, Wanted, moved
+from rlexp.training.types import CreditedSample, Shard, TokenLogps, moved
 
 FASTEST = "time/sampling_fastest"
 
@@ -55,17 +55,10 @@ class RolloutTask(Task):
         self.loss = build_policy_loss(cfg.loss, cfg.rollout.importance_cap)
         self.bridge, self.around = bridge, around
         self.wanted = replace(self.loss.wanted, temperature=cfg.rollout.temperature)
+        self.wanted_of_evaluation = self.wanted.frozen  # which draws and asks for rewards, and compares with nothing
         self.examples = examples
         self.sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
-
-    @property
-    def wanted_of_evaluation(self) -> Wanted:
-        """An evaluation draws answers and asks for their rewards, and compares the policy with nothing."""
-        return self.wanted.frozen
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch * self.cfg.epochs * self.cfg.minibatches
+        self.steps_per_epoch = self.sampler.steps_per_epoch * self.cfg.epochs * self.cfg.minibatches
 
     def start(self, run: TrainingRun, reference: Reference | None) -> None:
         super().start(run, reference)

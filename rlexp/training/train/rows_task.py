@@ -27,7 +27,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE, SIDES
 from rlexp.training.algos.base import Losses, Sides, Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.algos.log_ratios import log_ratio
-from rlexp.training.dataset.sampler import Batch, Sampler
+from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt, TooLargeError, unit_of
 from rlexp.training.dealer.of_run import shared_in_words, too_large, without_room
 from rlexp.training.dealer.packing import listed, pack_examples
@@ -52,18 +52,15 @@ class RowsTask(Task):
     def __init__(self, cfg: Config, examples: Examples) -> None:
         self.kind, self.sides = EXAMPLE[cfg.loss.rows], SIDES[cfg.loss.rows]
         self.loss = build_loss(cfg.loss)
-        self.wanted = self.loss.wanted
+        self.wanted = self.wanted_of_evaluation = self.loss.wanted
         self.examples = examples
-        self.sampler: Sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
+        self.sampler = sampler_of(cfg, cfg.loss.rows, len(examples.train), examples.mixture)
+        self.steps_per_epoch = self.sampler.steps_per_epoch
         self.carried = {}
         self.buckets = Buckets(cfg.eval.buckets)
         reasons = (unfit(cfg, examples), without_room(cfg, examples.train, examples.held_out))
         if (reason := next(filter(None, reasons), None)) is not None:
             raise DataError(reason)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        return self.sampler.steps_per_epoch
 
     def batch(self, step: int) -> Batch:
         return self.sampler.batch(step)

@@ -116,16 +116,10 @@ class Task(ABC):
     if_not_finite = ""  # what may help where an evaluation is not finite
     examples: Examples
     wanted: Wanted  # of the models, the rows and the train batch
+    wanted_of_evaluation: Wanted
+    steps_per_epoch: int
     run: TrainingRun  # from `start` on
     reference: Reference | None
-
-    @property
-    def wanted_of_evaluation(self) -> Wanted:
-        return self.wanted
-
-    @property
-    @abstractmethod
-    def steps_per_epoch(self) -> int: ...
 
     def start(self, run: TrainingRun, reference: Reference | None) -> None:
         """Take the run, whose engine stands, and the reference if the task needs one. A collective call."""

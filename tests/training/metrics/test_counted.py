@@ -14,10 +14,9 @@ from rlexp.config.schema import Config, CountTensors
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, read
 from rlexp.run_files.curve_distance import compared
-from rlexp.training.metrics.live_tensors import LiveTensors
+from rlexp.training.metrics.live_tensors import LiveTensors, TensorCount
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
-from rlexp.training.metrics.tensor_count import TensorCount
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import SHORT, rehearsed
