@@ -42,8 +42,8 @@ from rlexp.config.schema import Config, OptimConfig
 from rlexp.launch.joining import ON_CPU, RankSpec, join, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.run_files import checkpoint_folder
-from rlexp.training.checkpoint.saver import Saver
-from rlexp.training.checkpoint.tensors import Reader, share
+from rlexp.training.checkpoint.restore import Reader
+from rlexp.training.checkpoint.saver import Saver, share
 from rlexp.training.engine.base import MOMENTS, set_lr
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model.policy import Policy

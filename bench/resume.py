@@ -33,7 +33,7 @@ from rlexp.run.job import train_rank
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
-from rlexp.training.checkpoint.tensors import Reader
+from rlexp.training.checkpoint.restore import Reader
 
 STEPS, EPOCH = 7, 3  # 3 steps an epoch
 BASE = (

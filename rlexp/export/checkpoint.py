@@ -17,7 +17,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.config.trust import TRUST, without_code
 from rlexp.launch import run_folder
 from rlexp.run_files import checkpoint_folder
-from rlexp.training.checkpoint.tensors import Reader
+from rlexp.training.checkpoint.restore import Reader
 from rlexp.training.model.adapter import layers_of, original_name
 from rlexp.training.model.export import described, dtype_of, export
 from rlexp.training.model.export_adapter import adapter_dtype, export_adapter

@@ -37,7 +37,7 @@ from rlexp.export.checkpoint import _at_its_commit, export_checkpoint
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import RankFailed, run_ranks
 from rlexp.run_files.checkpoint_folder import check_sizes, latest_first
-from rlexp.training.checkpoint.tensors import Reader
+from rlexp.training.checkpoint.restore import Reader
 from rlexp.training.model import export
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train import export_at_end as exported

@@ -73,8 +73,8 @@ def weights_of(engine: Any) -> dict[str, Tensor]:
 def begin_saving(run: Any, folder: Path, step: int) -> Callable[[], Any]:
     """Begin to save the engine's state. What is returned waits for the files, and returns a reader of them."""
     from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
+    from rlexp.training.checkpoint.restore import Reader
     from rlexp.training.checkpoint.saver import Saver
-    from rlexp.training.checkpoint.tensors import Reader
 
     def nothing_else(at: Path) -> list[Path]:
         paths = [at / name for name in ("position.json", "metrics.jsonl")] if run.world.rank == 0 else []

@@ -121,7 +121,7 @@ def test_a_planted_circle_of_modules_is_found(copy: Path) -> None:
     ("file", "line", "name"),
     [
         ("training/algos/pairs.py", "import numpy", "numpy"),
-        ("launch/run_folder.py", "from rlexp.training.checkpoint.tensors import Reader", "checkpoint/tensors"),
+        ("launch/run_folder.py", "from rlexp.training.checkpoint.restore import Reader", "checkpoint/restore"),
         ("training/engine/plain.py", "from rlexp.training.ring.layouts import get_layout", "ring/layouts"),
         ("data/__main__.py", "import numpy", "numpy"),  # a command's row is its own, beside its module's
     ],

@@ -26,7 +26,7 @@ from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.preflight.rehearsal.world import joined
-from rlexp.training.checkpoint.tensors import share
+from rlexp.training.checkpoint.saver import share
 from rlexp.training.engine import rehearsed
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases

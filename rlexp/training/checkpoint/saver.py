@@ -3,6 +3,9 @@
 Training pauses while the state is copied to the host's memory. A thread of each rank writes its files; collectives run
 only in the main threads. When every rank has written, at the end of a later step or of the run, all ranks tell
 rank 0 what they wrote, and rank 0 gives the folder its name. If a rank failed, all learn it, and the files are removed.
+
+A rank writes the state that only it holds, and an equal share of replicated state: runs of elements by parameter name.
+So the files of any engine on any number of ranks can be read by any other.
 """
 
 from __future__ import annotations
@@ -18,8 +21,7 @@ from rlexp.base.files import sync
 from rlexp.launch import watch
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.host_copy import HostCopy, Laid
-from rlexp.training.checkpoint.tensors import share
-from rlexp.training.engine.base import Engine
+from rlexp.training.engine.base import Engine, Fragment
 from rlexp.training.world.groups import World
 from rlexp.training.world.objects import from_rank0, gather_objects
 
@@ -135,3 +137,21 @@ class Saver:
                 failed = f"rank 0: {type(error).__name__}: {error}"
         shutil.rmtree(checkpoint_folder.unfinished(self._run_dir, self._step), ignore_errors=True)
         return failed
+
+
+def share(engine: Engine, rank: int, world_size: int) -> list[Fragment]:
+    """Return what this rank writes: its fragments, or an equal part of them where all ranks hold the same."""
+    fragments = engine.fragments()
+    if not engine.replicated:
+        return fragments
+    total = sum(fragment.weight.numel() for fragment in fragments)
+    first, last = total * rank // world_size, total * (rank + 1) // world_size
+    pieces, passed = [], 0
+    for fragment in fragments:
+        low = max(first - passed, 0)
+        high = min(last - passed, fragment.weight.numel())
+        if low < high:
+            moments = {moment: tensor[low:high] for moment, tensor in fragment.moments.items()}
+            pieces.append(Fragment(fragment.name, fragment.start + low, fragment.weight[low:high], moments))
+        passed += fragment.weight.numel()
+    return pieces

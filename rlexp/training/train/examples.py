@@ -291,11 +291,8 @@ def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
             return train, arithmetic.generate(eval_size, seed, "eval", digits)
         case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
             words = cfg.max_length if cfg.fill else 0
-
-            def rows(size: int, split: str) -> list[Row]:
-                return synthetic.generate_of(kind, size, seed, split, words)
-
-            return rows(size, "train"), rows(eval_size, "eval")
+            train = synthetic.generate_of(kind, size, seed, "train", words)
+            return train, synthetic.generate_of(kind, eval_size, seed, "eval", words)
         case _:
             raise AssertionError(cfg)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from rlexp.launch import watch
 from rlexp.training.checkpoint import host_copy
 from rlexp.training.checkpoint.host_copy import LEAST, HostCopy, Laid, sizes
-from rlexp.training.checkpoint.tensors import share
+from rlexp.training.checkpoint.saver import share
 from rlexp.training.engine.base import Fragment
 
 KINDS = (torch.float64, torch.float32, torch.bfloat16)

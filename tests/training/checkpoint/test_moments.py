@@ -15,7 +15,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.run_files.checkpoint_folder import folder_of, read_manifest
-from rlexp.training.checkpoint.tensors import Reader, load
+from rlexp.training.checkpoint.restore import Reader, load
 from rlexp.training.engine.base import MOMENTS
 from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step

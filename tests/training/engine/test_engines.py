@@ -17,7 +17,7 @@ from rlexp.base.errors import UserError
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
 from rlexp.run_files.curve_distance import compared
-from rlexp.training.checkpoint.tensors import load
+from rlexp.training.checkpoint.restore import load
 from rlexp.training.engine.zero import place_of_piece
 from rlexp.training.train.build import build
 from rlexp.training.train.rows_task import Prepared, Use

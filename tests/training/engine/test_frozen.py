@@ -12,7 +12,7 @@ import torch
 
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.checkpoint.tensors import load
+from rlexp.training.checkpoint.restore import load
 from rlexp.training.metrics.live_tensors import LiveTensors
 from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step

@@ -21,7 +21,7 @@ from rlexp.config.load import compose_config
 from rlexp.run_files import checkpoint_folder as checkpoint
 from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
-from rlexp.training.checkpoint.tensors import Reader
+from rlexp.training.checkpoint.restore import Reader
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.colocated import Colocated
 from rlexp.training.rollout.pipelined import Ahead, Pipelined, Showing, refuse_other_prompts
