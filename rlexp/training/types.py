@@ -67,7 +67,6 @@ class Example:
         return len(self.prompt) + max((len(answer) for answer in self.answers), default=0)
 
     def highest(self) -> int:
-        """Return its highest token."""
         return max(int(part.max(initial=0)) for part in (self.prompt, *self.answers))
 
 

@@ -207,7 +207,6 @@ class TensorCount:
         self._live.reset_peaks()
 
     def begin(self) -> None:
-        """Begin a step."""
         self._missed |= self._steps > 0 and not self._chosen
         self._steps += 1
         self._chosen = set()

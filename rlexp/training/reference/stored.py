@@ -105,8 +105,6 @@ def kept_dtype(precision: Precision) -> np.dtype[Any]:
 
 @dataclass(frozen=True)
 class SequenceValues:
-    """The values of a list of sequences."""
-
     ends: np.ndarray
     values: np.ndarray
 

@@ -34,7 +34,6 @@ class Buckets:
         return [*(f"{one}-{other}" for one, other in zip(ends, self.bounds, strict=False)), f"{self.bounds[-1]}+"]
 
     def note(self, meter: Meter, examples: Sequence[Example], losses: Losses) -> None:
-        """Meter a micro-batch."""
         places = np.searchsorted(self.bounds, [each.longest() for each in examples], side="left")
         one_E = torch.ones_like(losses.losses_E)
         shares_E = losses.weights_E.get("loss", one_E)

@@ -18,7 +18,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder, watch
 from rlexp.training.model.export import Export, dtype_of
 from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
-from rlexp.training.model.policy import CRITIC
+from rlexp.training.train.build_rollouts import policy_weights
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.world.objects import rank0_does
 
@@ -70,9 +70,7 @@ def alone(run: TrainingRun) -> bool:
 
 def weights_to_write(run: TrainingRun) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights of the model, or of the adapter, whole and one by one. A collective call."""
-    if not alone(run):
-        return run.engine.merged()
-    return ((name, weight) for name, weight in run.engine.weights(trained=True) if not name.startswith(CRITIC))
+    return policy_weights(run.engine) if alone(run) else run.engine.merged()
 
 
 def export_of(run: TrainingRun, place: Path) -> Export | AdapterExport:

@@ -19,7 +19,7 @@ from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.policy import DTYPES
 from rlexp.training.ring.base import Window
 from rlexp.training.ring.kernels import BlockKernel
-from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.layouts import Layout
 from rlexp.training.ring.layouts.ringwise import is_short
 from rlexp.training.train.operations import Operations
 from rlexp.training.train.schedule import Schedule
@@ -50,11 +50,6 @@ class Setting:
     @property
     def total_steps(self) -> int:
         return self.schedule.total_steps
-
-    @property
-    def own_layout(self) -> Layout:
-        """Our own layout of the same name: it runs in any precision, other backends' layouts do not."""
-        return get_layout(*self.choice.how)
 
     @property
     def attention(self) -> str:

@@ -29,15 +29,15 @@ def ring_reward_model(
 ) -> RingRewardModel:
     """Build a reward model, whole on every rank, that scores over the ring.
 
-    It has a precision of its own, so it runs over our own layout; and heads of its own: where the run's layout cannot
-    share them out, zigzag takes any.
+    It has a precision of its own, so it runs over our own layout, which takes any; and heads of its own: where the run's
+    layout cannot share them out, zigzag takes any.
     """
     model = make(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
     if fuses(run.cfg.model.fused, run.device, model.head.weight.dtype):
         fuse(model.model)
     heads = heads_in(model.model.config.to_dict())
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
-    ring, layout = run.world.ring, run.own_layout if fitting else get_layout("zigzag")
+    ring, layout = run.world.ring, get_layout(*run.choice.how) if fitting else get_layout("zigzag")
     windows = windows_in(model.model.config.to_dict(), model.max_length)
     ask = Ask(1.0, next(filter(None, windows), None))
     kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None, ask)

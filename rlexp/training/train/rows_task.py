@@ -39,7 +39,7 @@ from rlexp.training.train.fitting import unfit
 from rlexp.training.train.sequence_sums import scores_by_sequence, sum_by_sequence, with_ends
 from rlexp.training.train.step import note_tokens
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
-from rlexp.training.train.whole_batch import Mismatched, WholeBatch, gathered, with_slopes
+from rlexp.training.train.whole_batch import WholeBatch, gathered, mismatched, with_slopes
 from rlexp.training.types import Example, Floats, SequenceName, moved
 from rlexp.training.world.objects import gather_objects
 
@@ -193,10 +193,10 @@ class RowsStep(Step):
     def log_ratios_of_others(self) -> Tensor:
         """Return the log-ratio of an answer to each prompt that is another's, (B,). A collective call."""
         run, parts = self.task.run, []
-        others = Mismatched(self.examples, run.cfg.data.max_length, run.tokenizer.bos_token_id)
+        others = mismatched(self.examples, run.cfg.data.max_length, run.tokenizer.bos_token_id)
         with run.phases("collect"):
-            for places in self.deal(others.at).packs[run.world.replica]:
-                values, _ = self.values(self.packed(places, Use.mismatched, others=others.at), Prepared())
+            for places in self.deal(others).packs[run.world.replica]:
+                values, _ = self.values(self.packed(places, Use.mismatched, others=others), Prepared())
                 parts.append((places, values))
             return log_ratio(gathered(parts, self.count, run.world), "answer")
 

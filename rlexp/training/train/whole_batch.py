@@ -8,9 +8,8 @@ a micro-batch.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -83,24 +82,19 @@ def gathered(parts: Sequence[tuple[Sequence[int], Values]], count: int, world: W
 # ---- answers to other prompts, by which a loss estimates how far the policy has moved ----
 
 
-@dataclass(frozen=True)
-class Mismatched:
-    """Each prompt of a batch, with the answer of its partner. The batch's order pairs them: no layout does."""
+def mismatched(examples: Sequence[Example], max_length: int, begin: int | None) -> Callable[[int], Example]:
+    """Return what makes, for each place of a batch, its prompt with the answer of its partner. The order of the batch
+    pairs them, so no layout changes them. `begin` is the token that begins a text."""
+    partners = partners_of([example.prompt.tobytes() for example in examples])
 
-    examples: Sequence[Example]
-    max_length: int
-    begin: int | None  # the token that begins a text
-
-    @cached_property
-    def partners(self) -> list[int]:
-        return partners_of([example.prompt.tobytes() for example in self.examples])
-
-    def at(self, place: int) -> Example:
-        own, other = self.examples[place], self.examples[self.partners[place]]
+    def at(place: int) -> Example:
+        own, other = examples[place], examples[partners[place]]
         answer, mask = other.masked[0]
-        prompt, answers, masks = fitted(own.prompt, (answer,), (mask,), self.max_length, self.begin)
+        prompt, answers, masks = fitted(own.prompt, (answer,), (mask,), max_length, begin)
         origin = f"{own.origin} with the answer of {other.origin}"
         return replace(own, prompt=prompt, answers=answers, masks=masks, origin=origin)
+
+    return at
 
 
 def partners_of(prompts: Sequence[Hashable]) -> list[int]:

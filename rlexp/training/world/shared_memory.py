@@ -30,8 +30,6 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Place:
-    """Where a tensor lies in the memory."""
-
     start: int
     shape: torch.Size
     dtype: torch.dtype

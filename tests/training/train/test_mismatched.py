@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from rlexp.training.train.whole_batch import Mismatched, partners_of
+from rlexp.training.train.whole_batch import mismatched, partners_of
 from rlexp.training.types import Example
 
 
@@ -43,7 +43,7 @@ def test_every_partner_has_another_prompt() -> None:
 def test_a_mismatched_sequence_is_no_longer_than_any_other() -> None:
     long = Example(1, np.arange(10, dtype=np.int32), (np.arange(20, 29, dtype=np.int32),), origin="long", label=False)
     short = Example(0, np.arange(6, dtype=np.int32), (np.array([7, 8], np.int32),), origin="short", label=True)
-    made = Mismatched([short, long], 12, 0).at(0)
+    made = mismatched([short, long], 12, 0)(0)
     assert made.prompt.tolist() == [0, 4, 5]  # cut at its start, after the begin-of-sequence token
     assert made.answers[0].tolist() == list(range(20, 29))
     assert (made.index, made.label) == (0, True)
