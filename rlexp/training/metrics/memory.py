@@ -98,10 +98,8 @@ class Phases:
                 self._count.reset_peak()
             try:
                 yield
-            except BaseException:
+            finally:
                 self._note(phase)
-                raise
-            self._note(phase)
         self._phase = ""
 
     def _note(self, phase: str) -> None:
@@ -178,10 +176,8 @@ def reset_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif _CLEAR_REFS.exists():
-        try:
+        with contextlib.suppress(OSError):  # a container may forbid it: peaks are then those of the process so far
             _CLEAR_REFS.write_text(_RESET_PEAK)
-        except OSError:  # a container may forbid it: peaks are then those of the process so far
-            return
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -73,14 +73,16 @@ def read_examples(
     room = cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
     if isinstance(cfg.data, RowsDataConfig):
         shown = cfg.logger.progress and world.rank == 0
+        holds_out = has_held_out(cfg.data)
         examples = _stored(cfg.data, Tokenizing(cfg.data, tokenizer, kind, room, shown), world, trains=trains)
     else:
+        holds_out = getattr(cfg.data, "eval_size", 0) > 0
         encoder = Encoder(RowTokenizer(tokenizer), cfg.data.max_length, cfg.data.too_long, room)
         examples = _generated(cfg.data, kind, encoder, world, trains=trains)
     word = EXAMPLE[kind]
     if trains:
         _refuse_empty(examples.train, examples.dropped, "data", word)
-    if holds_out(cfg.data):
+    if holds_out:
         _refuse_empty(examples.held_out, examples.held_out_dropped, "the held-out data", word)
     return unpaired(examples) if cfg.data.unpair else examples
 
@@ -96,10 +98,6 @@ def unpaired(examples: Examples) -> Examples:
     pairs = len(examples.train)
     return replace(examples, train=Halves(examples.train), held_out=Halves(examples.held_out), mixture=mixture,
                    labels=(pairs, pairs))  # fmt: skip
-
-
-def holds_out(cfg: DataConfig) -> bool:
-    return has_held_out(cfg) if isinstance(cfg, RowsDataConfig) else getattr(cfg, "eval_size", 0) > 0
 
 
 def sampler_of(cfg: Config, kind: Kind, size: int, mixture: Mixture | None = None) -> Sampler:
@@ -231,6 +229,7 @@ def examples_of(
         out = drawn(len(joined), count)
         places = Places(len(joined), out, held_out=False)
     taken = Joined(train, places)
+    good, bad = (sum(store.facts.labels[place] for store in train) for place in (0, 1))
     held_out = Joined(held) if places is None else Joined(train, Places(len(joined), places.out, held_out=True))
     return Examples(
         taken,
@@ -239,7 +238,7 @@ def examples_of(
         _dropped(held),
         max((store.highest() for store in (*train, *held)), default=(-1, "")),
         Margins.of([store.no_margin() for store in (*train, *held)], len(joined) + len(Joined(held))),
-        _labels([store.facts.labels for store in train]),
+        (good, bad),
         _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
 
@@ -254,11 +253,6 @@ def _mixture(cfg: RowsDataConfig, sizes: Sequence[int], weights: Sequence[float]
                 f"out."
             )
     return mixture
-
-
-def _labels(parts: Sequence[Sequence[int]]) -> tuple[int, int]:
-    good, bad = (sum(part[place] for part in parts) for place in (0, 1))
-    return good, bad
 
 
 def _dropped(stores: Sequence[Store]) -> Counter[str]:

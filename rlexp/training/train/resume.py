@@ -16,7 +16,7 @@ from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.checks.sharing import shares
 from rlexp.config.identity import ENDING, identity
 from rlexp.config.load import to_plain
-from rlexp.config.schema import Config, LoraConfig, ModelConfig
+from rlexp.config.schema import LoraConfig, ModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import ranks_of_machine
 from rlexp.launch import run_folder
@@ -144,6 +144,8 @@ def build_keeper(
     """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
     run = task.run
     rank0_does(lambda: check_space(run, run_dir), run.world.size)
+    most = run.cfg.checkpoint.host_memory_gib  # for the copies of a machine's ranks; None: as much as they need
+    share = None if most is None else int(most * (1 << 30) / ranks_of_machine(run.cfg))
     shapes = {name: list(shape) for name, shape in run.engine.shapes().items()}
     known = run_folder.read(run_dir) if run.world.rank == 0 else {}
     if run.world.rank == 0 and "identity" not in known:  # run.json could not be written
@@ -170,7 +172,7 @@ def build_keeper(
 
     return Keeper(
         run.cfg.checkpoint,
-        Saver(run.engine, run.world, run_dir, {"parameters": shapes, "layout": layout(run)}, rank_share(run.cfg)),
+        Saver(run.engine, run.world, run_dir, {"parameters": shapes, "layout": layout(run)}, share),
         run.world,
         run.device,
         run_dir,
@@ -181,12 +183,6 @@ def build_keeper(
         within=run.phases.between,
         saved_step=position.step,
     )
-
-
-def rank_share(cfg: Config) -> int | None:
-    """Return the bytes of the host's memory that a rank's copy may take; None: as many as it needs."""
-    most = cfg.checkpoint.host_memory_gib
-    return None if most is None else int(most * (1 << 30) / ranks_of_machine(cfg))
 
 
 def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ def ring_reward_model(
 ) -> RingRewardModel:
     """Build a reward model, whole on every rank, that scores over the ring.
 
-    It has a precision of its own, so it runs over our own layout, which takes any; and heads of its own: where the run's
-    layout cannot share them out, zigzag takes any.
+    It has a precision of its own, so it runs over our own layout, which takes any; and heads of its own: where the
+    run's layout cannot share them out, zigzag takes any.
     """
     model = make(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
     if fuses(run.cfg.model.fused, run.device, model.head.weight.dtype):

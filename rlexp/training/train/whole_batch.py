@@ -36,14 +36,13 @@ class WholeBatch:
         leaves = {side: logps_B.detach().requires_grad_() for side, logps_B in values.logps.items()}
         with torch.enable_grad():
             losses = loss(replace(values, logps=leaves))
-            slopes = torch.autograd.grad(losses.losses_E.sum(), list(leaves.values()), allow_unused=True)
-        by_side = {side: torch.zeros_like(leaf) if slope is None else slope
-                   for (side, leaf), slope in zip(leaves.items(), slopes, strict=True)}  # fmt: skip
+            slopes = torch.autograd.grad(losses.losses_E.sum(), list(leaves.values()), materialize_grads=True)
         metrics_E, weights_E = ({name: moved(each_B, device) for name, each_B in of.items()}
                                 for of in (losses.metrics_E, losses.weights_E))  # fmt: skip
         losses_E = moved(losses.losses_E.detach(), device)
         on_device = replace(losses, losses_E=losses_E, metrics_E=metrics_E, weights_E=weights_E)
-        return WholeBatch(on_device, {side: moved(slope_B, device) for side, slope_B in by_side.items()})
+        by_side = zip(leaves, slopes, strict=True)
+        return WholeBatch(on_device, {side: moved(slope_B, device) for side, slope_B in by_side})
 
     def of_places(self, places: Sequence[int]) -> tuple[Losses, Sides]:
         """Return the losses and derivatives of a micro-batch's examples."""

@@ -14,7 +14,6 @@ import secrets
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from rlexp.base.errors import UserError
 from rlexp.base.host_memory import host_memory
-from rlexp.training.world.objects import gather_objects
+from rlexp.training.world.objects import BOOT, gather_objects
 
 ALIGNED = 64  # bytes: where each tensor begins
 GIB = 1 << 30
@@ -79,10 +78,9 @@ def meet(rank: int, world_size: int) -> Neighbours:
 
 def _kernel() -> str:
     """Name the kernel and the namespace of process numbers: only where both are the same does a number mean much."""
-    parts = []
     with contextlib.suppress(OSError):
-        parts = [Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii"), os.readlink("/proc/self/ns/pid")]
-    return " ".join(parts)
+        return f"{BOOT.read_text(encoding='ascii')} {os.readlink('/proc/self/ns/pid')}"
+    return ""
 
 
 def _opens(kernel: str, pid: int, fd: int, nonce: bytes) -> bool:
