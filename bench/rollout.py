@@ -142,7 +142,7 @@ def memory_rank(spec: RankSpec, cfg: Config) -> Peaks:
     before, drawn = peak_of(run, draw)
     columns: list[Any] = []
     scored = peak_of(run, lambda: columns.extend(rollouts.scorer.score(mine)[0]))[1] - before
-    rollouts.close()
+    rollouts.rewards.close()
     kept = sum(array.nbytes for s, more in zip(mine, columns, strict=True)
                for array in (s.answer, s.behaviour, *more.values()))  # fmt: skip
     most = torch.tensor([before, drawn - before, scored])

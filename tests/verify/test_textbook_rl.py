@@ -51,11 +51,11 @@ def policy_steps(place: Any, cfg: Config, steps: int) -> Taken:
     for step in range(1, steps + 1):
         taken.weights.append({name: weight.detach().clone() for name, weight in engine.weights()})
         taken.rows.append(train_step(task, step))
-        taken.places.append(rollouts.batch(step).indices)
+        taken.places.append(task.batch(step).indices)
         if len(taken.rollouts) == rollouts.number:
             taken.rollouts.append(fetch(rollouts.own_samples, range(rollouts.size), rollouts.host))
     taken.gradients = engine.kept
-    rollouts.close()
+    task.close()
     return taken
 
 

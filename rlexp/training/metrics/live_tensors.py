@@ -95,8 +95,16 @@ class LiveTensors(TorchDispatchMode):
     def see(self, made: Any) -> None:
         """Count the storages of an operator's results."""
         if isinstance(made, Tensor):
-            if self.counts(made):
-                self._see(made)
+            if not self.counts(made):
+                return
+            storage = made.untyped_storage()
+            address, device = storage._cdata, made.device.type
+            size = self.size_of(storage, device)
+            known = self._known.get(address)
+            if known is None:
+                self._add(storage, address, device, size)
+            elif known[3] != size:
+                self._resized(address, size)
         elif isinstance(made, list | tuple):
             for each in made:
                 self.see(each)
@@ -105,16 +113,6 @@ class LiveTensors(TorchDispatchMode):
         """Count the tensors that exist already: all that Python holds."""
         kinds = set(_kinds(Tensor))
         self.see([each for each in gc.get_objects() if type(each) in kinds])
-
-    def _see(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        address, device = storage._cdata, tensor.device.type
-        size = self.size_of(storage, device)
-        known = self._known.get(address)
-        if known is None:
-            self._add(storage, address, device, size)
-        elif known[3] != size:
-            self._resized(address, size)
 
     def _add(self, storage: Any, address: int, device: str, size: int) -> None:
         self._made += 1

@@ -47,10 +47,8 @@ Source = Colocated | Pipelined
 
 @dataclass(frozen=True)
 class Made:
-    """A new rollout's values for the row of its first step, and its samples for the sinks."""
+    """A new rollout's values for the row of its first step, and when it was made."""
 
-    number: int
-    samples: list[CreditedSample]  # this rank's
     values: dict[str, float]
     seconds: dict[str, float]  # this rank's, by phase
     spans: dict[str, list[tuple[float, float]]]  # by the clock: when it was drawn, taken in and scored
@@ -91,9 +89,6 @@ class Rollouts:
     def of_step(self, step: int) -> int:
         return (step - 1) // self.steps_each
 
-    def batch(self, step: int) -> Batch:
-        return samples_of_step(self.cfg, self.run.cfg.seed, self.run.cfg.train.batch_size, step)
-
     def samples(self, batch: Batch) -> list[CreditedSample]:
         """Return a whole train batch on every rank. A collective call."""
         return fetch(self.own_samples, batch.indices, self.host)
@@ -123,7 +118,7 @@ class Rollouts:
         began_to_score = now - (time.monotonic() - drawn)
         spans = {"sampling": self.source.spans, "taking": [(now - (time.monotonic() - began), began_to_score)],
                  "scoring": [(began_to_score, now)]}  # fmt: skip
-        self.made = Made(number, self.own_samples, values, seconds, spans)
+        self.made = Made(values, seconds, spans)
         return self.made
 
     def _refuse(self, values: dict[str, float]) -> None:
@@ -229,18 +224,18 @@ class Rollouts:
         made, self.made = self.made, None
         if made is None:
             return None
-        due = self.cfg.show_every and made.number % self.cfg.show_every == 0
+        due = self.cfg.show_every and self.number % self.cfg.show_every == 0
         stride = max(1, self.size // self.cfg.show) if self.cfg.show else self.size
         wanted = range(0, stride * self.cfg.show, stride) if due else range(0)
-        own_facts = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in made.samples]
+        own_facts = [(s.place, digests(s.answer), shown(s) if s.place in wanted else None) for s in self.own_samples]
         parts = self.host.gathered(own_facts)
         if self.world.rank != 0:
             return None
         known = sorted((each for part in parts for each in part), key=lambda each: each[0])
-        indices = self.sampler.batch(made.number + 1).indices
+        indices = self.sampler.batch(self.number + 1).indices
         table = [each[2] for each in known if each[2] is not None]
         digested = [each[1] for each in known]
-        return RolloutFacts(made.number + 1, step, self.cfg.n_samples, indices, digested, table, made.spans)
+        return RolloutFacts(self.number + 1, step, self.cfg.n_samples, indices, digested, table, made.spans)
 
     def evaluate(self) -> dict[str, float]:
         """Answer each held-out prompt once, with the same random numbers every time. A collective call."""
@@ -280,14 +275,6 @@ class Rollouts:
         if any(folder.glob(saved.PATTERN.replace("*", f"{NEXT}-*"))):
             waiting = saved.drawn(folder, NEXT, self.examples.train, rank, ranks)
             self.source.restore(position["number"] + 1, waiting)
-
-    def finish(self) -> None:
-        """End the drawing after the last step. A collective call."""
-        self.source.finish()
-
-    def close(self) -> None:
-        """Release the rewards' processes, however the run ends."""
-        self.rewards.close()
 
 
 def shown(sample: ScoredSample) -> Shown:

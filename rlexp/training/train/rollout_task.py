@@ -35,7 +35,7 @@ from rlexp.training.sinks.base import RolloutFacts
 from rlexp.training.train.build_rollouts import build_source
 from rlexp.training.train.examples import Examples, sampler_of
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.train.rollout_supply import Made, Rollouts
+from rlexp.training.train.rollout_supply import Made, Rollouts, samples_of_step
 from rlexp.training.train.sequence_sums import sum_by_sequence
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.training.train.task import NOTHING, MicroBatch, Step, Task, Watch
@@ -88,7 +88,7 @@ class RolloutTask(Task):
         )
 
     def batch(self, step: int) -> Batch:
-        return self.rollouts.batch(step)
+        return samples_of_step(self.cfg, self.run.cfg.seed, self.run.cfg.train.batch_size, step)
 
     def begin(self, step: int, watch: Watch = NOTHING) -> RolloutStep:
         """Begin a step. The first step of a rollout draws it."""
@@ -116,10 +116,10 @@ class RolloutTask(Task):
             self.rollouts.restore(folder, position, step)
 
     def finish(self) -> None:
-        self.rollouts.finish()
+        self.rollouts.source.finish()
 
     def close(self) -> None:
-        self.rollouts.close()
+        self.rollouts.rewards.close()
 
     def describe(self) -> str:
         cfg = self.cfg
