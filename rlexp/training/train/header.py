@@ -116,15 +116,11 @@ def footer(task: Task, run_dir: Path, outcome: Outcome, evaluated: Mapping[str, 
     )
     if outcome.status != "finished":
         how = outcome.reason if outcome.reason.startswith(outcome.status) else f"{outcome.status}: {outcome.reason}"
-        return f"{how}; {run_dir} continues from {latest(run_dir)}\n{held_out}{run_folder.continued_by(run_dir)}"
+        latest = next((each.name for each in latest_first(run_dir)), "its first step")
+        return f"{how}; {run_dir} continues from {latest}\n{held_out}{run_folder.continued_by(run_dir)}"
     model = f", trained {'adapter' if alone(run) else 'model'} in model/" if run.cfg.checkpoint.export else ""
     wandb = ", W&B run in wandb/" if run.cfg.logger.name is LoggerName.wandb else ""
     typed = "" if len(task.examples.held_out) else " --prompt TEXT"
     ask = f"see its answers: python -m rlexp.generate {quote(str(run_dir))}{typed}\n"
     answers = "" if run.engine.policy.scores is not None else ask
     return f"done: {run_dir}  (curve in metrics.jsonl{wandb}{model})\n{held_out}{answers}"
-
-
-def latest(run_dir: Path) -> str:
-    checkpoints = latest_first(run_dir)
-    return checkpoints[0].name if checkpoints else "its first step"

@@ -131,10 +131,7 @@ class Prepared:
 
 
 class RowsStep(Step):
-    """One train batch; or, with `held_out`, all held-out examples.
-
-    `micro_batches` holds places in the batch.
-    """
+    """One train batch; or, with `held_out`, all held-out examples. `micro_batches` holds places in the batch."""
 
     prepared: Prepared = Prepared()
 
