@@ -36,13 +36,13 @@ def _of_module(module: nn.Module) -> Iterator[Tensor]:
 
 def _gradients(engine: Any) -> Iterator[Tensor]:
     """Yield the buffers in which DeepSpeed adds gradients up, which it makes at its start."""
-    for name, value in vars(getattr(getattr(engine, "engine", None), "optimizer", None) or object).items():
+    for name, value in vars(getattr(getattr(engine, "module", None), "optimizer", None) or object).items():
         if "grad" in name:
             yield from _within(value)
 
 
 def _states(engine: Any) -> Iterator[Tensor]:
-    optimizer = getattr(engine, "optimizer", None) or engine.engine.optimizer
+    optimizer = getattr(engine, "optimizer", None) or engine.module.optimizer
     optimizer = getattr(optimizer, "optimizer", optimizer)
     for group in optimizer.param_groups:
         for parameter in group["params"]:

@@ -12,7 +12,6 @@ parts is their sum: exactly the gradient of the train batch's loss. Nothing else
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,23 +47,32 @@ class Fragment:
 
 
 class Engine(Protocol):
-    name: str
+    name: str  # under which `rlexp/base/engine_facts.py` has its facts
     policy: Policy
+    module: Any  # what runs the policy: itself, or what gathers its pieces
+    parameters: dict[str, nn.Parameter]  # those that are trained, as a checkpoint has them
     steps: int  # that the optimizer has taken
-    leaves: tuple[str, ...]  # how names begin that a checkpoint may have and the engine does not
+    leaves: tuple[str, ...] = ()  # how names begin that a checkpoint may have and the engine does not
 
     @property
     def replicated(self) -> bool:
         """Whether every rank holds all of the training state."""
+        return ENGINES[self.name].replicated
 
     @property
     def sharded(self) -> bool:
         """Whether weights are gathered during a forward pass, which is then a collective call."""
+        return ENGINES[self.name].sharded
 
-    def forward(self, shard: Shard) -> TokenLogps: ...
+    def forward(self, shard: Shard) -> TokenLogps:
+        logps: TokenLogps = self.module(shard)
+        return logps
 
+    @torch.no_grad()
     def decode(self, batch: Decoding) -> Tensor:
         """Return the (B, V) logits of each row's next token from the trained weights, without a gradient."""
+        logits_BV: Tensor = (self.module if self.sharded else self.policy)(batch)
+        return logits_BV
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to the gradient; with `last`, reduce it over the ranks. A collective call."""
@@ -82,45 +90,28 @@ class Engine(Protocol):
         """Yield whole parameters in the optimizer's precision, and frozen ones as they are; or the trained ones alone.
 
         A collective call: every rank iterates to the end. Only one parameter is whole at a time."""
+        for name, parameter in self.policy.named():
+            if name in self.parameters or not trained:
+                yield name, self._whole(name, parameter)
+
+    def _whole(self, _name: str, parameter: nn.Parameter) -> Tensor:
+        return parameter.detach()
 
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the same of the model alone, without a critic: under its own names, with an adapter merged into it."""
+        adapter = self.policy.adapter
+        weights = ((name, weight) for name, weight in self.weights() if not name.startswith(CRITIC))
+        return weights if adapter is None else adapter.merged(weights)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the whole shapes of the parameters that a checkpoint holds, which are those that are trained."""
+        return {name: shape_of(parameter) for name, parameter in self.parameters.items()}
 
     def fragments(self) -> list[Fragment]:
         """Return this rank's state of the trained parameters. Missing moments are created."""
 
     def restored(self, steps: int) -> None:
         """Bring all else in line after the fragments were written from a state at `steps`. A collective call."""
-
-
-class Named(abc.ABC):
-    """An engine's name, with what `rlexp/base/engine_facts.py` says of that engine, and its parameters' shapes."""
-
-    name: str
-    policy: Policy
-    leaves: tuple[str, ...] = ()
-
-    @property
-    def replicated(self) -> bool:
-        return ENGINES[self.name].replicated
-
-    @property
-    def sharded(self) -> bool:
-        return ENGINES[self.name].sharded
-
-    @abc.abstractmethod
-    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]: ...
-
-    def merged(self) -> Iterator[tuple[str, Tensor]]:
-        adapter = self.policy.adapter
-        weights = ((name, weight) for name, weight in self.weights() if not name.startswith(CRITIC))
-        return weights if adapter is None else adapter.merged(weights)
-
-    def shapes(self) -> dict[str, torch.Size]:
-        return {name: shape_of(parameter) for name, parameter in trained(self.policy).items()}
 
 
 def parameter_groups(policy: Policy, weight_decay: float) -> list[dict[str, object]]:

@@ -6,9 +6,8 @@ gathered copies are cast, and gradients are reduced in float32.
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,8 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from rlexp.config.schema import OptimConfig
 from rlexp.training.engine.base import (
+    Engine,
     Fragment,
-    Named,
     moments_of,
     optimizer_for,
     set_lr,
@@ -38,29 +37,62 @@ from rlexp.training.types import Shard, TokenLogps
 from rlexp.training.world.groups import World
 
 
-class FSDP2Engine(Named):
-    name = "fsdp2"
+class _Rows(Engine):
+    """What holds some rows of each parameter on each rank, trained or not."""
 
+    name = "fsdp2"
+    parts: dict[str, Any]  # all parameters: between a forward and a backward pass the policy has others
+    optimizer: Any = None  # of what is trained
+
+    def forward(self, shard: Shard) -> TokenLogps:
+        """Run a forward pass. The module frees its gathered weights in the backward pass, or here if there is none."""
+        logps = super().forward(shard)
+        if not torch.is_grad_enabled():
+            self.module.reshard()
+        return logps
+
+    @torch.no_grad()
+    def decode(self, batch: Decoding) -> Tensor:
+        logits_BV = super().decode(batch)
+        self.module.reshard()
+        return logits_BV
+
+    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.parts.items():
+            if name in self.parameters or not trained:
+                yield name, _whole(parameter.detach())
+
+    def fragments(self) -> list[Fragment]:
+        """Return this rank's rows of each parameter that it has some of."""
+        fragments = []
+        for name, parameter in self.parameters.items():
+            weight = _local(parameter.detach()).view(-1)
+            moments = {
+                moment: _local(tensor).view(-1) for moment, tensor in moments_of(self.optimizer, parameter).items()
+            }
+            if weight.numel():
+                fragments.append(Fragment(name, start=_start(parameter), weight=weight, moments=moments))
+        return fragments
+
+    def restored(self, steps: int) -> None:
+        self.steps = steps
+        self.module.reshard()  # weights gathered for an evaluation are older than those just written
+
+
+class FSDP2Engine(_Rows):
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
-        self.policy, self.world, self.steps = policy, world, 0
+        self.policy, self.steps = policy, 0
         self.max_grad_norm = optim.max_grad_norm
         cast_parameters(policy, torch.promote_types(dtype, torch.float32), frozen=dtype)
-        self.root = shard(policy, dtype, world)
-        self.parts = dict(policy.named())  # between a forward and a backward pass the policy has others
+        self.module = shard(policy, dtype, world)
+        self.parts = dict(policy.named())
         self.parameters = trained(policy)
         self.optimizer = optimizer_for(policy, optim)
         self._norm: float | None = None
 
-    def forward(self, shard: Shard) -> TokenLogps:
-        return _forward(self.root, shard)
-
-    @torch.no_grad()
-    def decode(self, batch: Decoding) -> Tensor:
-        return _decode(self.root, batch)
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Reduce each micro-batch's gradient to this rank's part, and accumulate it there in float32."""
-        self.root.set_is_last_backward(last)
+        self.module.set_is_last_backward(last)
         loss.backward()
         if last:
             for parameter in self.parameters.values():
@@ -90,19 +122,10 @@ class FSDP2Engine(Named):
     def gradients(self) -> dict[str, Tensor]:
         return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
 
-    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parts.items():
-            if name in self.parameters or not trained:
-                yield name, _whole(parameter.detach())
-
-    def fragments(self) -> list[Fragment]:
-        return _fragments(self.parameters, functools.partial(moments_of, self.optimizer))
-
     def restored(self, steps: int) -> None:
         for parameter in self.parameters.values():
             set_steps(self.optimizer, parameter, steps)
-        self.steps = steps
-        self.root.reshard()  # weights gathered for an evaluation are older than those just written
+        super().restored(steps)
 
 
 def shard(policy: Policy, dtype: torch.dtype, world: World, *, offloaded_from: torch.device | None = None) -> Any:
@@ -156,65 +179,19 @@ def _sharded(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
-class FrozenRows(Frozen):
+class FrozenRows(_Rows, Frozen):
     """A model that is not trained, sharded as one that is."""
 
     def __init__(
         self, policy: Policy, world: World, dtype: torch.dtype, offloaded_from: torch.device | None = None
     ) -> None:
-        super().__init__("fsdp2", policy)
+        super().__init__(self.name, policy)
         if offloaded_from is not None:
             put_buffers(policy, offloaded_from)
         self.module = shard(policy, dtype, world, offloaded_from=offloaded_from)
         names = self.parameters.keys()
         self.parts = dict(policy.named())
         self.parameters = {name: parameter for name, parameter in self.parts.items() if name in names}
-
-    def forward(self, shard: Shard) -> TokenLogps:
-        return _forward(self.module, shard)
-
-    @torch.no_grad()
-    def decode(self, batch: Decoding) -> Tensor:
-        return _decode(self.module, batch)
-
-    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.parts.items():
-            if name in self.parameters or not trained:
-                yield name, _whole(parameter.detach())
-
-    def fragments(self) -> list[Fragment]:
-        return _fragments(self.parameters, lambda _: {})
-
-    def restored(self, steps: int) -> None:
-        super().restored(steps)
-        self.module.reshard()
-
-
-def _forward(root: Any, shard: Shard) -> TokenLogps:
-    """Run a forward pass. The root frees its gathered weights in the backward pass, or here if there is none."""
-    logps: TokenLogps = root(shard)
-    if not torch.is_grad_enabled():
-        root.reshard()
-    return logps
-
-
-def _decode(root: Any, batch: Decoding) -> Tensor:
-    logits_BV: Tensor = root(batch)
-    root.reshard()
-    return logits_BV
-
-
-def _fragments(
-    parameters: Mapping[str, nn.Parameter], moments_of: Callable[[nn.Parameter], dict[str, Tensor]]
-) -> list[Fragment]:
-    """Return this rank's rows of each parameter that it has some of, with their moments."""
-    fragments = []
-    for name, parameter in parameters.items():
-        weight = _local(parameter.detach()).view(-1)
-        moments = {moment: _local(tensor).view(-1) for moment, tensor in moments_of(parameter).items()}
-        if weight.numel():
-            fragments.append(Fragment(name, start=_start(parameter), weight=weight, moments=moments))
-    return fragments
 
 
 def _local(tensor: Any) -> Tensor:

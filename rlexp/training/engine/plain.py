@@ -6,25 +6,24 @@ In bfloat16 the optimizer steps float32 masters, and gradients are accumulated a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from rlexp.config.schema import OptimConfig
-from rlexp.training.engine.base import Fragment, Named, moments_of, optimizer_for, set_lr, set_steps, trained
+from rlexp.training.engine.base import Engine, Fragment, moments_of, optimizer_for, set_lr, set_steps, trained
 from rlexp.training.engine.reducing import Reducing
-from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.policy import Policy, cast_parameters
-from rlexp.training.types import Shard, TokenLogps
 from rlexp.training.world.groups import World
 
 
-class PlainEngine(Named):
+class PlainEngine(Engine):
     name = "torch"
 
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
-        self.policy, self.world, self.steps = policy, world, 0
+        self.policy, self.steps = policy, 0
+        self.module: Any = policy
         self.max_grad_norm = optim.max_grad_norm
         cast_parameters(policy, torch.promote_types(dtype, torch.float32), frozen=dtype)
         self.optimizer = optimizer_for(policy, optim)
@@ -57,15 +56,6 @@ class PlainEngine(Named):
             self.reducing.arrived(master)
 
         parameter.register_post_accumulate_grad_hook(take)
-
-    def forward(self, shard: Shard) -> TokenLogps:
-        logps: TokenLogps = self.policy(shard)
-        return logps
-
-    @torch.no_grad()
-    def decode(self, batch: Decoding) -> Tensor:
-        logits_BV: Tensor = self.policy(batch)
-        return logits_BV
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         with self.reducing.during(last=last):
@@ -104,10 +94,8 @@ class PlainEngine(Named):
     def gradients(self) -> dict[str, Tensor]:
         return {name: m.grad.detach().clone() for name, m in self.masters.items() if m.grad is not None}
 
-    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.named():
-            if parameter.requires_grad or not trained:
-                yield name, self.masters.get(name, parameter).detach()
+    def _whole(self, name: str, parameter: nn.Parameter) -> Tensor:
+        return self.masters.get(name, parameter).detach()
 
     def fragments(self) -> list[Fragment]:
         return [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import abc
 import contextlib
-import dataclasses
 import importlib
 import io
 import logging
@@ -28,7 +27,6 @@ from rlexp.config.schema import EngineConfig, Offload, OptimConfig
 from rlexp.training.engine.base import (
     Engine,
     Fragment,
-    Named,
     moments_of,
     optimizer_for,
     set_lr,
@@ -39,7 +37,6 @@ from rlexp.training.engine.base import (
 )
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine
-from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.placing import gathered, take_exact
 from rlexp.training.model.policy import Policy
 from rlexp.training.types import Shard, TokenLogps
@@ -122,20 +119,16 @@ class Stage0(PlainEngine):
         self.name = cfg.name.value
         holder = _Holder(self.masters, policy)
         config = ds_config(cfg, optim.max_grad_norm, torch.float32, buffers_of(policy))
-        self.engine = _initialize(model=holder, optimizer=self.optimizer, config=config)
-        self.engine.enable_backward_allreduce = False
-
-    def forward(self, shard: Shard) -> TokenLogps:
-        logps: TokenLogps = self.engine(shard)
-        return logps
+        self.module = _initialize(model=holder, optimizer=self.optimizer, config=config)
+        self.module.enable_backward_allreduce = False
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         with self.reducing.during(last=last):
-            _backward(self.engine, loss, last)
+            _backward(self.module, loss, last)
         self._norm = None
 
     def _clip_and_step(self) -> None:
-        self.engine.step()
+        self.module.step()
 
 
 class _Holder(nn.Module):
@@ -152,61 +145,62 @@ class _Holder(nn.Module):
         return logps
 
 
-class _Partitioned(Named):
+class _Partitioned(Engine):
     """The common part of stages 1 to 3."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
+        self.parameters = trained(policy)
         self._utils = import_deepspeed().utils
-        self.engine = self._initialized(
-            model=policy,
-            optimizer=optimizer_for(policy, optim),
-            config=ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy)),
-        )
+        with _zero_optimizer_at_stage_1():
+            self.module = _initialize(
+                model=policy,
+                optimizer=optimizer_for(policy, optim),
+                config=ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy)),
+            )
         if dtype is torch.bfloat16:
             # DeepSpeed makes its float32 masters from bfloat16 weights: restore the bits that this loses.
             self._restore_bits()
-
-    def _initialized(self, **arguments: Any) -> Any:
-        return _initialize(**arguments)
 
     @abc.abstractmethod
     def _restore_bits(self) -> None:
         """Write the exact float32 weights into the masters. A collective call."""
 
-    def forward(self, shard: Shard) -> TokenLogps:
-        logps: TokenLogps = self.engine(shard)
-        return logps
-
-    @torch.no_grad()
-    def decode(self, batch: Decoding) -> Tensor:
-        logits_BV: Tensor = (self.engine if self.sharded else self.policy)(batch)
-        return logits_BV
-
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        _backward(self.engine, loss, last)
+        _backward(self.module, loss, last)
 
     def step(self, lr: float) -> None:
-        set_lr(self.engine.optimizer, lr)
-        self.engine.step()
+        set_lr(self.module.optimizer, lr)
+        self.module.step()
         self.steps += 1
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in trained(self.policy).items()}
+        return {name: self._utils.safe_get_full_grad(p).detach().clone() for name, p in self.parameters.items()}
 
-    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.named():
-            if parameter.requires_grad:
-                yield name, self._utils.safe_get_full_fp32_param(parameter).detach()
-            elif not trained:
-                yield name, self._frozen(parameter)
+    def _whole(self, _name: str, parameter: nn.Parameter) -> Tensor:
+        if parameter.requires_grad:
+            whole: Tensor = self._utils.safe_get_full_fp32_param(parameter)
+            return whole.detach()
+        return _gathered(parameter) if self.sharded else parameter.detach()
 
-    def _frozen(self, parameter: nn.Parameter) -> Tensor:
-        return parameter.detach()
 
-    @abc.abstractmethod
-    def _weight_fragments(self) -> Iterator[Fragment]:
-        """Yield this rank's fragments of the masters, without moments."""
+@contextlib.contextmanager
+def _zero_optimizer_at_stage_1() -> Iterator[None]:
+    """Shim: for stage 1 in bfloat16 with float32 gradients DeepSpeed takes its BF16_Optimizer, unless the optimizer is
+    offloaded. That one holds the whole float32 gradient from its start, and reduces it after the backward pass. Its
+    ZeRO optimizer does neither. Remove this when DeepSpeed takes it by itself."""
+    from deepspeed.runtime import engine as runtime
+
+    def asked(engine: Any, optimizer: Any) -> str:
+        chosen = before(engine, optimizer)
+        return str(runtime.ZERO_OPTIMIZATION if chosen == runtime.BFLOAT16 else chosen)
+
+    before = runtime.DeepSpeedEngine._do_optimizer_sanity_check
+    runtime.DeepSpeedEngine._do_optimizer_sanity_check = asked
+    try:
+        yield
+    finally:
+        runtime.DeepSpeedEngine._do_optimizer_sanity_check = before
 
 
 class Stage12(_Partitioned):
@@ -217,76 +211,56 @@ class Stage12(_Partitioned):
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         super().__init__(cfg, policy, optim, world, dtype)
-        self._kept = _KeptGradient(self.engine.optimizer)
-
-    def _initialized(self, **arguments: Any) -> Any:
-        """Shim: for stage 1 in bfloat16 with float32 gradients DeepSpeed takes its BF16_Optimizer, unless the optimizer
-        is offloaded. That one holds the whole float32 gradient from its start, and reduces it after the backward pass.
-        Its ZeRO optimizer does neither. Remove this when DeepSpeed takes it by itself."""
-        from deepspeed.runtime import engine as runtime
-
-        def asked(engine: Any, optimizer: Any) -> str:
-            chosen = before(engine, optimizer)
-            return str(runtime.ZERO_OPTIMIZATION if chosen == runtime.BFLOAT16 else chosen)
-
-        before = runtime.DeepSpeedEngine._do_optimizer_sanity_check
-        runtime.DeepSpeedEngine._do_optimizer_sanity_check = asked
-        try:
-            return super()._initialized(**arguments)
-        finally:
-            runtime.DeepSpeedEngine._do_optimizer_sanity_check = before
+        self._kept = _KeptGradient(self.module.optimizer)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         super().backward(loss, last=last)
         self._kept.let_go()
 
     def _restore_bits(self) -> None:
-        fragments = {fragment.name: fragment for fragment in self._weight_fragments()}
+        mapped = dict(self._mapped())
         for name, parameter in self.policy.named():
             part = take_exact(parameter)
             if part is None or not parameter.requires_grad:  # on every rank alike: bfloat16 holds all bits, or suffices
                 continue
             whole = gathered(part, parameter.numel(), parameter.device)
-            if name in fragments:
-                fragment = fragments[name]
-                fragment.weight.copy_(whole[fragment.start : fragment.start + fragment.weight.numel()])
+            if name in mapped:
+                weight, start = mapped[name].hp_fragment.detach(), mapped[name].lp_fragment_address.start
+                weight.copy_(whole[start : start + weight.numel()])
 
     def _mapped(self) -> Iterator[tuple[str, Any]]:
         """Yield DeepSpeed's description of each fragment that this rank holds, by parameter."""
-        for name, parameter in trained(self.policy).items():
+        for name, parameter in self.parameters.items():
             mapping = getattr(parameter, "_hp_mapping", None)
             if mapping is not None:
                 yield name, mapping
 
-    def _weight_fragments(self) -> Iterator[Fragment]:
-        for name, mapping in self._mapped():
-            yield Fragment(name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), {})
-
     def fragments(self) -> list[Fragment]:
         """Cut the moments from the flat ones. DeepSpeed's own functions find moments only after its first step, and
         only in the first parameter group."""
-        moments = [moments_of(self.engine.optimizer.optimizer, partition) for partition in self._partitions()]
+        moments = [moments_of(self.module.optimizer.optimizer, partition) for partition in self._partitions()]
         fragments = []
-        for fragment, (_, mapping) in zip(self._weight_fragments(), self._mapped(), strict=True):
+        for name, mapping in self._mapped():
             place = mapping.hp_fragment_address
             flat = moments[mapping.param_group_index]
             own_moments = {moment: tensor.narrow(0, place.start, place.numel) for moment, tensor in flat.items()}
-            fragments.append(dataclasses.replace(fragment, moments=own_moments))
+            weight, start = mapping.hp_fragment.detach(), mapping.lp_fragment_address.start
+            fragments.append(Fragment(name, start, weight, own_moments))
         return fragments
 
     def _partitions(self) -> list[Tensor]:
-        return [partition for group in self.engine.optimizer.optimizer.param_groups for partition in group["params"]]
+        return [partition for group in self.module.optimizer.optimizer.param_groups for partition in group["params"]]
 
     def restored(self, steps: int) -> None:
         for partition in self._partitions():
-            set_steps(self.engine.optimizer.optimizer, partition, steps)
+            set_steps(self.module.optimizer.optimizer, partition, steps)
         self.steps = steps
-        self.engine.optimizer.update_lp_params()
+        self.module.optimizer.update_lp_params()
 
     def grad_norm(self) -> float:
         """Before `step`, so that a gradient that is not finite stops the run before it does harm. DeepSpeed would
         skip such a step in silence, and marks such a norm with −1."""
-        norm = float(self.engine.optimizer.scaled_global_norm())
+        norm = float(self.module.optimizer.scaled_global_norm())
         return norm if math.isfinite(norm) and norm >= 0 else math.inf
 
 
@@ -343,14 +317,14 @@ class Stage3(_Partitioned):
         super().__init__(cfg, policy, optim, world, dtype)
 
     def _restore_bits(self) -> None:
-        for fragment in self._weight_fragments():
-            fragment.weight.copy_(self._exact.pop(fragment.name)[: fragment.weight.numel()])
-        self._exact.clear()
+        for name, parameter in self.parameters.items():
+            weight = self._partition_of(parameter)
+            weight.copy_(self._exact.pop(name)[: weight.numel()])
 
     def _partition_of(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         """Shim: return this rank's piece as a view. DeepSpeed's public functions copy it if the optimizer is offloaded.
         Remove this when they do not."""
-        optimizer = self.engine.optimizer
+        optimizer = self.module.optimizer
         piece, _ = optimizer._get_fp32_opt_state_partition(
             parameter, release_swap_buffers=False, optim_state_key=moment
         )
@@ -362,30 +336,25 @@ class Stage3(_Partitioned):
         """Shim: return this rank's piece of the gradient, on the host if the optimizer is offloaded. DeepSpeed's public
         function copies it to the device. Remove this when it does not."""
         piece: Tensor
-        piece, _ = self.engine.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
+        piece, _ = self.module.optimizer._get_fp32_grad_state_partition(parameter, release_swap_buffers=True)
         return piece
 
-    def _weight_fragments(self) -> Iterator[Fragment]:
-        for name, parameter in trained(self.policy).items():
+    def fragments(self) -> list[Fragment]:
+        optimizer = self.module.optimizer.optimizer
+        made = [moments_of(optimizer, flat) for flat in self.module.optimizer.fp32_partitioned_groups_flat]
+        moments = list(made[0]) if made else []
+        fragments = []
+        for name, parameter in self.parameters.items():
             weight = self._partition_of(parameter)
             start = self.world.rank * -(-shape_of(parameter).numel() // self.world.size)
             if weight.numel():
-                yield Fragment(name, start, weight, {})
-
-    def fragments(self) -> list[Fragment]:
-        optimizer = self.engine.optimizer.optimizer
-        made = [moments_of(optimizer, flat) for flat in self.engine.optimizer.fp32_partitioned_groups_flat]
-        moments = list(made[0]) if made else []
-        parameters = trained(self.policy)
-        fragments = []
-        for fragment in self._weight_fragments():
-            own_moments = {moment: self._partition_of(parameters[fragment.name], moment) for moment in moments}
-            fragments.append(dataclasses.replace(fragment, moments=own_moments))
+                own_moments = {moment: self._partition_of(parameter, moment) for moment in moments}
+                fragments.append(Fragment(name, start, weight, own_moments))
         return fragments
 
     def restored(self, steps: int) -> None:
         """Shim: do what DeepSpeed's step does at its end (deepspeed/runtime/zero/stage3.py), which is not public."""
-        optimizer = self.engine.optimizer
+        optimizer = self.module.optimizer
         optimizer._partition_all_parameters()  # small parameters stay gathered otherwise; the next pass gathers them
         for number, flat in enumerate(optimizer.fp32_partitioned_groups_flat):
             set_steps(optimizer.optimizer, flat, steps)
@@ -395,12 +364,9 @@ class Stage3(_Partitioned):
     def grad_norm(self) -> float:
         """Compute the norm from the pieces' gradients: DeepSpeed has no norm before its step."""
         device = import_deepspeed().accelerator.get_accelerator().current_device_name()
-        total = sum_of_squares(map(self._gradient_of, trained(self.policy).values()), device)
+        total = sum_of_squares(map(self._gradient_of, self.parameters.values()), device)
         dist.all_reduce(total)
         return math.sqrt(total) if bool(total.isfinite()) else math.inf
-
-    def _frozen(self, parameter: nn.Parameter) -> Tensor:
-        return _gathered(parameter)
 
 
 def place_of_piece(parameter: nn.Parameter, piece: Tensor, world: World) -> tuple[int, int]:
@@ -466,10 +432,8 @@ class FrozenPieces(Frozen):
         _cast_partitions(policy, dtype)
         self.module = _initialize(model=policy, config=ds_config(cfg, 0.0, dtype, buffers_of(policy)))
 
-    def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, parameter in self.policy.named():
-            if name in self.parameters or not trained:
-                yield name, _gathered(parameter)
+    def _whole(self, _name: str, parameter: nn.Parameter) -> Tensor:
+        return _gathered(parameter)
 
     def fragments(self) -> list[Fragment]:
         fragments = []

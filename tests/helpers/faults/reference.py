@@ -10,6 +10,7 @@ import torch
 
 from tests.helpers.faults.adapter import LORA
 from tests.helpers.faults.base import ENGINE, MIXED, MODEL, REFERENCE, TRAIN, one
+from tests.helpers.faults.starting import forward_rounded
 
 
 def of_another(original: Any, self: Any, example: int, answer: int) -> Any:
@@ -51,11 +52,6 @@ def scaled_weights(original: Any, *args: Any, **kwargs: Any) -> Any:
     return model
 
 
-def scaled_forward(original: Any, self: Any, shard: Any) -> Any:
-    said = original(self, shard)
-    return said._replace(logps_n=said.logps_n * (1 + 1e-7))
-
-
 LOADED: list[bool] = []
 BEFORE = "reference=precompute"
 STORED = "reference.stored:"
@@ -76,8 +72,8 @@ REFERENCE_FAULTS = (
         REFERENCE, base=LORA, step=2),
     one("a reference model that is loaded otherwise", "model.loading:load_model", scaled_weights, "log-probabilities",
         MODEL),
-    one("a frozen model's forward pass differs", "engine.frozen:Frozen.forward", scaled_forward, "log-probabilities",
-        ENGINE),
+    one("a frozen model's forward pass differs", "engine.frozen:Frozen.forward", forward_rounded("Frozen"),
+        "log-probabilities", ENGINE),
     one("a reference model of another seed", "train.build:frozen_model", of_other_weights, "log-probabilities", TRAIN),
 )  # fmt: skip
 
