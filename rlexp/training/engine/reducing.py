@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,12 +24,6 @@ BUCKET = 1 << 25  # elements reduced in one collective; a larger parameter is on
 IN_FLIGHT = 2
 
 
-class _Sent(NamedTuple):
-    bucket: Sequence[nn.Parameter]
-    flat: Tensor
-    work: dist.Work
-
-
 class Reducing:
     """The mean over the ranks of the gradients of these parameters."""
 
@@ -40,7 +33,7 @@ class Reducing:
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
         self._missing: list[int] = []  # gradients that a bucket waits for; empty outside a pass that reduces
         self._next = 0
-        self._sent: deque[_Sent] = deque()
+        self._sent: deque[tuple[Sequence[nn.Parameter], Tensor, dist.Work]] = deque()
 
     @contextlib.contextmanager
     def during(self, *, last: bool) -> Iterator[None]:
@@ -84,7 +77,7 @@ class Reducing:
             flat = grads[0].view(-1) if len(grads) == 1 else torch.cat([grad.reshape(-1) for grad in grads])
             work = dist.all_reduce(flat, async_op=True)
             assert work is not None, "every rank is in the world"
-            self._sent.append(_Sent(bucket, flat, work))
+            self._sent.append((bucket, flat, work))
             self._next += 1
 
     def _land(self) -> None:

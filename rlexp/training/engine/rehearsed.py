@@ -93,15 +93,13 @@ def agreeing() -> Iterator[None]:
         *((module, "is_invalid_grad_norm", passing) for module in (stage3, stage_1_and_2)),
         (stage12, "update_offload_overflow_tracker", without_overflow),
     ]
-    before = [(holder, name, getattr(holder, name)) for holder, name, _ in changes if hasattr(holder, name)]
-    for holder, name, change in changes:
-        if hasattr(holder, name):
-            setattr(holder, name, change(getattr(holder, name)))
-    try:
+    with contextlib.ExitStack() as undoing:
+        for holder, name, change in changes:
+            if hasattr(holder, name):
+                check = getattr(holder, name)
+                undoing.callback(setattr, holder, name, check)
+                setattr(holder, name, change(check))
         yield
-    finally:
-        for holder, name, check in before:
-            setattr(holder, name, check)
 
 
 def passing(check: Callable[..., Any]) -> Callable[..., bool]:

@@ -34,15 +34,15 @@ class Streamed(Frozen):
             _share(policy, among, pinned=device.type == "cuda")
         parts = [(module, Part(held)) for module, held in _modules(policy)]
         last = Part([policy.head])
-        _put_rest(policy, [*(part for _, part in parts), last], device)
+        order = [*(part for _, part in parts), last]
+        _put_rest(policy, order, device)
         self.parameters = {name: each for name, each in policy.named() if name in self.parameters}
-        self.copies = Copies(device)
+        self.copies = Copies(device, order)
         for module, part in parts:
             module.register_forward_pre_hook(self._entering(part))
-            module.register_forward_hook(self._leaving(part))
+            module.register_forward_hook(part.take_back)
         policy.outlet.register_forward_pre_hook(self._entering(last, policy.head))
-        policy.outlet.register_forward_hook(self._leaving(last))
-        self.copies.follow([*(part for _, part in parts), last])
+        policy.outlet.register_forward_hook(last.take_back)
 
     def _entering(self, part: Part, head: nn.Linear | None = None) -> Any:
         """Return a hook; that of the outlet gives it the head's weights, which were named before they came."""
@@ -53,15 +53,11 @@ class Streamed(Frozen):
 
         return enter
 
-    def _leaving(self, part: Part) -> Any:
-        return lambda *_: self.copies.leave(part)
-
     @torch.no_grad()
     def forward(self, shard: Shard) -> TokenLogps:
         with self.copies:
             return super().forward(shard)
 
-    @torch.no_grad()
     def decode(self, batch: Decoding) -> Tensor:
         with self.copies:
             return super().decode(batch)
@@ -84,7 +80,7 @@ class Part:
         for module, name, weight in self.places:
             module.register_parameter(name, made[id(weight)])
 
-    def take_back(self) -> None:
+    def take_back(self, *_: Any) -> None:  # a hook, too
         for module, name, weight in self.places:
             module.register_parameter(name, weight)
         self.copied = None
@@ -96,18 +92,16 @@ class Copies:
     The memory of a copy is taken on the stream that computes, and the copying waits for all that this stream had to do
     until then. So a part's memory is free for the next copy once it has computed, however far ahead the host is, and no
     third part is ever there. In turn, a part waits for its own copy alone.
+
+    `parts` are expected in this order, until they come in another.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
         self.device, self.kind = device, torch.get_device_module(device)
         self.stream = self.kind.Stream()
-        self.next: dict[Part, Part] = {}
+        self.next = dict(itertools.pairwise(parts))
         self.entered: Part | None = None  # in this pass
         self.ahead: Part | None = None
-
-    def follow(self, parts: Sequence[Part]) -> None:
-        """Expect the parts in this order, until they come in another."""
-        self.next = dict(itertools.pairwise(parts))
 
     def __enter__(self) -> None:
         self.entered = None
@@ -131,9 +125,6 @@ class Copies:
         if following is not None and following.copied is None:
             self._fetch(following)
             self.ahead = following
-
-    def leave(self, part: Part) -> None:
-        part.take_back()
 
     def _fetch(self, part: Part) -> None:
         part.copied = {key: torch.empty_like(host, device=self.device) for key, host in part.hosts.items()}

@@ -14,7 +14,7 @@ from tests.helpers.faults.plant import Given, Seeing
 
 
 def summed(original: Any, self: Any) -> None:
-    bucket = self._sent[0].bucket
+    bucket = self._sent[0][0]
     original(self)
     for master in bucket:
         master.grad *= self.world.size
@@ -37,7 +37,7 @@ def emptied_first(original: Any, self: Any, loss: Any, *, last: bool) -> None:
 
 
 def all_but_one(original: Any, self: Any) -> None:
-    first = self._sent[0].bucket[0]
+    first = self._sent[0][0][0]
     own = first.grad.clone()
     original(self)
     first.grad.copy_(own)

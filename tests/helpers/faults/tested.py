@@ -61,7 +61,7 @@ def written_at_once(original: Any, ring: Any, going: Any, coming: Any) -> Any:
 
 def not_awaited(original: Any, self: Any) -> None:
     """Read a reduced gradient without waiting for its reduction."""
-    self._sent[0] = self._sent[0]._replace(work=SimpleNamespace(wait=lambda: None))
+    self._sent[0] = (*self._sent[0][:2], SimpleNamespace(wait=lambda: None))
     original(self)
 
 

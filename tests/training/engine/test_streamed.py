@@ -134,8 +134,8 @@ def test_two_layers_at_most_are_beside_the_host_s_copy() -> None:
 
 
 class Watched(Copies):
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
+    def __init__(self, parts: Sequence[Part]) -> None:
+        super().__init__(torch.device("cpu"), parts)
         self.fetched: list[Part] = []
 
     def _fetch(self, part: Part) -> None:
@@ -148,8 +148,7 @@ def test_another_order_is_learned_in_one_pass_and_a_layer_may_come_twice() -> No
     modules = [nn.Linear(2, 2, bias=False).requires_grad_(False) for _ in range(3)]
     one, two, three = parts = [Part([module]) for module in modules]
     hosts = [module.weight for module in modules]
-    copies = Watched()
-    copies.follow(parts)
+    copies = Watched(parts)
 
     def in_order(*used: Part) -> list[Part]:
         copies.fetched.clear()
@@ -160,7 +159,7 @@ def test_another_order_is_learned_in_one_pass_and_a_layer_may_come_twice() -> No
                 assert module.weight is not host
                 assert torch.equal(module.weight, host)
                 assert sum(each.copied is not None for each in parts) <= 2
-                copies.leave(part)
+                part.take_back()
         assert all(each.copied is None for each in parts)
         assert [module.weight for module in modules] == hosts
         return list(copies.fetched)
@@ -174,11 +173,11 @@ def test_another_order_is_learned_in_one_pass_and_a_layer_may_come_twice() -> No
 def test_a_tied_weight_is_copied_once() -> None:
     first, second = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
     second.weight = first.weight
-    part, copies = Part([first, second]), Copies(torch.device("cpu"))
+    part, copies = Part([first, second]), Copies(torch.device("cpu"), [])
     with copies:
         copies.enter(part)
         made: Tensor = first.weight
         assert second.weight is made
-        copies.leave(part)
+        part.take_back()
     assert first.weight is second.weight
     assert first.weight is not made
