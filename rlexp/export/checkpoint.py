@@ -19,8 +19,7 @@ from rlexp.launch import run_folder
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.restore import Reader
 from rlexp.training.model.adapter import layers_of, original_name
-from rlexp.training.model.export import described, dtype_of, export
-from rlexp.training.model.export_adapter import adapter_dtype, export_adapter
+from rlexp.training.model.export import AdapterExport, described, dtype_of, export, write_alone
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.policy import CRITIC, DTYPES
 from rlexp.training.model.score_head import has_score_head
@@ -67,7 +66,7 @@ def export_checkpoint(
             export(model, adapter.merged(weights), chosen, tokenizer, unfinished)
         else:
             trained = ((name, reader.whole("weight", name)) for name in reader.shapes if not name.startswith(CRITIC))
-            export_adapter(adapter, cfg.model, trained, adapter_dtype(dtype), tokenizer, unfinished)
+            write_alone(AdapterExport(adapter, cfg.model, dtype_of(dtype), unfinished), trained, tokenizer)
         unfinished.replace(place)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

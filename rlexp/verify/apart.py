@@ -32,11 +32,11 @@ from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.model.adapter import without_starting
-from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.fused import fuses
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy
+from rlexp.training.model.prepared import named_base
 from rlexp.training.model.reward_model import here
 from rlexp.training.reference.models import OfAdapter, OfModel, Reference
 from rlexp.training.reference.stored import Kept, ReferenceRows, Stored, appended, types_of

@@ -37,7 +37,7 @@ from rlexp.training.types import Shard, TokenLogps
 from rlexp.training.world.groups import World
 
 
-class _Rows(Engine):
+class _Sharded(Engine):
     """What holds some rows of each parameter on each rank, trained or not."""
 
     name = "fsdp2"
@@ -79,7 +79,7 @@ class _Rows(Engine):
         self.module.reshard()  # weights gathered for an evaluation are older than those just written
 
 
-class FSDP2Engine(_Rows):
+class FSDP2Engine(_Sharded):
     def __init__(self, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         self.policy, self.steps = policy, 0
         self.max_grad_norm = optim.max_grad_norm
@@ -179,7 +179,7 @@ def _sharded(local: Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
 
 
-class FrozenRows(_Rows, Frozen):
+class FrozenRows(_Sharded, Frozen):
     """A model that is not trained, sharded as one that is."""
 
     def __init__(

@@ -1,4 +1,5 @@
-"""Export of a trained model in transformers' format: weights in shards, configuration, tokenizer, template.
+"""Export of a trained model in transformers' format: weights in shards, configuration, tokenizer, template; or of an
+adapter alone, in peft's.
 
 Weights come in one by one and are written as soon as a file is whole, so the host holds one file's weights at a time.
 """
@@ -33,25 +34,21 @@ from transformers.utils.logging import disable_progress_bar
 
 from rlexp.base.errors import ModelError
 from rlexp.base.files import open_to_others, sync, write_text
+from rlexp.config.adapter_folder import BASE, WEIGHTS
+from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
-from rlexp.training.model.adapter import plain_names
+from rlexp.training.model.adapter import Adapter, plain_names
+from rlexp.training.model.placing import DTYPE_NAMED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.model.score_head import has_score_head
 
 SHARD = 5_000_000_000  # most bytes of a file, unless one tensor is larger
 
 
-def dtype_of(chosen: ExportDtype, *, bf16: bool) -> torch.dtype:
-    """Return the dtype to write; `auto` is the dtype of the run, or float32 for a float64 run."""
-    match chosen:
-        case ExportDtype.auto:
-            return torch.bfloat16 if bf16 else torch.float32
-        case ExportDtype.bf16:
-            return torch.bfloat16
-        case ExportDtype.fp16:
-            return torch.float16
-        case ExportDtype.fp32:
-            return torch.float32
+def dtype_of(chosen: ExportDtype, *, bf16: bool = False) -> torch.dtype:
+    """Return the dtype to write; `auto` is the dtype of the run, or float32 for a float64 run and for an adapter, since
+    it is small, and trained in it."""
+    return DTYPE_NAMED.get(chosen.value, torch.bfloat16 if bf16 else torch.float32)
 
 
 class Export:
@@ -139,11 +136,44 @@ class Export:
         sync(self._place)
 
 
+class AdapterExport:
+    """An adapter on its way into a folder. Weights come in one by one, under the names that the policy has for them."""
+
+    pauses: frozenset[str] = frozenset()  # all is written at the end
+
+    def __init__(self, adapter: Adapter, model: ModelConfig, dtype: torch.dtype, place: Path) -> None:
+        self._adapter, self._model, self._dtype, self._place = adapter, model, dtype, place
+        self._held: dict[str, Tensor] = {}
+        place.mkdir(parents=True)
+
+    def describe(self, tokenizer: Any) -> None:
+        describe_adapter(self._adapter, self._place)
+        tokenizer.save_pretrained(self._place)
+
+    def add(self, name: str, weight: Tensor) -> None:
+        for key, tensor in self._adapter.in_files([(name, weight)]):
+            self._held[key] = tensor.detach().to("cpu", self._dtype, copy=True).contiguous()
+
+    def write(self) -> None:
+        return
+
+    def close(self) -> None:
+        contents = contents_of_base(self._model)
+        save_tensors(self._held, self._place / WEIGHTS, {} if contents is None else {BASE: contents})
+        for path in self._place.iterdir():
+            sync(path)
+        sync(self._place)
+
+
 def export(
     like: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, tokenizer: Any, place: Path
 ) -> None:
     """Write a model of the type of `like` in one process, from all weights of `like` in its own order."""
-    out = Export(like, dtype, place)
+    write_alone(Export(like, dtype, place), weights, tokenizer)
+
+
+def write_alone(out: Export | AdapterExport, weights: Iterable[tuple[str, Tensor]], tokenizer: Any) -> None:
+    """Write a model, or an adapter alone, in one process."""
     out.describe(tokenizer)
     for name, weight in weights:
         out.add(name, weight)
@@ -168,8 +198,10 @@ def has_other_names(like: PreTrainedModel) -> bool:
 
 
 def _without_memory(like: PreTrainedModel) -> PreTrainedModel:
+    config = copy.deepcopy(like.config)
+    config._attn_implementation = "sdpa" if type(like)._supports_sdpa else "eager"  # transformers' own attention
     with torch.device("meta"):
-        model = type(like)(plain_config(like))
+        model = type(like)(config)
     model.tie_weights()
     return model
 
@@ -224,13 +256,6 @@ def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-def plain_config(like: PreTrainedModel) -> Any:
-    """Return its configuration with transformers' own attention."""
-    config = copy.deepcopy(like.config)
-    config._attn_implementation = "sdpa" if type(like)._supports_sdpa else "eager"
-    return config
-
-
 def save_description(like: PreTrainedModel, tokenizer: Any, place: Path) -> None:
     """Write all of an exported model but its weights."""
     config = copy.deepcopy(like.config)
@@ -251,3 +276,18 @@ def described(place: Path, cfg: ModelConfig) -> tuple[PreTrainedModel, Any]:
     if (place / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(place)
     return model, AutoTokenizer.from_pretrained(place, trust_remote_code=trusted)
+
+
+def describe_adapter(adapter: Adapter, place: Path) -> None:
+    """Write what peft says of an adapter beside its weights."""
+    config = copy.copy(adapter.config)
+    config.inference_mode = True  # as peft writes it
+    if not isinstance(config.target_modules, str):
+        config.target_modules = sorted(config.target_modules)  # peft makes a set of them
+    config.save_pretrained(str(place))
+
+
+def contents_of_base(model: ModelConfig) -> str | None:
+    """Return a short text of a model's contents; None where the model is no folder here."""
+    folder = Path(model.path).expanduser() if isinstance(model, HFModelConfig) else None
+    return of_weights(folder) if folder is not None and folder.is_dir() else None

@@ -16,21 +16,17 @@ def load(place: Path, **options: Any) -> Any:
     """Load a model that a run has written, with options of `from_pretrained`."""
     adapter = _read(place / "adapter_config.json")
     if adapter:
-        scores = adapter.get("task_type") == "SEQ_CLS"
-        more = {"num_labels": 1} if scores else {}
-        return _of_peft(place, scores=scores).from_pretrained(place, **more, **options)
+        try:
+            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+        except ImportError:
+            raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
+        if adapter.get("task_type") == "SEQ_CLS":
+            return AutoPeftModelForSequenceClassification.from_pretrained(place, num_labels=1, **options)
+        return AutoPeftModelForCausalLM.from_pretrained(place, **options)
     classes = _read(place / "config.json").get("architectures")
     named = [str(each) for each in classes] if isinstance(classes, list) else []
     scores = any(name.endswith("ForSequenceClassification") for name in named)
     return (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained(place, **options)
-
-
-def _of_peft(place: Path, *, scores: bool) -> Any:
-    try:
-        from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-    except ImportError:
-        raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
-    return AutoPeftModelForSequenceClassification if scores else AutoPeftModelForCausalLM
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -41,21 +41,15 @@ from rlexp.config.checks.model import refuse_missing
 from rlexp.config.checks.rope import named
 from rlexp.config.rope import TINY, parsed
 from rlexp.config.schema import HFModelConfig, ModelConfig, TinyModelConfig
-from rlexp.config.schema.models import Precision, WeightsDtype
+from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.config.trust import TRUST
 from rlexp.launch import watch
 from rlexp.training.model import hook, rope
-from rlexp.training.model.placing import Placing, arriving, put_all, round_all
+from rlexp.training.model.placing import DTYPE_NAMED, Placing, arriving, put_all, round_all
 from rlexp.training.model.prepared import prepared
 from rlexp.training.model.score_head import ScoreHead, has_score_head, refuse_labels
 
-ROUNDED = {
-    WeightsDtype.auto: None,
-    WeightsDtype.fp32: torch.float32,
-    WeightsDtype.bf16: torch.bfloat16,
-    WeightsDtype.fp16: torch.float16,
-}
 UNBOUNDED = 1 << 60  # data.max_length decides what is too long, not the tokenizer
 
 
@@ -106,7 +100,7 @@ def load_model(
     hook.register()
     match cfg:
         case HFModelConfig():
-            dtype = ROUNDED[cfg.dtype]
+            dtype = DTYPE_NAMED.get(cfg.dtype.value)  # None for `auto`
             if placing is not None:
                 placing = dataclasses.replace(placing, rounded=dtype)
             head, factory = ScoreHead(cfg.seed, f"{cfg.group}.path", cfg.path), AutoModelForCausalLM

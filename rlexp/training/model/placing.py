@@ -22,6 +22,7 @@ from rlexp.base.errors import ModelError
 from rlexp.launch import watch
 
 Part = Callable[[torch.Size], slice]  # of a flattened parameter
+DTYPE_NAMED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}  # as configurations name them
 _PLACED = "_rlexp_placed"  # an attribute of a parameter that is in its place
 EXACT = "_rlexp_exact"  # an attribute with a parameter's exact values, where its dtype loses bits
 

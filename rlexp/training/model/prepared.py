@@ -75,6 +75,16 @@ def prepared(cfg: ModelConfig) -> ModelConfig:
     return dataclasses.replace(cfg, path=str(folder), revision=None, gguf=None, add_tokens=[])
 
 
+def named_base(model: ModelConfig) -> tuple[str | None, str | None]:
+    """Return the model that an adapter belongs to, as its description names it: a folder, or a name on the hub and a
+    commit."""
+    base = prepared(model)
+    if not isinstance(base, HFModelConfig):
+        return None, None
+    folder = Path(base.path)
+    return (str(folder.absolute()), None) if folder.is_dir() else (base.path, commit_of(base) or base.revision)
+
+
 def _folder(cfg: HFModelConfig) -> Path:
     """Return the model's folder; a hub model is fetched."""
     if os.path.isdir(cfg.path):  # which also takes what can be no path

@@ -39,12 +39,12 @@ from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.adapter import plain_name
-from rlexp.training.model.export_adapter import named_base
 from rlexp.training.model.fused import fuses
 from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.loading import end_with_template, in_pieces
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import CRITIC, DTYPES, Critic, Policy
+from rlexp.training.model.prepared import named_base
 from rlexp.training.model.score_head import padding_of
 from rlexp.training.reference.models import OfAdapter, OfModel, Reference
 from rlexp.training.ring.base import Window

@@ -16,8 +16,7 @@ from rlexp.base.files import sync
 from rlexp.config.checks.adapter import MERGED
 from rlexp.config.schema.models import Precision
 from rlexp.launch import run_folder, watch
-from rlexp.training.model.export import Export, dtype_of
-from rlexp.training.model.export_adapter import AdapterExport, adapter_dtype
+from rlexp.training.model.export import AdapterExport, Export, dtype_of
 from rlexp.training.train.build_rollouts import policy_weights
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.world.objects import rank0_does
@@ -76,8 +75,7 @@ def weights_to_write(run: TrainingRun) -> Iterator[tuple[str, Tensor]]:
 def export_of(run: TrainingRun, place: Path) -> Export | AdapterExport:
     policy, chosen = run.engine.policy, run.cfg.checkpoint.export_dtype
     if policy.adapter is not None and alone(run):
-        place.mkdir()
-        return AdapterExport(policy.adapter, run.cfg.model, adapter_dtype(chosen), place)
+        return AdapterExport(policy.adapter, run.cfg.model, dtype_of(chosen), place)
     dtype = dtype_of(chosen, bf16=run.cfg.train.precision is Precision.bf16)
     return Export(policy.model, dtype, place)
 

@@ -26,8 +26,7 @@ from rlexp.training.checkpoint.keeper import SCORE, Keeper
 from rlexp.training.checkpoint.restore import restore
 from rlexp.training.checkpoint.saver import Describe, Saver
 from rlexp.training.engine.base import MOMENTS
-from rlexp.training.model.export import save_description
-from rlexp.training.model.export_adapter import describe_adapter
+from rlexp.training.model.export import describe_adapter, save_description
 from rlexp.training.model.prepared import commit_of
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink

@@ -15,8 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig, LoraConfig
 from rlexp.training.model.adapter import layers_of
-from rlexp.training.model.export import export
-from rlexp.training.model.export_adapter import export_adapter
+from rlexp.training.model.export import AdapterExport, export, write_alone
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.policy import Policy
 from tests.helpers.adapters import adapter_of, loaded, logps_by
@@ -67,7 +66,8 @@ def exports_of(base: Path, policy: Policy, place: Path) -> Sequence[Any]:
     assert adapter is not None
     weights = [(name, parameter.detach()) for name, parameter in policy.named()]
     only = [(name, parameter.detach()) for name, parameter in policy.named() if parameter.requires_grad]
-    export_adapter(adapter, HFModelConfig(path=str(base)), only, torch.float32, tokenizer, place / "adapter")
+    alone = AdapterExport(adapter, HFModelConfig(path=str(base)), torch.float32, place / "adapter")
+    write_alone(alone, only, tokenizer)
     export(policy.model, adapter.merged(weights), torch.float32, tokenizer, place / "merged")
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(policy.model.config)

@@ -38,7 +38,7 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
-from rlexp.training.model import loading
+from rlexp.training.model import placing
 from rlexp.training.model.adapter import original_name
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.probe import probe
@@ -83,7 +83,7 @@ def test_every_engine_starts_from_the_same_rounded_weights(dtype: WeightsDtype, 
     words = [*PRETRAINED, f"model.path={source}", f"model.dtype={dtype.value}"]
     each = [[f"engine={name}", f"train.precision={precision}"] for name, traits in ENGINES.items()
             for precision in traits.precisions]  # fmt: skip
-    narrow = loading.ROUNDED[dtype]
+    narrow = placing.DTYPE_NAMED[dtype.value]
     want = {name: value.to(narrow).double() for name, value in weights_in(source).items()}
     assert any(value.numel() > 100_000 for value in want.values())
     assert any(not torch.equal(value.double(), want[name]) for name, value in weights_in(source).items())
