@@ -73,5 +73,4 @@ def attention(
     return ring_batch.attend(q_tHD, k_tGD, v_tGD, ask).unsqueeze(0), None
 
 
-def register() -> None:
-    AttentionInterface.register(NAME, attention)
+AttentionInterface.register(NAME, attention)

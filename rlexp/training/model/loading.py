@@ -97,7 +97,6 @@ def load_model(
     """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are read in
     float32, or with `float64` in float64, and go where `placing` says, one by one; without it they stay on the host.
     `scores`: with a head for scores, which is random if the files have none."""
-    hook.register()
     match cfg:
         case HFModelConfig():
             dtype = DTYPE_NAMED.get(cfg.dtype.value)  # None for `auto`
@@ -148,7 +147,6 @@ def random_model(
 ) -> PreTrainedModel:
     """Make a model from its configuration alone, in float32, on torch's default device. `seed` is that of a head for
     scores."""
-    hook.register()
     options = _experts(config) if float64 else {}
     head = ScoreHead(seed, "model", config.model_type)
     config = head.config(config) if scores else config
@@ -163,7 +161,6 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing
 
     `key` is the place of its configuration, for messages.
     """
-    hook.register()
     config, name = _reward_config(cfg, key), f"{key}.path"
     unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
     with arriving(placing):
@@ -184,7 +181,6 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing
 
 def random_reward_model(cfg: ModelRewardConfig, key: str, max_length: int) -> PreTrainedModel:
     """Make a reward model from its configuration alone, in float32, on torch's default device."""
-    hook.register()
     config = _reward_config(cfg, key)
     options = _experts(config) if cfg.precision is Precision.fp64 else {}
     model = AutoModelForSequenceClassification.from_config(

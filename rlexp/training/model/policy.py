@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import functools
-import operator
 from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
@@ -58,8 +56,7 @@ class Policy(nn.Module):
     @property
     def head(self) -> nn.Linear:
         """The head that computes now. An adapter may have one of its own, which is trained whole."""
-        held = self.model.get_output_embeddings() if self.scores is None else self.model.score
-        return cast(nn.Linear, in_use(held))
+        return cast(nn.Linear, in_use(self._held_head))
 
     @property
     def trunks(self) -> list[PreTrainedModel]:
@@ -69,8 +66,12 @@ class Policy(nn.Module):
     @property
     def heads(self) -> list[nn.Module]:
         """The head, and those that an adapter has beside it."""
-        held = self.model.get_output_embeddings() if self.scores is None else self.model.score
-        return [module for module in held.modules() if next(module.parameters(recurse=False), None) is not None]
+        modules = self._held_head.modules()
+        return [module for module in modules if next(module.parameters(recurse=False), None) is not None]
+
+    @property
+    def _held_head(self) -> nn.Module:
+        return self.model.get_output_embeddings() if self.scores is None else self.model.score
 
     def adapt(self, cfg: LoraConfig, *, base: tuple[str | None, str | None], seed: int, copy: bool) -> None:
         """Put an adapter into the model, and into the critic's own trunk. The critic's head is trained too."""
@@ -126,7 +127,7 @@ class Policy(nn.Module):
 
     def fuse(self) -> None:
         """Compute with fused pieces what they fit, and log-probabilities."""
-        self.fused = functools.reduce(operator.add, map(fuse, self.trunks))
+        self.fused = fuse(*self.trunks)
         self.logps.fused = True
 
     def freeze(self, patterns: Sequence[str]) -> None:

@@ -106,7 +106,6 @@ class SmallCopy:
 
         Weights are shifted from their initial values, since some of those are zero.
         """
-        hook.register()
         with torch.random.fork_rng(devices=[]), quiet():  # the copy's special tokens and context are not the user's
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(

@@ -37,8 +37,7 @@ class RewardModel(nn.Module):
         load_tokenizer: Callable[[ModelRewardConfig, str], Any] = load_reward_tokenizer,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.cfg = cfg
-        self.key = key
+        self.cfg, self.key = cfg, key
         self.max_length = cfg.max_length or max_length
         placing = Placing(device, DTYPES[cfg.precision])
         self.model = load(cfg, key, self.max_length, placing).eval().requires_grad_(False)
@@ -50,9 +49,13 @@ class RewardModel(nn.Module):
             )
         self.head = head
         tokenizer = load_tokenizer(cfg, key)
-        self.texts = None if same_tokens(tokenizer, policy_tokenizer) else RowTokenizer(tokenizer)
-        if self.texts is None:
-            self._refuse_longer(max_length)
+        same_tokens = tokenizer.get_vocab() == policy_tokenizer.get_vocab()
+        self.texts = None if same_tokens else RowTokenizer(tokenizer)
+        if same_tokens and self.max_length < max_length:
+            raise ModelError(
+                f"{key}.max_length={self.max_length}: the reward model has the policy's tokens, and sequences have up "
+                f"to data.max_length={max_length} of them. Leave {key}.max_length out, or lower data.max_length."
+            )
 
     @property
     def probed(self) -> HFModelConfig:
@@ -86,29 +89,13 @@ class RewardModel(nn.Module):
         with precise(self.head.weight.dtype):
             hidden_tE = hidden_states(self.model.base_model, shard)
             here_S, place_S = here(shard, end_S)
-            scores_S = self._scores(hidden_tE[place_S])
-        return torch.where(here_S, scores_S, 0.0)
-
-    def _scores(self, hidden_SE: Tensor) -> Tensor:
-        """Compute in float64: it is one row per sequence, and bfloat16 would leave a score two digits."""
-        bias = None if self.head.bias is None else self.head.bias.double()
-        return nn.functional.linear(hidden_SE.double(), self.head.weight.double(), bias).squeeze(-1)
-
-    def _refuse_longer(self, max_length: int) -> None:
-        if self.max_length < max_length:
-            raise ModelError(
-                f"{self.key}.max_length={self.max_length}: the reward model has the policy's tokens, and sequences "
-                f"have up to data.max_length={max_length} of them. Leave {self.key}.max_length out, or lower "
-                f"data.max_length."
-            )
+            # In float64: it is one row per sequence, and bfloat16 would leave a score two digits.
+            bias = None if self.head.bias is None else self.head.bias.double()
+            scores_S1 = nn.functional.linear(hidden_tE[place_S].double(), self.head.weight.double(), bias)
+        return torch.where(here_S, scores_S1.squeeze(-1), 0.0)
 
 
 def here(shard: Shard, end_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return which places of the pack this rank holds, (S,), and where among its tokens."""
     is_last_St = shard.index_t.unsqueeze(0) == end_S.to(shard.index_t.device).unsqueeze(1)
     return is_last_St.any(-1), is_last_St.int().argmax(-1)
-
-
-def same_tokens(one: Any, other: Any) -> bool:
-    """Say whether ids of one tokenizer mean the same to the other."""
-    return bool(one.get_vocab() == other.get_vocab())

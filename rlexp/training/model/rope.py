@@ -16,9 +16,8 @@ from rlexp.config.rope import YARN, Yarn, extended, positions_in, refuse_unlike
 MOVING = ("dynamic", "longrope")
 
 
-def pin(model: nn.Module, max_length: int) -> list[str]:
-    """Pin the moving rotary embeddings of `model` to the angles of a sequence of `max_length`; return their names."""
-    pinned = []
+def pin(model: nn.Module, max_length: int) -> None:
+    """Pin the moving rotary embeddings of `model` to the angles of a sequence of `max_length`."""
     for name, module in model.named_modules():
         kind = getattr(module, "rope_type", None)
         if isinstance(kind, dict) and any(each in MOVING for each in kind.values()):
@@ -28,8 +27,6 @@ def pin(model: nn.Module, max_length: int) -> list[str]:
             module.inv_freq.copy_(frequencies)
             module.attention_scaling = scaling
             module.rope_type = "default"  # on this instance: the update of the angles reads it at each call
-            pinned.append(f"{name} ({kind})")
-    return pinned
 
 
 def extend(config: PreTrainedConfig, yarn: Yarn, of: str) -> None:

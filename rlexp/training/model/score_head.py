@@ -39,7 +39,13 @@ class ScoreHead:
 
     def on(self, trunk: PreTrainedModel) -> PreTrainedModel:
         """Put the head on a model without any. The trunk's parameters may be in pieces, or have no memory yet."""
-        model, config, prefix = self._without_memory(trunk), trunk.config, trunk.base_model_prefix
+        unset_hf_deepspeed_config()  # the trunk's pieces are loaded, and this model has none
+        try:
+            with torch.device("meta"):
+                model: Any = AutoModelForSequenceClassification.from_config(trunk.config)
+        except ValueError:
+            raise self._refusal(trunk) from None
+        config, prefix = trunk.config, trunk.base_model_prefix
         if not isinstance(model.score, nn.Linear) or type(getattr(model, prefix, None)) is not type(trunk):
             raise self._refusal(trunk)
         setattr(model, prefix, trunk)
@@ -51,14 +57,6 @@ class ScoreHead:
         model.score = head
         model.config.architectures = [type(model).__name__]
         return model.eval()
-
-    def _without_memory(self, trunk: PreTrainedModel) -> Any:
-        unset_hf_deepspeed_config()  # the trunk's pieces are loaded, and this model has none
-        try:
-            with torch.device("meta"):
-                return AutoModelForSequenceClassification.from_config(trunk.config)
-        except ValueError:
-            raise self._refusal(trunk) from None
 
     def _refusal(self, trunk: PreTrainedModel) -> ModelError:
         return ModelError(

@@ -60,7 +60,6 @@ def small_config(cfg: ModelConfig, config: PreTrainedConfig, windows: Mapping[st
 
 def _without_memory(cfg: ModelConfig, config: PreTrainedConfig) -> PreTrainedModel | None:
     """Return the model on torch's meta device; None if it cannot be made there or at all."""
-    hook.register()
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(

@@ -51,7 +51,7 @@ def of_the_layer_before(original: Any, self: Any, out: Tensor, lse: Tensor) -> N
 
 BEFORE: list[tuple[Tensor, Tensor]] = []
 OURS = "model.fused.plain:"
-FUNCTIONS = "model.fused.functions:"
+FUNCTIONS = "model.fused.operators:"
 FUSED_FAULTS = (
     one("a norm over the neighbour's row", FUNCTIONS + "_Norm.forward", of_the_neighbour, "log-probabilities", MODEL,
         base=FUSED),

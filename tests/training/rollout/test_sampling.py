@@ -58,7 +58,6 @@ def rows_of(lengths, n_samples: int = 1) -> list[Request]:
 
 def model_of(attention: str, window: int | None) -> PreTrainedModel:
     """Build a model with grouped heads, and with weights so large that its distributions are far from uniform."""
-    hook.register()
     torch.manual_seed(0)
     kinds = (
         {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": window, "head_dim": 8}

@@ -23,9 +23,6 @@ class Fused:
     pieces: Counter[str]
     left: Counter[str]
 
-    def __add__(self, other: Fused) -> Fused:
-        return Fused(self.pieces + other.pieces, self.left + other.left)
-
     def __str__(self) -> str:
         left = f"; left as they are: {_counted(self.left)}" if self.left else ""
         return f"{_counted(self.pieces) or 'nothing of this model'}{left}"
@@ -42,10 +39,11 @@ def fuses(name: FusedName, device: torch.device, dtype: torch.dtype) -> bool:
     return name is FusedName.always
 
 
-def fuse(model: nn.Module) -> Fused:
-    """Let a model's modules compute with fused pieces wherever these fit, whatever the family."""
+def fuse(*models: nn.Module) -> Fused:
+    """Let the models' modules compute with fused pieces wherever these fit, whatever the family."""
     fused = Fused(Counter(), Counter())
-    chosen = [(module, fused_class(module)) for module in model.modules() if _has_own_code(module)]
+    modules = [module for model in models for module in model.modules() if _has_own_code(module)]
+    chosen = [(module, fused_class(module)) for module in modules]
     for module, choice in chosen:  # a layer is tried before its norms change
         if choice is None:
             fused.left[type(module).__name__] += 1

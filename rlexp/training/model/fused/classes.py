@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
-from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
+from rlexp.training.model.fused.operators import added_and_normed, gated, normed, rotated
 from rlexp.training.model.fused.plain import KINDS, activated
 
 ROTATES = "apply_rotary_pos_emb"  # the name of the function in transformers' modules
@@ -97,16 +97,13 @@ def _drawn(*shape: int) -> Tensor:
     return torch.randn(*shape, dtype=torch.float64)
 
 
-def _children(module: nn.Module) -> dict[str, nn.Module]:
-    return dict(module.named_children())
-
-
 # ---- the norm ----
 
 
 def _as_norm(module: nn.Module) -> Made | None:
     """Fit a root-mean-square norm with a gain of `weight`, or of `weight + 1`."""
-    if [name for name, _ in module.named_parameters()] != ["weight"] or _children(module) or not _takes_one(module):
+    names = [name for name, _ in module.named_parameters()]
+    if names != ["weight"] or list(module.children()) or not _takes_one(module):
         return None
     eps = next((vars(module)[name] for name in ("variance_epsilon", "eps") if name in vars(module)), None)
     if not isinstance(eps, float) or isinstance(module, nn.RMSNorm | nn.LayerNorm):
@@ -188,7 +185,7 @@ def _rotates(own: Callable[..., Any]) -> bool:
 
 def _as_gate(module: nn.Module) -> Made | None:
     """Fit an MLP whose gate and way up are two linear layers, or one."""
-    children = _children(module)
+    children = dict(module.named_children())
     names = next((names for names in (APART, TOGETHER) if set(names) <= set(children)), None)
     rest = set(children) - set(names or ())
     own = any(True for _ in module.parameters(recurse=False))
@@ -246,7 +243,7 @@ def _together_forward(self: Any, hidden_states: Tensor) -> Any:
 
 def _as_layer(module: nn.Module) -> Made | None:
     """Fit a layer that adds attention of the norm, then the MLP of the norm, to its residual stream."""
-    children = _children(module)
+    children = dict(module.named_children())
     if set(children) != set(LAYER) or any(_as_norm(children[name]) is None for name in (LAYER[0], LAYER[2])):
         return None
     before, attention, after, mlp = (_StandIn(factor) for factor in (0.9, 1.1, 1.3, 0.7))

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rlexp.training.model.fused.plain import GELU, GELU_TANH, KINDS, SILU, parts_of, rows_at_once, tokens_first
+from rlexp.training.model.fused.plain import GELU, GELU_TANH, KINDS, SILU, parts_of, rows_at_once, tokens_first, wide
 
 COLUMNS = 1024  # that a program of the gate takes
 LOGITS = 8192  # of a row that a program of the head reads at once
@@ -77,13 +77,13 @@ def _norm_backward(
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
-    out, scale = torch.empty_like(x), x.new_empty(len(x), dtype=_wide(x))
+    out, scale = torch.empty_like(x), x.new_empty(len(x), dtype=wide(x.dtype))
     _call_norm(x, x, weight, out, x, scale, eps, offset, adds=False)
     return out, scale
 
 
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor, Tensor]:
-    out, total, scale = torch.empty_like(x), torch.empty_like(residual), x.new_empty(len(x), dtype=_wide(x))
+    out, total, scale = torch.empty_like(x), torch.empty_like(residual), x.new_empty(len(x), dtype=wide(x.dtype))
     _call_norm(x, residual, weight, out, total, scale, eps, offset, adds=True)
     return out, total, scale
 
@@ -104,7 +104,7 @@ def norm_backward(
     rows, size = x.shape
     width, many = _shape(size)
     programs, each = parts_of(rows, size)
-    dx, parts = torch.empty_like(x), x.new_empty(programs if of_weight else 0, size, dtype=_wide(x))
+    dx, parts = torch.empty_like(x), x.new_empty(programs if of_weight else 0, size, dtype=wide(x.dtype))
     if programs:
         _norm_backward[(programs,)](
             dout, dout if dtotal is None else dtotal, x, weight, scale, dx, parts, rows, size, each, OFFSET=offset,
@@ -112,10 +112,6 @@ def norm_backward(
             num_warps=_warps(width * many),
         )  # fmt: skip
     return dx, parts
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _shape(size: int) -> tuple[int, int]:
@@ -323,7 +319,7 @@ def read_logits(
     logits: Tensor, targets: Tensor, temperature: float, entropy: bool, likelihood: bool, hit: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, size = logits.shape
-    to = _wide(logits)
+    to = wide(logits.dtype)
     asked = (True, True, True, entropy, likelihood, hit)
     results: Any = tuple(logits.new_empty(rows if each else 0, dtype=to) for each in asked)
     if rows:

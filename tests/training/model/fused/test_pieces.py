@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_
 
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
-from rlexp.training.model.fused.functions import added_and_normed, gated, normed, rotated
+from rlexp.training.model.fused.operators import added_and_normed, gated, normed, rotated
 from tests.helpers import warm
 from tests.helpers.fused_pieces import BLOCK, EPS, TOLERANCES, calls, compare, results
 from tests.helpers.paths import ROOT
