@@ -14,6 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -411,7 +412,7 @@ def of_start(scene: Scene) -> Iterator[Part]:
     task, cfg, run = scene.task, scene.cfg, scene.task.run
     copied = task.wanted.reference and cfg.reference.name is ReferenceName.adapter
     traits, dtype = ENGINES[cfg.engine.name.value], DTYPES[cfg.train.precision]
-    part = by_rows(run.world.rank, run.world.size) if traits.sharded else evenly(run.world.rank, run.world.size)
+    part = partial(by_rows if traits.sharded else evenly, run.world.rank, run.world.size)
     masters = torch.promote_types(dtype, torch.float32)
     # As an engine needs it: a piece of it; whole, in the dtype of its masters; or whole, beside the bits that are lost.
     held = masters if traits.sharded or traits.replicated else dtype

@@ -33,9 +33,9 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.dataset.sampler import Batch, total_steps
 from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.of_run import dealer_of
-from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
 from rlexp.training.model.prepared import prepared
+from rlexp.training.model.small import first_layers
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World

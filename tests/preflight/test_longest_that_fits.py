@@ -15,8 +15,8 @@ from rlexp.preflight import predict
 from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, OPTIMIZER, STORAGE_KINDS, TEMPORARIES, Counts, Log, Pass
-from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import load_config
+from rlexp.training.model.small import first_layers
 from tests.helpers.rehearsals import MODELS, alone, elsewhere
 
 ROOM = 76.6 * GIB  # of an h100

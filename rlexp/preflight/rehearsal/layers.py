@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from rlexp.training.model.first_layers import listed
 from rlexp.training.model.loading import random_model
+from rlexp.training.model.small import listed
 
 FEWEST = 2  # layers of the smallest rehearsal
 ONE_BY_ONE = 5  # tries; after these, many more layers at once

@@ -31,9 +31,9 @@ from rlexp.training.engine import rehearsed
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.metrics.meter import Meter
-from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import random_model
 from rlexp.training.model.placing import Placing, put_all
+from rlexp.training.model.small import first_layers
 from rlexp.training.reference.models import Reference
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.train.build import build

@@ -27,6 +27,7 @@ from rlexp.base.errors import ModelError, first_line
 from rlexp.config.adapter_folder import WEIGHTS, AdapterFolder, read_adapter
 from rlexp.config.schema import LoraConfig
 from rlexp.config.schema.keys import suggestion
+from rlexp.training.model.fused.plain import wide
 from rlexp.training.model.placing import placed_copy
 
 TRAINED, STARTING = "default", "starting"  # peft's names of the adapter, and of a frozen copy of it
@@ -81,7 +82,7 @@ class Adapter:
         layers = self.layers
         before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
         for layer in layers:
-            if STARTING in _adapters_of(layer):
+            if STARTING in (layer.modules_to_save if hasattr(layer, "modules_to_save") else layer.lora_A):
                 layer._active_adapter = [STARTING]
             else:
                 layer._disable_adapters = True
@@ -135,15 +136,10 @@ def _layers(part: nn.Module) -> list[Any]:
     return [module for module in part.modules() if isinstance(module, LoraLayer | ModulesToSaveWrapper)]
 
 
-def _adapters_of(layer: Any) -> Sequence[str]:
-    held = layer.modules_to_save if hasattr(layer, "modules_to_save") else layer.lora_A
-    return list(held.keys())
-
-
 def _merged(layer: Any, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    added = (b.to(wide) @ a.to(wide)) * layer.scaling[TRAINED]
-    return weight.to(wide) + (added.T if layer.fan_in_fan_out else added)
+    to = wide(weight.dtype)
+    added = (b.to(to) @ a.to(to)) * layer.scaling[TRAINED]
+    return weight.to(to) + (added.T if layer.fan_in_fan_out else added)
 
 
 # ---- put in ----
@@ -256,7 +252,7 @@ def _fill(part: Any, name: str, seed: int, folder: _Folder | None, prefix: str) 
                     for which in ("lora_A", "lora_B"):
                         matrix = getattr(layer, which)[name]
                         given = folder.weight(f"{prefix}{place}.{which}.weight", matrix.weight)
-                        dtype = _wide(layer.get_base_layer().weight)
+                        dtype = wide(layer.get_base_layer().weight.dtype)
                         matrix.weight.data = given.to(matrix.weight.device, dtype, copy=True)
             elif name in getattr(layer, "modules_to_save", ()):
                 _fill_whole(layer, name, folder, f"{prefix}{place}.")
@@ -269,17 +265,12 @@ def _fill_whole(wrapper: Any, name: str, folder: _Folder | None, prefix: str) ->
         holder = wrapper.modules_to_save[name].get_submodule(parent)
         if folder is not None and f"{prefix}{leaf}" in folder.tensors:
             given = folder.weight(f"{prefix}{leaf}", original)
-            made = nn.Parameter(given.to(_wide(original), copy=True))  # each copy has memory of its own
+            made = nn.Parameter(given.to(wide(original.dtype), copy=True))  # each copy has memory of its own
         elif hasattr(original, "ds_id"):  # in ZeRO-3's pieces, of which peft has made a whole copy
             made = getattr(holder, last)
         else:
             made = placed_copy(original)
         holder.register_parameter(last, made.requires_grad_(name == TRAINED))
-
-
-def _wide(beside: Tensor) -> torch.dtype:
-    """Return the dtype of an adapter's weights beside those of a model: float64 where these are."""
-    return torch.promote_types(beside.dtype, torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +35,15 @@ AS_THEY_ARE = ("generation_config.json", "*.py")
 def grow(folder: Path, tokens: list[str], place: Path, *, trust_remote_code: bool = False) -> None:
     """Write the model of `folder` with new tokens to `place`. Files that stay as they are become links."""
     trusted = {"trust_remote_code": trust_remote_code}
-    with _reading(folder, tokens):
+    try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **trusted)
         config = AutoConfig.from_pretrained(folder, **trusted)
         tables = _files_with_rows(folder, _tables(config, trusted))
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        raise ModelError(
+            f"model.add_tokens={tokens}: no tokenizer and causal model can be loaded from {folder} "
+            f"({type(error).__name__}: {first_line(error)})."
+        ) from error
     refuse_known(tokens, set(tokenizer.get_vocab()))
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in tokens])
     rows = max(tokenizer.get_vocab().values()) + 1
@@ -50,18 +55,6 @@ def grow(folder: Path, tokens: list[str], place: Path, *, trust_remote_code: boo
         _whole(folder, place, rows, tokenizer, trusted)
         return
     tokenizer.save_pretrained(place)
-
-
-@contextlib.contextmanager
-def _reading(folder: Path, tokens: list[str]) -> Iterator[None]:
-    """Explain what is wrong with the model that is to be grown."""
-    try:
-        yield
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ModelError(
-            f"model.add_tokens={tokens}: no tokenizer and causal model can be loaded from {folder} "
-            f"({type(error).__name__}: {first_line(error)})."
-        ) from error
 
 
 def _tables(config: Any, trusted: Mapping[str, bool]) -> set[str]:

@@ -34,7 +34,7 @@ def logits_at_once(memory: int | None, *, fused: bool = False) -> int:
 
 
 class HeadLogps(nn.Module):
-    """Log-probabilities of a shard's targets; without a shard, the logits.
+    """Log-probabilities of a shard's targets; without a shard, the logits over the temperature.
 
     This is a module that is given the head's parameters and calls no other module. So an engine that gathers parameters
     module by module gathers them once, however many pieces this rank's tokens make.
@@ -48,7 +48,8 @@ class HeadLogps(nn.Module):
         self, weight: Tensor, bias: Tensor | None, hidden_tE: Tensor, shard: Shard | None
     ) -> TokenLogps | Tensor:
         if shard is None:
-            return logits_of(weight, bias, hidden_tE, self.wanted.temperature)
+            # in float32 (float64 for float64), as sampling needs them
+            return plain.widened(nn.functional.linear(hidden_tE, weight, bias), self.wanted.temperature)
         reading = _Reading(self.wanted, max(1, self.most // weight.shape[0]), self.fused and bias is None)
         read_u = _Pieces.apply(weight, bias, hidden_tE, shard.targets_t, shard.trained_u, reading)
         logps_n, means_n, *of_tokens_n = (None if each_u is None else shard.by_token(each_u) for each_u in read_u)
@@ -68,11 +69,6 @@ class HeadScores(nn.Module):
         to, read_nE = wide(weight.dtype), hidden_tE.index_select(0, shard.ends_n)
         scores_n1 = nn.functional.linear(read_nE.to(to), weight.to(to), None if bias is None else bias.to(to))
         return TokenScores(scores_n1.squeeze(-1))
-
-
-def logits_of(weight: Tensor, bias: Tensor | None, hidden_nE: Tensor, temperature: float) -> Tensor:
-    """Return logits over the temperature in float32 (float64 for float64), as sampling needs them."""
-    return plain.widened(nn.functional.linear(hidden_nE, weight, bias), temperature)
 
 
 @dataclass(frozen=True)

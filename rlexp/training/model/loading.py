@@ -238,15 +238,14 @@ def quiet() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def in_pieces(config: dict[str, Any]) -> Iterator[None]:
+def in_pieces(deepspeed_config: dict[str, Any]) -> Iterator[None]:
     """Load pretrained models parameter by parameter, each rank keeping its piece, as transformers does for ZeRO-3.
 
     Random models are made whole, the same on every rank, and sharded later.
     """
 
     class ShardedLoading:
-        def __init__(self) -> None:
-            self.config = config
+        config = deepspeed_config
 
         def is_zero3(self) -> bool:
             return True
@@ -281,15 +280,13 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 
 def load_tokenizer(cfg: ModelConfig) -> Any:
-    match cfg:
-        case HFModelConfig():
-            tokenizer = _pretrained(AutoTokenizer, cfg, what="tokenizer")
-            tokenizer.model_max_length = UNBOUNDED
-            if cfg.chat_template is not None:
-                _give_template(tokenizer, cfg.chat_template)
-            return tokenizer
-        case _:
-            return byte_tokenizer()
+    if not isinstance(cfg, HFModelConfig):
+        return byte_tokenizer()
+    tokenizer = _pretrained(AutoTokenizer, cfg, what="tokenizer")
+    tokenizer.model_max_length = UNBOUNDED
+    if cfg.chat_template is not None:
+        _give_template(tokenizer, cfg.chat_template)
+    return tokenizer
 
 
 def _give_template(tokenizer: Any, template: str) -> None:

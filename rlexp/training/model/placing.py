@@ -120,24 +120,16 @@ def take_exact(parameter: nn.Parameter) -> Tensor | None:
     return exact
 
 
-def evenly(rank: int, ranks: int) -> Part:
+def evenly(rank: int, ranks: int, shape: torch.Size) -> slice:
     """Cut a flattened parameter into equal parts; the last ones may be short."""
-
-    def part(shape: torch.Size) -> slice:
-        size = -(-shape.numel() // ranks)
-        return slice(rank * size, (rank + 1) * size)
-
-    return part
+    size = -(-shape.numel() // ranks)
+    return slice(rank * size, (rank + 1) * size)
 
 
-def by_rows(rank: int, ranks: int) -> Part:
+def by_rows(rank: int, ranks: int, shape: torch.Size) -> slice:
     """Cut a parameter along its first dimension, as FSDP does."""
-
-    def part(shape: torch.Size) -> slice:
-        size = -(-shape[0] // ranks) * math.prod(shape[1:])
-        return slice(rank * size, (rank + 1) * size)
-
-    return part
+    size = -(-shape[0] // ranks) * math.prod(shape[1:])
+    return slice(rank * size, (rank + 1) * size)
 
 
 def gathered(part: Tensor, numel: int, device: torch.device) -> Tensor:

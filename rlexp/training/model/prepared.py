@@ -37,7 +37,6 @@ from rlexp.training.model.growing import grow
 
 FORMAT = 2  # to be raised when the same key means other files
 FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
-Make = Callable[[Path], None]
 
 
 def of_hub(cfg: ModelConfig) -> HFModelConfig | None:
@@ -113,7 +112,7 @@ def _state_of(file: Path) -> list[Any]:
 # ---- a folder, made once ----
 
 
-def _made(asked: str, name: str, state: list[Any], make: Make) -> Path:
+def _made(asked: str, name: str, state: list[Any], make: Callable[[Path], None]) -> Path:
     """Return the folder that `make` writes, and make it if it is not here, or not whole. Others wait meanwhile."""
     key = hashlib.sha256(json.dumps([FORMAT, state]).encode()).hexdigest()[:16]
     place = cache.root() / "models" / f"{name.replace('/', '-')}-{key}"

@@ -67,7 +67,10 @@ def probe(
             f"({type(error).__name__}: {error})."
         ) from error
     if alone < TOLERANCE and not difference < TOLERANCE:
-        raise ModelError(_cannot_share(config, difference))
+        raise ModelError(
+            f"{_name(config)}: its results differ where sequences share a prompt (log-probabilities by "
+            f"{difference:.1e} in float64), and do not where each has its own. Use data.share_prefix=false."
+        )
     if not difference < TOLERANCE:  # also when it is not a number
         why = f"log-probabilities differ by {difference:.1e} in float64"
         raise ModelError(_refusal(config, max_length, why, asked=asked))
@@ -216,13 +219,6 @@ def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
 
 def _name(config: PreTrainedConfig) -> str:
     return (config.architectures or [config.model_type])[0]
-
-
-def _cannot_share(config: PreTrainedConfig, difference: float) -> str:
-    return (
-        f"{_name(config)}: its results differ where sequences share a prompt (log-probabilities by {difference:.1e} in "
-        f"float64), and do not where each has its own. Use data.share_prefix=false."
-    )
 
 
 def _refusal(config: PreTrainedConfig, max_length: int, why: str, *, asked: bool) -> str:

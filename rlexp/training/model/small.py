@@ -2,13 +2,14 @@
 
 What the probe tests stays: every kind of layer, the numbers and sizes of heads, windows, rotary positions, how many
 experts a token takes. Each change is tried on models without memory, and taken back where more than sizes would follow.
+A rehearsal takes fewer layers alone.
 """
 
 from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +19,6 @@ from transformers.pytorch_utils import Conv1D
 
 from rlexp.config.schema import ModelConfig
 from rlexp.training.model import hook
-from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.loading import from_config_options
 
 VOCABULARY = 512
@@ -151,3 +151,23 @@ def _layers_with_all_kinds(model: PreTrainedModel, number: int) -> int:
         kind = [(name, type(each).__name__, _facts(name, each)) for name, each in layer.named_modules()]
         firsts.setdefault(repr(kind), at)
     return max(firsts.values()) if len(firsts) <= MOST_KINDS else 0
+
+
+# ---- fewer layers ----
+
+
+def first_layers(config: Any, layers: int | None) -> Any:
+    """Return the configuration with this many of its layers; with all of them for None."""
+    if layers is None or layers == config.num_hidden_layers:
+        return config
+    small = copy.deepcopy(config)
+    for name, each in listed(config).items():
+        setattr(small, name, list(each[:layers]))
+    small.num_hidden_layers = layers
+    return small
+
+
+def listed(config: Any) -> dict[str, Sequence[Any]]:
+    """Return what a configuration lists layer by layer."""
+    count = int(config.num_hidden_layers)
+    return {name: each for name, each in vars(config).items() if isinstance(each, list | tuple) and len(each) == count}

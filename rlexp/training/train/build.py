@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -230,11 +231,11 @@ def placing_for(cfg: Config, device: torch.device, world: World, *, frozen: bool
     if traits.loads_pieces:
         return None
     if traits.sharded:
-        part = by_rows(world.rank, world.size)
+        part = partial(by_rows, world.rank, world.size)
         return Placing(device, dtype if frozen else steps, part, whole=False)
     if traits.replicated:  # its float32 masters are the weights that arrive
         return Placing(device, dtype if frozen else steps)
-    return Placing(device, dtype, None if frozen else evenly(world.rank, world.size))
+    return Placing(device, dtype, None if frozen else partial(evenly, world.rank, world.size))
 
 
 def pieces_for(cfg: EngineConfig) -> contextlib.AbstractContextManager[Any]:

@@ -42,14 +42,13 @@ from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.dealer.shard import shard_pack
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model import rope
-from rlexp.training.model.first_layers import first_layers
 from rlexp.training.model.float64 import StayFloat64
 from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.hook import NAME, attention
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.policy import Policy, cast_parameters
 from rlexp.training.model.probe import probe, probe_decoding
-from rlexp.training.model.small import small_config
+from rlexp.training.model.small import first_layers, small_config
 from rlexp.training.ring.base import RingBatch
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.kernels.base import Ask

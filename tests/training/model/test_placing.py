@@ -4,6 +4,7 @@ steps do."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def test_the_parts_of_all_ranks_are_the_whole(cut: str, ranks: int) -> None:
     value = torch.arange(15.0).view(5, 3) / 7
     parts = []
     for rank in range(ranks):
-        place = placing.Placing(CPU, torch.float32, getattr(placing, cut)(rank, ranks), whole=False)
+        place = placing.Placing(CPU, torch.float32, partial(getattr(placing, cut), rank, ranks), whole=False)
         put = place.put(nn.Parameter(value.clone()))
         assert put.is_meta
         parts.append(placing.take_exact(put))
@@ -66,7 +67,7 @@ def test_the_parts_of_all_ranks_are_the_whole(cut: str, ranks: int) -> None:
 
 def test_only_bits_that_are_lost_are_kept() -> None:
     short, long = torch.tensor([1.0, 0.5, 3.0]), torch.tensor([1.0, 0.1, 3.0])
-    place = Placing(CPU, torch.bfloat16, evenly(0, 2))
+    place = Placing(CPU, torch.bfloat16, partial(evenly, 0, 2))
     assert take_exact(place.put(nn.Parameter(short))) is None
     kept = take_exact(place.put(nn.Parameter(long)))
     assert kept is not None
@@ -76,7 +77,8 @@ def test_only_bits_that_are_lost_are_kept() -> None:
 def sizes_while_loading(_spec: RankSpec, path: str) -> tuple[int, int]:
     """The largest storage that a parameter has once it is placed, and the model's largest; in elements."""
     cfg = HFModelConfig(path=path)
-    model = load_model(cfg, load_config(cfg, 256), 256, Placing(CPU, torch.bfloat16, by_rows(0, 2), whole=False))
+    place = Placing(CPU, torch.bfloat16, partial(by_rows, 0, 2), whole=False)
+    model = load_model(cfg, load_config(cfg, 256), 256, place)
     assert all(parameter.is_meta for parameter in model.parameters())
     return sum(p.untyped_storage().nbytes() for p in model.parameters() if not p.is_meta), len(list(model.parameters()))
 
