@@ -97,43 +97,34 @@ def load_model(
     """Load the model, the same on every rank, with the ring's attention and without dropout. Its weights are read in
     float32, or with `float64` in float64, and go where `placing` says, one by one; without it they stay on the host.
     `scores`: with a head for scores, which is random if the files have none."""
-    match cfg:
-        case HFModelConfig():
-            dtype = DTYPE_NAMED.get(cfg.dtype.value)  # None for `auto`
-            if placing is not None:
-                placing = dataclasses.replace(placing, rounded=dtype)
-            head, factory = ScoreHead(cfg.seed, f"{cfg.group}.path", cfg.path), AutoModelForCausalLM
-            if has_score_head(config) and not scores:
-                raise ModelError(
-                    f"{cfg.group}.path={cfg.path}: is a {config.architectures[0]}, whose head gives scores and not the "
-                    f"next token. Give a causal language model; a reward model goes to reward.path."
-                )
-            if scores:
-                factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModel
-                config = head.config(config)
-            # A trunk alone leaves the head of the files out, as it is meant to.
-            with arriving(placing), quiet() if factory is AutoModel else contextlib.nullcontext():
-                model, info = _pretrained(
-                    factory,
-                    cfg,
-                    config=config,
-                    attn_implementation=hook.NAME,
-                    output_loading_info=True,
-                    **_reading(config, float64=float64),
-                )
-            _refuse_random(f"{cfg.group}.path", cfg.path, info)
-            if (yarn := parsed(cfg.rope)) is not None:
-                rope.refuse_unless_extended(model, yarn, named(cfg))
-            if factory is AutoModel:
-                model = head.on(model)
-        case _:
-            unset_hf_deepspeed_config()
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(cfg.seed)
-                model = random_model(config, max_length, scores=scores, seed=cfg.seed)
-            if placing is not None:
-                put_all(model, placing)
-            return model
+    if not isinstance(cfg, HFModelConfig):
+        unset_hf_deepspeed_config()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(cfg.seed)
+            model = random_model(config, max_length, scores=scores, seed=cfg.seed)
+        if placing is not None:
+            put_all(model, placing)
+        return model
+    key, dtype = f"{cfg.group}.path", DTYPE_NAMED.get(cfg.dtype.value)  # None for `auto`
+    if placing is not None:
+        placing = dataclasses.replace(placing, rounded=dtype)
+    head, factory = ScoreHead(cfg.seed, key, cfg.path), AutoModelForCausalLM
+    if has_score_head(config) and not scores:
+        raise ModelError(
+            f"{key}={cfg.path}: is a {config.architectures[0]}, whose head gives scores and not the next token. Give a "
+            f"causal language model; a reward model goes to reward.path."
+        )
+    if scores:
+        factory = AutoModelForSequenceClassification if has_score_head(config) else AutoModel
+        config = head.config(config)
+    # A trunk alone leaves the head of the files out, as it is meant to.
+    with arriving(placing), quiet() if factory is AutoModel else contextlib.nullcontext():
+        model, info = _pretrained(factory, cfg, **_reading(config, float64=float64))
+    _refuse_random(key, cfg.path, info)
+    if (yarn := parsed(cfg.rope)) is not None:
+        rope.refuse_unless_extended(model, yarn, named(cfg))
+    if factory is AutoModel:
+        model = head.on(model)
     model = _without_surprises(model, max_length)
     if dtype is not None and placing is not None:
         put_all(model, placing)  # also what no module was given by its name
@@ -163,18 +154,9 @@ def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing
     """
     config, name = _reward_config(cfg, key), f"{key}.path"
     unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
+    factory, reading = AutoModelForSequenceClassification, _reading(config, float64=cfg.precision is Precision.fp64)
     with arriving(placing):
-        model, info = _from_hub(
-            AutoModelForSequenceClassification,
-            cfg.path,
-            cfg.trust_remote_code,
-            what="reward model",
-            key=name,
-            config=config,
-            attn_implementation=hook.NAME,
-            output_loading_info=True,
-            **_reading(config, float64=cfg.precision is Precision.fp64),
-        )
+        model, info = _from_hub(factory, cfg.path, cfg.trust_remote_code, what="reward model", key=name, **reading)
     _refuse_random(name, cfg.path, info)
     return _without_surprises(model, max_length)
 
@@ -266,7 +248,8 @@ def from_config_options(cfg: ModelConfig, config: PreTrainedConfig) -> dict[str,
 
 def _reading(config: PreTrainedConfig, *, float64: bool) -> dict[str, Any]:
     """Return the options that read a model's files: a weight in float64 stays exact where float64 computes."""
-    return {"dtype": torch.float64, **_experts(config)} if float64 else {"dtype": torch.float32}
+    exact = {"dtype": torch.float64, **_experts(config)} if float64 else {"dtype": torch.float32}
+    return {"config": config, "attn_implementation": hook.NAME, "output_loading_info": True, **exact}
 
 
 def _experts(config: PreTrainedConfig) -> dict[str, str]:
@@ -323,11 +306,7 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token="<bos>",
-        eos_token="<eos>",
-        pad_token="<pad>",
-        model_max_length=UNBOUNDED,
+        tokenizer_object=tokenizer, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>", model_max_length=UNBOUNDED
     )
 
 
@@ -341,13 +320,7 @@ def _pretrained(factory: Any, cfg: HFModelConfig, **kwargs: Any) -> Any:
 
 
 def _from_hub(
-    factory: Any,
-    path: str,
-    trust_remote_code: bool,
-    *,
-    what: str = "causal model",
-    key: str,
-    **kwargs: Any,
+    factory: Any, path: str, trust_remote_code: bool, *, what: str = "causal model", key: str, **kwargs: Any
 ) -> Any:
     name = str(Path(path).expanduser()) if path.startswith("~") else path
     disable_progress_bar()
