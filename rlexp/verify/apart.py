@@ -33,7 +33,7 @@ from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.model.adapter import without_starting
-from rlexp.training.model.fused import fuses
+from rlexp.training.model.fused.classes import fuses
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.placing import EXACT, Placing, by_rows, evenly, put_all
 from rlexp.training.model.policy import DTYPES, Critic, Policy

@@ -10,10 +10,24 @@ from typing import Any
 import torch
 
 
+def _always(answer: Any) -> Callable[..., Any]:
+    """Return a method that answers the same, whatever it is asked."""
+
+    def method(*_: Any, **__: Any) -> Any:
+        return answer
+
+    return method
+
+
 class AsGPU:
     """What DeepSpeed's accelerator for CPUs says otherwise on a GPU: memory of its own, streams, no waiting host."""
 
     on: torch.device
+    current_device = memory_allocated = _always(0)
+    set_device = synchronize = _always(None)
+    is_synchronized_device = resolves_data_dependency = _always(False)
+    is_pinned = _always(True)
+    communication_backend_name = _always("fake")
 
     def device_name(self, device_index: int | None = None) -> str:
         return self.on.type if device_index is None else f"{self.on.type}:{device_index}"
@@ -21,21 +35,8 @@ class AsGPU:
     def device(self, device_index: int | None = None) -> Any:  # noqa: ARG002
         return self.on
 
-    def current_device(self) -> int:
-        return 0
-
     def current_device_name(self) -> str:
         return f"{self.on.type}:0"
-
-    def set_device(self, device_index: int) -> None: ...
-
-    def is_synchronized_device(self) -> bool:
-        return False
-
-    def resolves_data_dependency(self) -> bool:
-        return False
-
-    def synchronize(self, device_index: int | None = None) -> None: ...
 
     def Stream(self, *_args: Any, **_kwargs: Any) -> Any:  # noqa: N802
         return torch.get_device_module(self.on).Stream()
@@ -52,20 +53,11 @@ class AsGPU:
     def Event(self) -> Any:  # noqa: N802
         return torch.get_device_module(self.on).Event
 
-    def communication_backend_name(self) -> str:
-        return "fake"
-
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self.on.type
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:  # noqa: ARG002
         return tensor
-
-    def is_pinned(self, _tensor: torch.Tensor) -> bool:
-        return True
-
-    def memory_allocated(self, _device: Any = None) -> int:
-        return 0
 
 
 def install(device: torch.device) -> None:

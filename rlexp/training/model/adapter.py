@@ -170,7 +170,7 @@ def put_adapter(
     names the model, and its revision, for the adapter's file. With `copy`, a frozen copy of an adapter from a folder
     stands beside it.
     """
-    folder = None if cfg.path is None else _Folder.read(read_adapter(cfg.path))
+    folder = None if cfg.path is None else _Folder(read_adapter(cfg.path))
     refusing = contextlib.nullcontext if folder is None else folder.refusing
     with refusing():
         whole = _whole_modules(model, cfg.also) if folder is None else folder.whole(model)
@@ -273,24 +273,20 @@ def _fill_whole(wrapper: Any, name: str, folder: _Folder | None, prefix: str) ->
         holder.register_parameter(last, made.requires_grad_(name == TRAINED))
 
 
-@dataclasses.dataclass(frozen=True)
 class _Folder:
     """An adapter's folder whose weights are taken one by one."""
 
-    folder: AdapterFolder
-    tensors: dict[str, Tensor]  # by their names without peft's beginning
-    rest: set[str]  # those that nothing has asked for
-
-    @staticmethod
-    def read(folder: AdapterFolder) -> _Folder:
+    def __init__(self, folder: AdapterFolder) -> None:
+        self.folder = folder
         try:
             held = load_file(folder.path / WEIGHTS)
         except (OSError, SafetensorError) as error:
             raise ModelError(
                 f"adapter.path={folder.path}: its {WEIGHTS} cannot be read ({error}). Give a folder that peft wrote."
             ) from None
-        tensors = {key.removeprefix(IN_FILES): tensor for key, tensor in held.items()}
-        return _Folder(folder, tensors, set(tensors))
+        # by their names without peft's beginning
+        self.tensors = {key.removeprefix(IN_FILES): tensor for key, tensor in held.items()}
+        self.rest = set(self.tensors)  # those that nothing has asked for
 
     def whole(self, model: Any) -> list[str]:
         """Return the modules that were trained whole: peft names them by the ends of names, and some fit none."""

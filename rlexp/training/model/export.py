@@ -158,8 +158,9 @@ class AdapterExport:
         return
 
     def close(self) -> None:
-        contents = contents_of_base(self._model)
-        save_tensors(self._held, self._place / WEIGHTS, {} if contents is None else {BASE: contents})
+        folder = Path(self._model.path).expanduser() if isinstance(self._model, HFModelConfig) else None
+        contents = {BASE: of_weights(folder)} if folder is not None and folder.is_dir() else None
+        save_tensors(self._held, self._place / WEIGHTS, contents)
         for path in self._place.iterdir():
             sync(path)
         sync(self._place)
@@ -285,9 +286,3 @@ def describe_adapter(adapter: Adapter, place: Path) -> None:
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # peft makes a set of them
     config.save_pretrained(str(place))
-
-
-def contents_of_base(model: ModelConfig) -> str | None:
-    """Return a short text of a model's contents; None where the model is no folder here."""
-    folder = Path(model.path).expanduser() if isinstance(model, HFModelConfig) else None
-    return of_weights(folder) if folder is not None and folder.is_dir() else None

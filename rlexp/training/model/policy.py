@@ -23,7 +23,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.training.model.adapter import Adapter, in_use, put_adapter
 from rlexp.training.model.decoding import Decoding
 from rlexp.training.model.float64 import precise
-from rlexp.training.model.fused import Fused, fuse
+from rlexp.training.model.fused.classes import Fused, fuse
 from rlexp.training.model.head import HeadLogps, HeadScores
 from rlexp.training.ring.attention import KeptOutputs
 from rlexp.training.types import Shard, TokenLogps, TokenScores, Wanted

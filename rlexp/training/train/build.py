@@ -40,7 +40,7 @@ from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.engine.streamed import Streamed
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.adapter import plain_name
-from rlexp.training.model.fused import fuses
+from rlexp.training.model.fused.classes import fuses
 from rlexp.training.model.head import logits_at_once
 from rlexp.training.model.loading import end_with_template, in_pieces
 from rlexp.training.model.placing import Placing, by_rows, evenly, put_all

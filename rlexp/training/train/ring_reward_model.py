@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rlexp.config.checks.layout import heads_in, windows_in
 from rlexp.training.dealer.shard import shard_pack
-from rlexp.training.model.fused import fuse, fuses
+from rlexp.training.model.fused.classes import fuse, fuses
 from rlexp.training.model.probe import probe
 from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.kernels import computing_in

@@ -14,13 +14,18 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from rlexp.config.schema.models import FusedName
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.operators import added_and_normed, gated, normed, rotated
@@ -33,6 +38,51 @@ CLOSE = 1e-12  # relative to the largest number, in float64: rounding is 1e-15
 SCALES = (1.0, 1e-2, 30.0, 1e4)  # of what is given: some modules bound their numbers
 AGAIN = object()  # in the place of a residual: there is nothing to add yet
 Made = Mapping[str, Any]  # what a subclass has beside its base
+
+
+@dataclass(frozen=True)
+class Fused:
+    """How many modules compute with fused pieces, by piece, and the classes of those that are left as they are."""
+
+    pieces: Counter[str]
+    left: Counter[str]
+
+    def __str__(self) -> str:
+        left = f"; left as they are: {_counted(self.left)}" if self.left else ""
+        return f"{_counted(self.pieces) or 'nothing of this model'}{left}"
+
+
+def _counted(names: Counter[str]) -> str:
+    return ", ".join(f"{count} × {name}" for name, count in names.items())
+
+
+def fuses(name: FusedName, device: torch.device, dtype: torch.dtype) -> bool:
+    """Say whether a model computes with fused pieces: on a GPU in 16 bits, unless the run says otherwise."""
+    if name is FusedName.auto:
+        return device.type != "cpu" and dtype in (torch.bfloat16, torch.float16)
+    return name is FusedName.always
+
+
+def fuse(*models: nn.Module) -> Fused:
+    """Let the models' modules compute with fused pieces wherever these fit, whatever the family."""
+    fused = Fused(Counter(), Counter())
+    modules = [module for model in models for module in model.modules() if _has_own_code(module)]
+    chosen = [(module, fused_class(module)) for module in modules]
+    for module, choice in chosen:  # a layer is tried before its norms change
+        if choice is None:
+            fused.left[type(module).__name__] += 1
+        else:
+            piece, module.__class__ = choice
+            fused.pieces[piece] += 1
+    return fused
+
+
+def _has_own_code(module: nn.Module) -> bool:
+    """Say whether a module may compute something between products: it has weights, is none of torch's, and no list,
+    model or table of others."""
+    known = isinstance(module, PreTrainedModel | nn.Embedding | Conv1D)
+    plain = known or type(module).__module__.startswith(("torch.", "peft."))
+    return not plain and any(True for _ in module.parameters())
 
 
 def fused_class(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
@@ -125,18 +175,14 @@ def _norm_forward(self: Any, hidden_states: Tensor, residual: Any = None) -> Any
     """Return the norm; with a residual stream, the norm of the sum, and the sum."""
     streams = [residual] if isinstance(residual, Tensor) else []
     if any(each.dtype is not self.weight.dtype for each in (hidden_states, *streams)):
-        return _left(self, hidden_states, residual)
+        # As the model does, where the weight has another dtype.
+        total = residual + hidden_states if isinstance(residual, Tensor) else hidden_states
+        out = self._base.forward(self, total)
+        return out if residual is None else (out, total)
     if isinstance(residual, Tensor):
         return added_and_normed(hidden_states, residual, self.weight, self._eps, self._offset)
     out, again = normed(hidden_states, self.weight, self._eps, self._offset)
     return (out, again) if residual is AGAIN else out
-
-
-def _left(self: Any, hidden_states: Tensor, residual: Any) -> Any:
-    """Compute as the model does, where the weight has another dtype."""
-    total = residual + hidden_states if isinstance(residual, Tensor) else hidden_states
-    out = self._base.forward(self, total)
-    return out if residual is None else (out, total)
 
 
 # ---- rotary positions ----

@@ -23,8 +23,7 @@ from transformers.models.llama import modeling_llama
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
 
 from rlexp.training.model.float64 import precise
-from rlexp.training.model.fused import fuse
-from rlexp.training.model.fused.classes import fused_class
+from rlexp.training.model.fused.classes import fuse, fused_class
 from rlexp.training.model.policy import cast_parameters
 from tests.helpers.models import SHAPE
 from tests.helpers.ranks import seeded
