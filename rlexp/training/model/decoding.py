@@ -117,12 +117,8 @@ def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, batch: 
     rows, heads, new, size = query.shape
     if new == 1:  # a group's heads see the same columns, so they become queries of one head, whose keys are read once
         query = query.reshape(rows, keys.shape[1], -1, size)
+    mask, grouped = batch.mask(ask.window), query.shape[1] != keys.shape[1]
     out_BHqD = nn.functional.scaled_dot_product_attention(
-        query,
-        keys,
-        values,
-        attn_mask=batch.mask(ask.window),
-        scale=ask.scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
+        query, keys, values, attn_mask=mask, scale=ask.scale, enable_gqa=grouped
     )
     return out_BHqD.reshape(rows, heads, new, size).transpose(1, 2)

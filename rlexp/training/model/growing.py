@@ -71,15 +71,11 @@ def _files_with_rows(folder: Path, tables: set[str]) -> dict[str, set[str]]:
     files: dict[str, set[str]] = {}
     for file in _weights(folder):
         with safe_open(file, framework="pt") as content:
-            names = {key for key in content.keys() if any(_same(key, table) for table in tables)}  # noqa: SIM118
+            # Some files leave out the name of the module that holds all others.
+            names = {key for key in content.keys() if any(f".{table}".endswith(f".{key}") for table in tables)}  # noqa: SIM118
         if names:
             files[file.name] = names
     return files
-
-
-def _same(key: str, table: str) -> bool:
-    """Some files leave out the name of the module that holds all others."""
-    return key == table or table.endswith(f".{key}")
 
 
 def _weights(folder: Path) -> list[Path]:

@@ -82,10 +82,7 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, shard: Shard, end_S: Tensor) -> Tensor:
-        """Return (S,) in float64, to be summed over the ring: the scores of sequences that end on this rank, else 0.
-
-        `end_S` says where the sequences of the shard's pack end.
-        """
+        """Return (S,) in float64, to be summed over the ring: the scores of sequences that end on this rank, else 0."""
         with precise(self.head.weight.dtype):
             hidden_tE = hidden_states(self.model.base_model, shard)
             here_S, place_S = here(shard, end_S)

@@ -20,13 +20,10 @@ def has_score_head(config: PreTrainedConfig) -> bool:
 
 @dataclass(frozen=True)
 class ScoreHead:
-    """Makes of a model one that gives scores; where it has no head yet, with a random one of the seed.
-
-    `key` and `path` name the model, for messages.
-    """
+    """Makes of a model one that gives scores; where it has no head yet, with a random one of the seed."""
 
     seed: int
-    key: str
+    key: str  # for messages, as the path
     path: str
 
     def config(self, config: PreTrainedConfig) -> PreTrainedConfig:
