@@ -19,7 +19,7 @@ from rlexp.launch import run_folder
 from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint.restore import Reader
 from rlexp.training.model.adapter import layers_of, original_name
-from rlexp.training.model.export import AdapterExport, described, dtype_of, export, write_alone
+from rlexp.training.model.export import AdapterExport, Export, described, dtype_of, export
 from rlexp.training.model.loading import load_config, load_model
 from rlexp.training.model.policy import CRITIC, DTYPES
 from rlexp.training.model.score_head import has_score_head
@@ -60,13 +60,13 @@ def export_checkpoint(
     try:
         if adapter is None:
             model, weights = _weights(cfg, model, reader)
-            export(model, weights, chosen, tokenizer, unfinished)
+            export(Export(model, chosen, unfinished), weights, tokenizer)
         elif merged:
             weights = _beside_adapter(cfg, model, reader)
-            export(model, adapter.merged(weights), chosen, tokenizer, unfinished)
+            export(Export(model, chosen, unfinished), adapter.merged(weights), tokenizer)
         else:
             trained = ((name, reader.whole("weight", name)) for name in reader.shapes if not name.startswith(CRITIC))
-            write_alone(AdapterExport(adapter, cfg.model, dtype_of(dtype), unfinished), trained, tokenizer)
+            export(AdapterExport(adapter, cfg.model, dtype_of(dtype), unfinished), trained, tokenizer)
         unfinished.replace(place)
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)

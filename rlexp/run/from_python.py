@@ -45,7 +45,7 @@ class Run:
 
     def model(self, **options: Any) -> Any:
         """Load the trained model, an adapter on its base or a reward model, with options of `from_pretrained`."""
-        from rlexp.training.model.exported import load as loaded
+        from rlexp.training.model.export import load_exported
 
         place = self.folder / "model"
         if not place.is_dir():
@@ -53,7 +53,7 @@ class Run:
                 f"{self.folder}: has no model/, since the run is {self.status} or had checkpoint.export=false. Write "
                 f"one: python -m rlexp.export {quote(str(self.folder))}."
             )
-        return loaded(place, **options)
+        return load_exported(place, **options)
 
 
 def train(overrides: Sequence[str]) -> Run:

@@ -201,8 +201,8 @@ def test_float64_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                                         merged=True))  # fmt: skip
     assert not (tmp_path / "later" / "model-00009.safetensors").exists()
 
-    def broken(*args: Any) -> None:
-        args[-1].mkdir()
+    def broken(out: Any, *_: Any) -> None:
+        out._place.mkdir()
         raise OSError("broken")
 
     monkeypatch.setattr("rlexp.export.checkpoint.export", broken)
@@ -285,7 +285,7 @@ def test_a_buffer_is_written_as_it_was_loaded(tmp_path: Path) -> None:
         first_k_dense_replace=1,
     )  # fmt: skip
     model = Glm4MoeForCausalLM(config).double()
-    export.export(model, model.named_parameters(), torch.float32, byte_tokenizer(), tmp_path)
+    export.export(export.Export(model, torch.float32, tmp_path), model.named_parameters(), byte_tokenizer())
     written = content(tmp_path)
     assert {tensor.dtype for tensor in written.values()} == {torch.float32}
     assert "model.layers.1.mlp.gate.e_score_correction_bias" in written
@@ -305,7 +305,7 @@ def test_shards_hold_what_transformers_would_save(
     model = make()
     weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
     tokenizer = byte_tokenizer()
-    export.export(model, weights.items(), dtype, tokenizer, tmp_path / "whole")
+    export.export(export.Export(model, dtype, tmp_path / "whole"), weights.items(), tokenizer)
     monkeypatch.setattr(export, "SHARD", PIECE)
     most, write = 0, export.Export.write
 
@@ -315,7 +315,7 @@ def test_shards_hold_what_transformers_would_save(
         write(self)
 
     monkeypatch.setattr(export.Export, "write", watched)
-    export.export(model, weights.items(), dtype, tokenizer, tmp_path / "parts")
+    export.export(export.Export(model, dtype, tmp_path / "parts"), weights.items(), tokenizer)
     model.to(dtype).save_pretrained(tmp_path / "expected")
     expected = content(tmp_path / "expected")
 
@@ -332,7 +332,7 @@ def test_shards_hold_what_transformers_would_save(
     assert index["weight_map"] == {key: file.name for file in files for key in load_file(file)}
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in written.values())
     monkeypatch.setattr(export, "SHARD", index["metadata"]["total_size"] - 1)
-    export.export(model, weights.items(), dtype, tokenizer, tmp_path / "two")
+    export.export(export.Export(model, dtype, tmp_path / "two"), weights.items(), tokenizer)
     two = json.loads((tmp_path / "two" / "model.safetensors.index.json").read_text())
     assert {*two["weight_map"].values()} == {f"model-0000{number}-of-00002.safetensors" for number in (1, 2)}
     one = "model.safetensors"
@@ -370,7 +370,7 @@ def test_weights_that_are_missing_are_named(tmp_path: Path) -> None:
     model = llama()
     del model.model.norm.weight
     with pytest.raises(ModelError, match=r"there are no weights for model\.norm\.weight"):
-        export.export(model, model.named_parameters(), torch.float32, byte_tokenizer(), tmp_path / "model")
+        export.Export(model, torch.float32, tmp_path / "model")
 
 
 TIMEOUT = 8.0  # seconds that a collective may take

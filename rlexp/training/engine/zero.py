@@ -375,11 +375,6 @@ def place_of_piece(parameter: nn.Parameter, piece: Tensor, world: World) -> tupl
     return start, max(0, min(piece.numel(), shape_of(parameter).numel() - start))
 
 
-def _piece(parameter: Any) -> Tensor:
-    piece: Tensor = parameter.ds_tensor
-    return piece
-
-
 def _gathered(parameter: nn.Parameter) -> Tensor:
     with import_deepspeed().zero.GatheredParameters([parameter]):
         return parameter.detach().clone()
@@ -414,7 +409,7 @@ def _cast_partitions(policy: Policy, dtype: torch.dtype) -> dict[str, Tensor]:
     exact: dict[str, Tensor] = {}
     if dtype is torch.bfloat16:
         for name, parameter in policy.named():
-            piece = _piece(parameter)
+            piece = parameter.ds_tensor
             if parameter.requires_grad:
                 exact[name] = piece.data
             piece.data = piece.data.to(dtype)
@@ -437,8 +432,9 @@ class FrozenPieces(Frozen):
 
     def fragments(self) -> list[Fragment]:
         fragments = []
+        parameter: Any  # with DeepSpeed's marks
         for name, parameter in self.parameters.items():
-            piece = _piece(parameter)
+            piece = parameter.ds_tensor
             start, real = place_of_piece(parameter, piece, self.world)
             if real:
                 fragments.append(Fragment(name, start, piece.detach()[:real], {}))

@@ -55,10 +55,6 @@ def without_starting(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, An
     return ((name, parameter) for name, parameter in named if not _STARTING.search(name))
 
 
-def plain_names(model: nn.Module) -> list[str]:
-    return [plain for name, _ in model.named_parameters() if (plain := plain_name(name)) is not None]
-
-
 @dataclasses.dataclass(frozen=True)
 class Adapter:
     """The adapter of a model; the critic's own trunk has one like it."""

@@ -1,5 +1,5 @@
 """Export of a trained model in transformers' format: weights in shards, configuration, tokenizer, template; or of an
-adapter alone, in peft's.
+adapter alone, in peft's; and how either is loaded again.
 
 Weights come in one by one and are written as soon as a file is whole, so the host holds one file's weights at a time.
 """
@@ -32,12 +32,12 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from rlexp.base.errors import ModelError
+from rlexp.base.errors import ConfigError, ModelError
 from rlexp.base.files import open_to_others, sync, write_text
 from rlexp.config.adapter_folder import BASE, WEIGHTS
 from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import ExportDtype, HFModelConfig, ModelConfig
-from rlexp.training.model.adapter import Adapter, plain_names
+from rlexp.training.model.adapter import Adapter, plain_name
 from rlexp.training.model.placing import DTYPE_NAMED
 from rlexp.training.model.policy import cast_parameters
 from rlexp.training.model.score_head import has_score_head
@@ -67,7 +67,7 @@ class Export:
             self._model.generation_config = like.generation_config
         kept = _without_copies(self._model)
         self._held = {name: each.to("cpu", kept[name].dtype) for name, each in _buffers(like).items() if name in kept}
-        names = plain_names(like)
+        names = [plain for name, _ in like.named_parameters() if (plain := plain_name(name)) is not None]
         self._kept_as = {name: own for name, own in _tied_to(self._model, kept).items() if name in names}
         arriving = {name: kept[name] for name in (*self._held, *(self._kept_as.get(name) for name in names)) if name}
         lost = sorted(kept.keys() - arriving.keys())
@@ -166,14 +166,7 @@ class AdapterExport:
         sync(self._place)
 
 
-def export(
-    like: PreTrainedModel, weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, tokenizer: Any, place: Path
-) -> None:
-    """Write a model of the type of `like` in one process, from all weights of `like` in its own order."""
-    write_alone(Export(like, dtype, place), weights, tokenizer)
-
-
-def write_alone(out: Export | AdapterExport, weights: Iterable[tuple[str, Tensor]], tokenizer: Any) -> None:
+def export(out: Export | AdapterExport, weights: Iterable[tuple[str, Tensor]], tokenizer: Any) -> None:
     """Write a model, or an adapter alone, in one process."""
     out.describe(tokenizer)
     for name, weight in weights:
@@ -286,3 +279,27 @@ def describe_adapter(adapter: Adapter, place: Path) -> None:
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # peft makes a set of them
     config.save_pretrained(str(place))
+
+
+def load_exported(place: Path, **options: Any) -> Any:
+    """Load a model that a run has written, with options of `from_pretrained`."""
+    adapter = _mapping_in(place / "adapter_config.json")
+    if adapter:
+        try:
+            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
+        except ImportError:
+            raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
+        if adapter.get("task_type") == "SEQ_CLS":
+            return AutoPeftModelForSequenceClassification.from_pretrained(place, num_labels=1, **options)
+        return AutoPeftModelForCausalLM.from_pretrained(place, **options)
+    classes = _mapping_in(place / "config.json").get("architectures")
+    named = [str(each) for each in classes] if isinstance(classes, list) else []
+    scores = any(name.endswith("ForSequenceClassification") for name in named)
+    return (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained(place, **options)
+
+
+def _mapping_in(file: Path) -> dict[str, Any]:
+    with contextlib.suppress(OSError, ValueError):
+        body = json.loads(file.read_text(encoding="utf-8"))
+        return body if isinstance(body, dict) else {}
+    return {}

@@ -26,7 +26,7 @@ from rlexp.base import plain_json
 from rlexp.base.errors import ModelError, first_line
 from rlexp.base.files import open_to_others, write_text
 from rlexp.config.checks.model import refuse_known
-from rlexp.training.model.export import export
+from rlexp.training.model.export import Export, export
 
 BLOCK = 1024  # rows that are summed at once
 AS_THEY_ARE = ("generation_config.json", "*.py")
@@ -146,4 +146,4 @@ def _whole(folder: Path, place: Path, rows: int, tokenizer: Any, trusted: Mappin
             parameter.data.copy_(_with_rows(before[id(old)][name], rows))
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
-    export(model, model.named_parameters(), model.dtype, tokenizer, place)
+    export(Export(model, model.dtype, place), model.named_parameters(), tokenizer)

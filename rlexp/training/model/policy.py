@@ -132,17 +132,17 @@ class Policy(nn.Module):
 
     def freeze(self, patterns: Sequence[str]) -> None:
         """Exclude the parameters whose names match a pattern from training."""
-        names = [name for name, _ in self.model.named_parameters()]
+        parameters = dict(self.model.named_parameters())
+        names = list(parameters)
         for pattern in patterns:
-            frozen = set(fnmatch.filter(names, pattern))
+            frozen = fnmatch.filter(names, pattern)
             if not frozen:
                 raise ModelError(
                     f"model.freeze: {pattern!r} matches no parameter. Their names are like {names[0]} and {names[-1]}; "
                     f"patterns are the shell's, as in 'model.layers.0.*'."
                 )
-            for name, parameter in self.model.named_parameters():
-                if name in frozen:
-                    parameter.requires_grad_(False)
+            for name in frozen:
+                parameters[name].requires_grad_(False)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise ModelError(f"model.freeze={list(patterns)}: nothing is left to train. Freeze fewer parameters.")
 

@@ -32,7 +32,7 @@ from rlexp.base.made_once import is_whole, making, seal
 from rlexp.config.content_ids import files_of_model, sampled
 from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, ModelConfig
-from rlexp.training.model.export import export
+from rlexp.training.model.export import Export, export
 from rlexp.training.model.growing import grow
 
 FORMAT = 2  # to be raised when the same key means other files
@@ -155,4 +155,4 @@ def _from_gguf(folder: Path, name: str, place: Path) -> None:
             f"whole GGUF file of an architecture that transformers reads from GGUF."
         ) from error
     del model.config.quantization_config  # it would claim that the weights are still in blocks
-    export(model, model.named_parameters(), torch.float32, tokenizer, place)
+    export(Export(model, torch.float32, place), model.named_parameters(), tokenizer)

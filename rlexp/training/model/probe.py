@@ -212,9 +212,8 @@ def _copied(cfg: ModelConfig, config: PreTrainedConfig, max_length: int) -> PreT
 
 def _windows(config: PreTrainedConfig, max_length: int) -> list[str]:
     """Name the windows that are shorter than the longest sequence."""
-    names = ("sliding_window", "attention_chunk_size")
-    windows = [(name, getattr(config, name, None)) for name in names]
-    return [name for name, window in windows if isinstance(window, int) and window < max_length]
+    windows = {name: getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    return [name for name, window in windows.items() if isinstance(window, int) and window < max_length]
 
 
 def _name(config: PreTrainedConfig) -> str:

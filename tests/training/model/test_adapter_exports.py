@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig, LoraConfig
 from rlexp.training.model.adapter import layers_of
-from rlexp.training.model.export import AdapterExport, export, write_alone
+from rlexp.training.model.export import AdapterExport, Export, export
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.policy import Policy
 from tests.helpers.adapters import adapter_of, loaded, logps_by
@@ -67,12 +67,12 @@ def exports_of(base: Path, policy: Policy, place: Path) -> Sequence[Any]:
     weights = [(name, parameter.detach()) for name, parameter in policy.named()]
     only = [(name, parameter.detach()) for name, parameter in policy.named() if parameter.requires_grad]
     alone = AdapterExport(adapter, HFModelConfig(path=str(base)), torch.float32, place / "adapter")
-    write_alone(alone, only, tokenizer)
-    export(policy.model, adapter.merged(weights), torch.float32, tokenizer, place / "merged")
+    export(alone, only, tokenizer)
+    export(Export(policy.model, torch.float32, place / "merged"), adapter.merged(weights), tokenizer)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(policy.model.config)
     again = layers_of(empty, place / "adapter")
-    export(empty, again.merged(weights), torch.float32, tokenizer, place / "again")
+    export(Export(empty, torch.float32, place / "again"), again.merged(weights), tokenizer)
     return loaded(base, place / "adapter"), loaded(place / "merged"), loaded(place / "again")
 
 

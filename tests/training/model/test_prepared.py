@@ -24,7 +24,7 @@ from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model import growing, loading, prepared
-from rlexp.training.model.export import export
+from rlexp.training.model.export import Export, export
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.prepared import commit_of
 from tests.conftest import ROOT, shared_folder
@@ -352,7 +352,7 @@ def exported_beside_others(spec: RankSpec, folder: Path) -> None:
     if spec.rank == 1:
         (folder / "again").mkdir()
         tokenizer = AutoTokenizer.from_pretrained(folder)
-        export(model, model.named_parameters(), torch.float32, tokenizer, folder / "again")
+        export(Export(model, torch.float32, folder / "again"), model.named_parameters(), tokenizer)
 
 
 def test_any_rank_can_write_a_whole_model(tmp_path: Path) -> None:

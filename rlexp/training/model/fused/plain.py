@@ -84,8 +84,7 @@ def rotate(q: Tensor, k: Tensor, cos_BtD: Tensor, sin_BtD: Tensor, inverse: bool
 
     `inverse` is the gradient: the transposed matrix, which is the rotation back.
     """
-    rotated = _rotated(q, cos_BtD, sin_BtD, inverse), _rotated(k, cos_BtD, sin_BtD, inverse)
-    return rotated[0], rotated[1]
+    return _rotated(q, cos_BtD, sin_BtD, inverse), _rotated(k, cos_BtD, sin_BtD, inverse)
 
 
 def _rotated(x: Tensor, cos_BtD: Tensor, sin_BtD: Tensor, inverse: bool) -> Tensor:
