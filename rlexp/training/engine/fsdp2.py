@@ -63,7 +63,6 @@ class _Sharded(Engine):
                 yield name, _whole(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
-        """Return this rank's rows of each parameter that it has some of."""
         fragments = []
         for name, parameter in self.parameters.items():
             weight = _local(parameter.detach()).view(-1)

@@ -92,14 +92,12 @@ class Copies:
     The memory of a copy is taken on the stream that computes, and the copying waits for all that this stream had to do
     until then. So a part's memory is free for the next copy once it has computed, however far ahead the host is, and no
     third part is ever there. In turn, a part waits for its own copy alone.
-
-    `parts` are expected in this order, until they come in another.
     """
 
     def __init__(self, device: torch.device, parts: Sequence[Part]) -> None:
         self.device, self.kind = device, torch.get_device_module(device)
         self.stream = self.kind.Stream()
-        self.next = dict(itertools.pairwise(parts))
+        self.next = dict(itertools.pairwise(parts))  # until they come in another order
         self.entered: Part | None = None  # in this pass
         self.ahead: Part | None = None
 

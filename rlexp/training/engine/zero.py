@@ -204,10 +204,7 @@ def _zero_optimizer_at_stage_1() -> Iterator[None]:
 
 
 class Stage12(_Partitioned):
-    """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments.
-
-    DeepSpeed's ZeRO optimizer attaches to each parameter a description of this rank's fragment.
-    """
+    """Stages 1 and 2: whole weights, and a partition of the flattened masters and their moments."""
 
     def __init__(self, cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> None:
         super().__init__(cfg, policy, optim, world, dtype)

@@ -115,7 +115,6 @@ class Export:
             sync(path)
 
     def add(self, name: str, weight: Tensor) -> None:
-        """Copy a parameter to the host."""
         if name in self._kept_as:
             self._held[self._kept_as[name]] = weight.detach().to("cpu", self._dtype, copy=True)
 

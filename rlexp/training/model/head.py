@@ -52,10 +52,9 @@ class HeadLogps(nn.Module):
             return plain.widened(nn.functional.linear(hidden_tE, weight, bias), self.wanted.temperature)
         reading = _Reading(self.wanted, max(1, self.most // weight.shape[0]), self.fused and bias is None)
         read_u = _Pieces.apply(weight, bias, hidden_tE, shard.targets_t, shard.trained_u, reading)
-        logps_n, means_n, *of_tokens_n = (None if each_u is None else shard.by_token(each_u) for each_u in read_u)
-        assert logps_n is not None
-        assert means_n is not None
-        return TokenLogps(logps_n, means_n, *of_tokens_n)
+        logps_u, means_u, *of_tokens_u = read_u
+        of_tokens_n = (None if each_u is None else shard.by_token(each_u) for each_u in of_tokens_u)
+        return TokenLogps(shard.by_token(logps_u), shard.by_token(means_u), *of_tokens_n)
 
 
 class HeadScores(nn.Module):
@@ -73,8 +72,6 @@ class HeadScores(nn.Module):
 
 @dataclass(frozen=True)
 class _Reading:
-    """How logits are read."""
-
     wanted: Wanted
     rows: int  # in a piece
     fused: bool  # all that is read of logits by one kernel, and their gradient written in their place by another

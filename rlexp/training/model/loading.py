@@ -148,10 +148,7 @@ def random_model(
 
 
 def load_reward_model(cfg: ModelRewardConfig, key: str, max_length: int, placing: Placing) -> PreTrainedModel:
-    """Load a model that gives a sequence one number, with the ring's attention and without dropout.
-
-    `key` is the place of its configuration, for messages.
-    """
+    """Load a model that gives a sequence one number, with the ring's attention and without dropout."""
     config, name = _reward_config(cfg, key), f"{key}.path"
     unset_hf_deepspeed_config()  # it is whole on every rank, even where the engine shards the policy
     factory, reading = AutoModelForSequenceClassification, _reading(config, float64=cfg.precision is Precision.fp64)

@@ -176,7 +176,6 @@ def put_all(model: nn.Module, placing: Placing) -> None:
 
 
 def put_buffers(model: nn.Module, device: torch.device) -> None:
-    """Put the buffers of a module on a device."""
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             setattr(module, name, buffer.to(device))

@@ -186,16 +186,13 @@ class Policy(nn.Module):
 
 
 class Critic(nn.Module):
-    """The value of each trained token: a row of weights over the hidden states of its own trunk, or of the policy's.
-
-    The row is initialized to zeros, so the first values are zero.
-    """
+    """The value of each trained token: a row of weights over the hidden states of its own trunk, or of the policy's."""
 
     def __init__(self, hidden_size: int, trunk: PreTrainedModel | None) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = ValueHead(hidden_size, 1)
-        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.weight)  # so the first values are zero
         nn.init.zeros_(self.head.bias)
 
     def forward(self, hidden_tE: Tensor, shard: Shard) -> Tensor:

@@ -105,10 +105,7 @@ class SmallCopy:
     device: torch.device
 
     def model(self, attention: str) -> PreTrainedModel:
-        """Return the copy with this attention, and the same weights in every call.
-
-        Weights are shifted from their initial values, since some of those are zero.
-        """
+        """Return the copy with this attention, and the same weights in every call."""
         with torch.random.fork_rng(devices=[]), quiet():  # the copy's special tokens and context are not the user's
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(
@@ -117,14 +114,13 @@ class SmallCopy:
                 attn_implementation=attention,
                 **from_config_options(self.cfg, self.config),
             )
-            for parameter in model.parameters():
+            for parameter in model.parameters():  # some initial values are zero
                 parameter.data += 0.05 * torch.randn(parameter.shape)
         cast_parameters(model, torch.float64)
         rope.pin(model, self.max_length)
         return model.to(self.device).eval()
 
     def sequences(self) -> list[tuple[Tensor, Tensor]]:
-        """Draw prompts and answers."""
         generator = torch.Generator().manual_seed(0)
 
         def drawn(length: int) -> Tensor:

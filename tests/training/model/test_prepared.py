@@ -23,7 +23,7 @@ from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
-from rlexp.training.model import growing, loading, prepared
+from rlexp.training.model import loading, prepared
 from rlexp.training.model.export import Export, export
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.prepared import commit_of
@@ -133,8 +133,8 @@ def test_the_mean_row_is_added_up_in_the_order_of_rows(dtype: torch.dtype) -> No
     total = np.zeros(3)
     for row in table.double().numpy():
         total = total + row
-    assert torch.equal(growing.mean_row(table), torch.from_numpy(total / 2500).to(dtype))
-    assert torch.equal(growing.mean_row(table[:, 0]), growing.mean_row(table)[0])
+    assert torch.equal(prepared.mean_row(table), torch.from_numpy(total / 2500).to(dtype))
+    assert torch.equal(prepared.mean_row(table[:, 0]), prepared.mean_row(table)[0])
 
 
 # ---- made once, whole or not at all ----
@@ -191,7 +191,7 @@ prepared.prepared(HFModelConfig(path=sys.argv[-1], add_tokens=["<tool>"]))
 
 @pytest.mark.parametrize(
     ("module", "function"),
-    [("training.model.growing", "save_file"), ("base.made_once", "write_text"), ("base.made_once", "sync")],
+    [("training.model.prepared", "save_file"), ("base.made_once", "write_text"), ("base.made_once", "sync")],
 )
 def test_a_preparation_that_is_killed_is_done_again(module: str, function: str, tmp_path: Path, cache: Path) -> None:
     source = saved(tmp_path / "model")
@@ -243,7 +243,7 @@ def test_a_full_cache_is_one_message_and_leaves_nothing(
         raise error
 
     with monkeypatch.context() as patch:
-        patch.setattr(growing, "save_file", full)
+        patch.setattr(prepared, "save_file", full)
         with pytest.raises(ModelError, match="No space left"):
             made(cfg)
     assert not [path for path in cache.iterdir() if path.is_dir()]
