@@ -205,8 +205,8 @@ def test_float64_is_rounded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         out._place.mkdir()
         raise OSError("broken")
 
-    monkeypatch.setattr("rlexp.export.checkpoint.export", broken)
-    with pytest.raises(OSError, match="broken"):
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="broken"):
+        patch.setattr("rlexp.export.checkpoint.export", broken)
         export_checkpoint(place, tmp_path / "last", ExportDtype.auto, merged=True)
     assert not [*tmp_path.glob(".*")]
     assert at_end.keys() == later.keys() == frozen.keys()

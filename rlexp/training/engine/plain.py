@@ -98,15 +98,11 @@ class PlainEngine(Engine):
         return self.masters.get(name, parameter).detach()
 
     def fragments(self) -> list[Fragment]:
-        return [
-            Fragment(
-                name,
-                0,
-                master.data.view(-1),
-                {moment: tensor.view(-1) for moment, tensor in moments_of(self.optimizer, master).items()},
-            )
-            for name, master in self.masters.items()
-        ]
+        fragments = []
+        for name, master in self.masters.items():
+            moments = {moment: tensor.view(-1) for moment, tensor in moments_of(self.optimizer, master).items()}
+            fragments.append(Fragment(name, 0, master.data.view(-1), moments))
+        return fragments
 
     def restored(self, steps: int) -> None:
         for master in self.masters.values():
