@@ -152,12 +152,9 @@ class _Partitioned(Engine):
         self.name, self.policy, self.world, self.steps = cfg.name.value, policy, world, 0
         self.parameters = trained(policy)
         self._utils = import_deepspeed().utils
+        config = ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy))
         with _zero_optimizer_at_stage_1():
-            self.module = _initialize(
-                model=policy,
-                optimizer=optimizer_for(policy, optim),
-                config=ds_config(cfg, optim.max_grad_norm, dtype, buffers_of(policy)),
-            )
+            self.module = _initialize(model=policy, optimizer=optimizer_for(policy, optim), config=config)
         if dtype is torch.bfloat16:
             # DeepSpeed makes its float32 masters from bfloat16 weights: restore the bits that this loses.
             self._restore_bits()
@@ -321,10 +318,8 @@ class Stage3(_Partitioned):
     def _partition_of(self, parameter: nn.Parameter, moment: str | None = None) -> Tensor:
         """Shim: return this rank's piece as a view. DeepSpeed's public functions copy it if the optimizer is offloaded.
         Remove this when they do not."""
-        optimizer = self.module.optimizer
-        piece, _ = optimizer._get_fp32_opt_state_partition(
-            parameter, release_swap_buffers=False, optim_state_key=moment
-        )
+        partition_of = self.module.optimizer._get_fp32_opt_state_partition
+        piece, _ = partition_of(parameter, release_swap_buffers=False, optim_state_key=moment)
         _, real = place_of_piece(parameter, piece, self.world)
         view: Tensor = piece.detach()[:real]
         return view
@@ -471,8 +466,7 @@ def buffers_of(policy: Policy) -> dict[str, Any]:
 def ds_config(
     cfg: EngineConfig, max_grad_norm: float, dtype: torch.dtype, buffers: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    zero: dict[str, Any] = {"stage": ENGINES[cfg.name.value].stage}
-    zero |= buffers or {}
+    zero: dict[str, Any] = {"stage": ENGINES[cfg.name.value].stage, **(buffers or {})}
     if cfg.offload is not Offload.none:
         zero["offload_optimizer"] = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
     if cfg.offload is Offload.all:

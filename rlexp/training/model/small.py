@@ -93,11 +93,9 @@ def _changes(config: PreTrainedConfig) -> list[dict[str, int]]:
     most = WIDTHS | dict.fromkeys(EXPERTS, _fewer_experts(own))
     changes = [{name: value} for name, value in most.items() if own.get(name, 0) > value > 0]
     heads = getattr(config, "num_attention_heads", None)
-    if heads and getattr(config, "head_dim", None) is None:
-        changes = [
-            change | ({"head_dim": own["hidden_size"] // heads} if "hidden_size" in change else {})
-            for change in changes
-        ]
+    for change in changes:
+        if "hidden_size" in change and heads and getattr(config, "head_dim", None) is None:
+            change["head_dim"] = own["hidden_size"] // heads
     return changes
 
 
