@@ -305,7 +305,7 @@ def saved(path: Path, template: str | None = None) -> Path:
 
 
 def products_scores(cfg: ModelRewardConfig, tokenizer: Any, drawn: Sequence[Sample]) -> list[float]:
-    model, layout = RewardModel(cfg, "reward", tokenizer, 512), get_layout("zigzag")
+    model, layout = RewardModel(cfg, "reward", tokenizer, 512, torch.device("cpu")), get_layout("zigzag")
     pack = pack_sequences([model.encode(each) for each in drawn], layout.multiple(1))
     scores: list[float] = model(shard_pack(pack, ALONE, layout, CpuFlash(), 512), pack.end_S).tolist()
     return scores

@@ -181,16 +181,13 @@ def _sharded(local: Tensor, like: DTensor) -> DTensor:
 class FrozenRows(_Sharded, Frozen):
     """A model that is not trained, sharded as one that is."""
 
-    def __init__(
-        self, policy: Policy, world: World, dtype: torch.dtype, offloaded_from: torch.device | None = None
-    ) -> None:
+    def __init__(self, policy: Policy, world: World, dtype: torch.dtype, offloaded_from: torch.device | None) -> None:
         super().__init__(self.name, policy)
         if offloaded_from is not None:
             put_buffers(policy, offloaded_from)
         self.module = shard(policy, dtype, world, offloaded_from=offloaded_from)
-        names = self.parameters.keys()
         self.parts = dict(policy.named())
-        self.parameters = {name: parameter for name, parameter in self.parts.items() if name in names}
+        self.parameters = {name: self.parts[name] for name in self.parameters}
 
 
 def _local(tensor: Any) -> Tensor:

@@ -22,8 +22,6 @@ from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES, hidden_states
 from rlexp.training.types import Ids, Sample, Shard
 
-CPU = torch.device("cpu")
-
 
 class RewardModel(nn.Module):
     """A frozen sequence-classification model with one label.
@@ -32,7 +30,7 @@ class RewardModel(nn.Module):
     """
 
     def __init__(
-        self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int, device: torch.device = CPU,
+        self, cfg: ModelRewardConfig, key: str, policy_tokenizer: Any, max_length: int, device: torch.device,
         load: Callable[[ModelRewardConfig, str, int, Placing], PreTrainedModel] = load_reward_model,
         load_tokenizer: Callable[[ModelRewardConfig, str], Any] = load_reward_tokenizer,
     ) -> None:  # fmt: skip

@@ -52,7 +52,7 @@ def saved(path: Path, labels: int = 1) -> Path:
 
 
 def reward_model(path: Path, tokenizer: object = TOKENIZER, **keys: object) -> RewardModel:
-    return RewardModel(ModelRewardConfig(path=str(path), **keys), "reward", tokenizer, 512)
+    return RewardModel(ModelRewardConfig(path=str(path), **keys), "reward", tokenizer, 512, torch.device("cpu"))
 
 
 def scores_over(model: RewardModel, ring: Ring, drawn: Sequence[Sample]) -> list[float]:
