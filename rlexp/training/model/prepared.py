@@ -45,7 +45,7 @@ from rlexp.training.model.export import Export, export
 
 FORMAT = 2  # to be raised when the same key means other files
 BLOCK = 1024  # rows that are summed at once
-AS_THEY_ARE = ("generation_config.json", "*.py")
+AS_THEY_ARE = ("generation_config.json", "*.py")  # whatever tokens are added
 FROM_HUB = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt", "*.py")
 
 

@@ -101,12 +101,7 @@ def fused_class(module: nn.Module) -> tuple[str, type[nn.Module]] | None:
 
 @functools.cache
 def _subclass(base: Any, members: tuple[tuple[str, Any], ...]) -> type[nn.Module]:
-    named = {
-        "__module__": base.__module__,
-        "__qualname__": base.__qualname__,
-        "__doc__": base.__doc__,
-        "_is_fused": True,
-    }
+    named = {name: getattr(base, name) for name in ("__module__", "__qualname__", "__doc__")} | {"_is_fused": True}
     return types.new_class(base.__name__, (base,), exec_body=lambda space: space.update(named | dict(members)))
 
 
