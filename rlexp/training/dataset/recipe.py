@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.messages import FieldError
 from rlexp.training.dataset.row_files import FilePart, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import Shape
-from rlexp.training.dataset.store import Block, StoreFacts, block_of, labels_of
+from rlexp.training.dataset.store import Block, Origin, StoreFacts, block_of, labels_of
 from rlexp.training.dataset.tokens import Dropped, Encoder, Refused
 from rlexp.training.types import Example, Row
 
@@ -19,23 +18,9 @@ UNUSABLE = "unusable, and left out by data.bad_rows=drop"
 Place = tuple[int, int]  # a file's number and a row's
 
 
-@dataclass(frozen=True)
-class Problem:
-    """A row that stops a run."""
-
-    place: Place
-    message: str  # with the row's name
-    bad: bool  # the row's own fault; else it is too long
-
-
-@dataclass(frozen=True)
-class Names:
-    """Names rows by the file they stand in: `pairs.jsonl:17`, the line, or the row where a file has no lines."""
-
-    files: tuple[str, ...]
-
-    def __call__(self, file: int, row: int) -> str:
-        return f"{self.files[file]}:{row}"
+def name_of_row(files: Sequence[str], file: int, row: int) -> str:
+    """Name a row by the file it stands in: `pairs.jsonl:17`, the line, or the row where a file has no lines."""
+    return f"{files[file]}:{row}"
 
 
 @dataclass(frozen=True)
@@ -44,17 +29,13 @@ class Recipe:
 
     shape: Shape
     encoder: Encoder
-    names: Names
+    names: Origin
     drop_bad: bool
     system: str | None
     options: Mapping[str, Any]
 
-    @property
-    def kind(self) -> Kind:
-        return self.shape.kind
-
-    def block(self, file: int, part: FilePart) -> tuple[Block, list[Problem]]:
-        """Tokenize a part. A row that cannot be used is a problem, or left out and noted."""
+    def block(self, file: int, part: FilePart) -> tuple[Block, list[Refused]]:
+        """Tokenize a part. A row that cannot be used is refused, which stops the run, or left out and noted."""
         places: list[Place] = []
         rows: list[Row] = []
         refused: list[tuple[Place, Refused]] = []
@@ -83,11 +64,11 @@ class Recipe:
                 firsts.setdefault(note, place)
         refused.sort(key=lambda each: each[0])
         bad = [(place, each) for place, each in refused if self.drop_bad and each.bad]
+        problems = [each for _, each in refused if not (self.drop_bad and each.bad)]
         if bad:
             counts[UNUSABLE] += len(bad)
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
-        problems = [Problem(place, one.message, one.bad) for place, one in refused if not (self.drop_bad and one.bad)]
         labels = labels_of(example for _, _, example in kept)
         facts = StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept), labels)
         return block_of(kept, lines, facts), problems

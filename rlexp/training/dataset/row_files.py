@@ -39,19 +39,22 @@ COMPRESSED = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 
 @dataclass(frozen=True)
-class FilePart:
-    """Rows that stand together in a file: lines of JSON, or rows that are parsed already."""
-
-    first: int  # number of its first row, from 1
-    rows: Sequence[bytes | Mapping[str, Any] | Unreadable]
-    done: int  # how far its source was read for it, in bytes of the disk
-
-
-@dataclass(frozen=True)
 class Unreadable:
     """A row that is no JSON object, and why."""
 
     rule: str
+
+
+FileRow = bytes | Mapping[str, Any] | Unreadable  # a line of JSON, or a row that is parsed already
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """Rows that stand together in a file."""
+
+    first: int  # number of its first row, from 1
+    rows: Sequence[FileRow]
+    done: int  # how far its source was read for it, in bytes of the disk
 
 
 def parts_of(path: Path) -> Iterator[FilePart]:
@@ -67,10 +70,8 @@ def parts_of(path: Path) -> Iterator[FilePart]:
                 return
             file.seek(0)
             stream = _opened(file, start)
-            if _is_list(stream):
-                yield from together(_elements(stream, path), lambda _rows: file.tell())
-            else:
-                yield from _lines(stream, file)
+            rows = _elements(stream, path) if _is_list(stream) else _lines(stream, path)
+            yield from together(rows, lambda _rows: file.tell())
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}).") from None
 
@@ -87,24 +88,16 @@ def _is_list(stream: io.BufferedReader) -> bool:
     return text[:1] == b"[" and text[1:].lstrip()[:1] in (b"{", b"]", b"")
 
 
-def _lines(stream: io.BufferedReader, file: BinaryIO) -> Iterator[FilePart]:
-    rows: list[bytes] = []
-    size, first = 0, 1
+def _lines(stream: io.BufferedReader, path: Path) -> Iterator[tuple[FileRow, int]]:
+    number = 1
     while line := stream.readline(LONGEST):
         if len(line) == LONGEST and not line.endswith(b"\n"):
-            raise DataError(
-                f"{file.name}:{first + len(rows)}: is longer than {LONGEST >> 20} MiB. Is it a file of rows?"
-            )
-        rows.append(line)
-        size += len(line)
-        if size >= PART or len(rows) == MOST_ROWS:
-            yield FilePart(first, rows, file.tell())
-            first, rows, size = first + len(rows), [], 0
-    if rows:
-        yield FilePart(first, rows, file.tell())
+            raise DataError(f"{path}:{number}: is longer than {LONGEST >> 20} MiB. Is it a file of rows?")
+        yield line, len(line)
+        number += 1
 
 
-def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
+def _elements(stream: io.BufferedReader, path: Path) -> Iterator[tuple[FileRow, int]]:
     """Yield the elements of a JSON list with their sizes, without holding the list."""
     text, number = _Text(stream), 1
     try:
@@ -196,9 +189,7 @@ def _at_once(metadata: pq.FileMetaData, schema: pa.Schema) -> int:
     return max(1, most)
 
 
-def rows_of(
-    batch: pa.RecordBatch | pa.Table, schema: pa.Schema | None = None
-) -> Iterator[tuple[Mapping[str, Any] | Unreadable, int]]:
+def rows_of(batch: pa.RecordBatch | pa.Table, schema: pa.Schema | None = None) -> Iterator[tuple[FileRow, int]]:
     """Yield the rows of a batch of Arrow, each with its share of the batch's bytes. Its texts may be dictionaries, in
     place of what the schema says; few rows are decoded at once where they are long.
     """
@@ -256,11 +247,9 @@ def _decoded(value: Any, kind: pa.DataType) -> Any:
     return [_decoded(each, kind.field(0).type) for each in value]
 
 
-def together(
-    rows: Iterable[tuple[Mapping[str, Any] | Unreadable, int]], done: Callable[[int], int]
-) -> Iterator[FilePart]:
+def together(rows: Iterable[tuple[FileRow, int]], done: Callable[[int], int]) -> Iterator[FilePart]:
     """Cut rows with their sizes into parts; `done` says how far the file was read after so many rows."""
-    taken: list[Mapping[str, Any] | Unreadable] = []
+    taken: list[FileRow] = []
     size, first = 0, 1
     for row, bytes_ in rows:
         taken.append(row)

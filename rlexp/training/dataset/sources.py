@@ -21,7 +21,7 @@ from rlexp.config.schema.data import BadRows, RowsDataConfig, TemplateUse
 from rlexp.config.schema.data_sources import NamedSource
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import hub
-from rlexp.training.dataset.recipe import Names, Recipe
+from rlexp.training.dataset.recipe import Recipe, name_of_row
 from rlexp.training.dataset.row_files import READ, Unreadable, of_first, parsed, parts_of, rows_in
 from rlexp.training.dataset.row_shapes import recognised
 from rlexp.training.dataset.store_making import Work
@@ -120,7 +120,7 @@ class Tokenizing:
             raise DataError(
                 f"{split.source.key}.path={split.path}: cannot be read ({error.strerror}). Give files that can be."
             ) from None
-        names = Names(opened.names)
+        names = functools.partial(name_of_row, opened.names)
         cfg, source = self.cfg, split.source
         system = source.cfg.system or cfg.system
         encoder = Encoder(

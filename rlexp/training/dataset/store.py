@@ -8,6 +8,7 @@ bytes.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -48,10 +49,6 @@ class StoreFacts:
             (self.no_margin[0] + other.no_margin[0], *(self if self.no_margin[0] else other).no_margin[1:]),
             [ours + theirs for ours, theirs in zip(self.labels, other.labels, strict=True)],
         )
-
-    @staticmethod
-    def of(plain: Mapping[str, Any]) -> StoreFacts:
-        return StoreFacts(**plain)
 
 
 @dataclass(frozen=True)
@@ -110,17 +107,16 @@ def _mask(runs: Sequence[int] | None) -> Mask | None:
     return np.repeat(np.arange(len(runs)) % 2 == 1, runs)
 
 
-class Store(Sequence[Example]):
-    """The examples of a folder. `first` is the place of its first example in the whole data set."""
+class View(Sequence[Example]):
+    """Examples; a class says which one stands at a place, how many there are, and how long they are."""
 
-    def __init__(self, folder: Path, origin: Origin, first: int = 0) -> None:
-        self.meta = meta_of(folder)
-        self.kind, self.facts = Kind(self.meta["kind"]), StoreFacts.of(self.meta["facts"])
-        self.folder, self.origin, self.first = folder, origin, first
-        self._arrays = {name: mapped(folder / name, dtype) for name, dtype in TYPES.items()}
+    @abstractmethod
+    def at(self, index: int) -> Example:
+        """Return the example at a place from 0 on."""
 
-    def __len__(self) -> int:
-        return len(self._arrays["rows"]) // 2
+    @abstractmethod
+    def lengths(self, places: np.ndarray) -> np.ndarray:
+        """Return (places, parts): the tokens of the prompt and of each answer, at some places in order."""
 
     @overload
     def __getitem__(self, index: int) -> Example: ...
@@ -131,9 +127,22 @@ class Store(Sequence[Example]):
             return [self[place] for place in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
             raise IndexError(index)
-        return self._example(index % len(self))
+        return self.at(index % len(self))
 
-    def _example(self, index: int) -> Example:
+
+class Store(View):
+    """The examples of a folder. `first` is the place of its first example in the whole data set."""
+
+    def __init__(self, folder: Path, origin: Origin, first: int = 0) -> None:
+        self.meta = meta_of(folder)
+        self.kind, self.facts = Kind(self.meta["kind"]), StoreFacts(**self.meta["facts"])
+        self.folder, self.origin, self.first = folder, origin, first
+        self._arrays = {name: mapped(folder / name, dtype) for name, dtype in TYPES.items()}
+
+    def __len__(self) -> int:
+        return len(self._arrays["rows"]) // 2
+
+    def at(self, index: int) -> Example:
         arrays, parts = self._arrays, PARTS[self.kind]
         ends = arrays["ends"][max(0, index * parts - 1) : (index + 1) * parts]
         starts = ends if index else np.concatenate(([0], ends))
@@ -143,17 +152,14 @@ class Store(Sequence[Example]):
         extra = self._extra(index)
         masks = tuple(map(_mask, extra.get("masks", [None] * (parts - 1))))
         facts = {name: extra[name] for name in ("label", "margin", "text", "expected") if name in extra}
-        return Example(self.first + index, ids[0], tuple(ids[1:]), masks, self.origin_of(index), **facts)
+        file, row = arrays["rows"][2 * index : 2 * index + 2].tolist()
+        return Example(self.first + index, ids[0], tuple(ids[1:]), masks, self.origin(file, row), **facts)
 
     def _extra(self, index: int) -> dict[str, Any]:
         ends = self._arrays["extra_ends"]
         start, end = int(ends[index - 1]) if index else 0, int(ends[index])
         held: dict[str, Any] = orjson.loads(self._arrays["extra"][start:end].tobytes()) if end > start else {}
         return held
-
-    def origin_of(self, index: int) -> str:
-        file, row = self._arrays["rows"][2 * index : 2 * index + 2].tolist()
-        return self.origin(file, row)
 
     def bad_rows(self) -> Iterator[str]:
         """Yield the rows that were left out as unusable, with the reason."""
@@ -204,5 +210,5 @@ class StoreInTheMaking(Appending):
         self.append(arrays, vars(block.facts))
 
     def complete(self, kind: Kind, shape: Mapping[str, Any]) -> None:
-        facts = sum(map(StoreFacts.of, self.facts), start=StoreFacts())
+        facts = sum((StoreFacts(**each) for each in self.facts), start=StoreFacts())
         self.finish({"kind": kind.value, **shape, "facts": vars(facts)})

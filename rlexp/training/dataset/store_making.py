@@ -17,9 +17,10 @@ from typing import Any
 from rlexp.base.errors import DataError
 from rlexp.base.made_once import is_whole, making
 from rlexp.base.waiting import progress
-from rlexp.training.dataset.recipe import Names, Problem, Recipe
-from rlexp.training.dataset.store import Store, StoreInTheMaking
+from rlexp.training.dataset.recipe import Recipe
+from rlexp.training.dataset.store import Origin, Store, StoreInTheMaking
 from rlexp.training.dataset.tokenize_worker import Ended, Made, PartOf, made_beside
+from rlexp.training.dataset.tokens import Refused
 
 INLINE = 4  # parts that are tokenized before other processes are started: they take seconds to come up
 AFTER_A_PROBLEM = 64  # parts that are still read, to report more problems at once
@@ -33,7 +34,7 @@ class Work:
     name: str  # for messages and the progress bar
     parts: Callable[[], Iterator[PartOf]]
     size: int  # of all parts, in the unit of `FilePart.done`
-    names: Names
+    names: Origin
     recipe: Callable[[Iterator[PartOf]], Recipe]  # from the first rows
     contents: Callable[[], Any]  # of the rows, as it is now
     known: Any  # what it was when the key was made
@@ -74,7 +75,9 @@ def _make(folder: Path, work: Work, place: Path) -> None:
 
 
 def _write(folder: Path, work: Work, place: Path) -> None:
-    recipe, parts = _recipe(work, work.parts())
+    first, parts = itertools.tee(work.parts())
+    recipe = work.recipe(first)
+    del first  # or all parts would be kept for it
     store = StoreInTheMaking(folder)
     try:
         problems = _append(store, recipe, itertools.islice(parts, len(store.facts), None), work)
@@ -82,27 +85,14 @@ def _write(folder: Path, work: Work, place: Path) -> None:
             raise DataError(f"{work.name}: was changed while it was read. Start again when it is whole.")
         if problems:
             raise _refusal(problems, work, place)
-        store.complete(recipe.kind, {"shape": recipe.shape.words()})
+        store.complete(recipe.shape.kind, {"shape": recipe.shape.words()})
     finally:
         store.close()
 
 
-def _recipe(work: Work, parts: Iterator[PartOf]) -> tuple[Recipe, Iterator[PartOf]]:
-    """Look at the first rows, and return the recipe with all parts again."""
-    seen: list[PartOf] = []
-
-    def looked_at() -> Iterator[PartOf]:
-        for each in parts:
-            seen.append(each)
-            yield each
-
-    recipe = work.recipe(looked_at())
-    return recipe, itertools.chain(seen, parts)
-
-
-def _append(store: StoreInTheMaking, recipe: Recipe, parts: Iterator[PartOf], work: Work) -> list[Problem]:
+def _append(store: StoreInTheMaking, recipe: Recipe, parts: Iterator[PartOf], work: Work) -> list[Refused]:
     """Append every part, until a row is a problem; then read on for a while to find more."""
-    problems: list[Problem] = []
+    problems: list[Refused] = []
     after = shown = 0
     passed, parts = itertools.tee(parts)  # the parts in flight: few
     bar = {"total": work.size, "desc": f"tokenizing {work.name}", "unit": "B", "unit_scale": True, "delay": 1.0}
@@ -129,7 +119,7 @@ def _made(recipe: Recipe, parts: Iterator[PartOf], workers: int) -> Iterator[Mad
         yield from made_beside(recipe, itertools.chain([more], parts), workers)
 
 
-def _refusal(problems: list[Problem], work: Work, place: Path) -> DataError:
+def _refusal(problems: list[Refused], work: Work, place: Path) -> DataError:
     first, others = problems[0].message, len(problems) - 1
     if not any(problem.bad for problem in problems):
         return DataError(first + (f" {others:,} other rows are too long, too." if others else ""))

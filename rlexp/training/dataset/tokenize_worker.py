@@ -2,8 +2,8 @@
 
     python -m rlexp.training.dataset.tokenize_worker REQUESTS REPLIES
 
-Both are file descriptors of pipes. A message is its length and then a pickle: first the recipe, then one part after the
-other, each answered by its block, or by the exception that it raised.
+Both are file descriptors of pipes. A message is a pickle: where modules are looked for, the recipe, then one part after
+the other, each answered by its block, or by the exception that it raised.
 """
 
 from __future__ import annotations
@@ -13,44 +13,28 @@ import os
 import pickle
 import queue
 import signal
-import struct
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, BinaryIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any
 
 from rlexp.base.errors import DataError
-from rlexp.training.dataset.recipe import Problem, Recipe
+from rlexp.training.dataset.recipe import Recipe
 from rlexp.training.dataset.row_files import FilePart
 from rlexp.training.dataset.store import Block
+from rlexp.training.dataset.tokens import Refused
 
-HEADER = struct.Struct(">Q")
 AHEAD = 2  # parts that a process is given before the first is answered
-Made = tuple[Block, list[Problem]]
+Made = tuple[Block, list[Refused]]
 PartOf = tuple[int, FilePart]  # a file's number, and a part of it
 
 
 def packed(message: Any) -> bytes:
-    body = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
-    return HEADER.pack(len(body)) + body
-
-
-def receive(pipe: BinaryIO) -> Any:
-    return pickle.loads(received(pipe))
-
-
-def received(pipe: BinaryIO) -> bytes:
-    """Return the next message; raise EOFError when the other end is closed."""
-    head = pipe.read(HEADER.size)
-    if len(head) < HEADER.size:
-        raise EOFError
-    (size,) = HEADER.unpack(head)
-    body = pipe.read(size)
-    if len(body) < size:
-        raise EOFError
-    return body
+    return pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
 
 
 class Ended(DataError):
@@ -64,32 +48,31 @@ class TokenizeWorker:
     """
 
     def __init__(self, recipe: bytes) -> None:
-        asked, requests = os.pipe()
-        replies, answered = os.pipe()
-        command = [sys.executable, "-m", "rlexp.training.dataset.tokenize_worker", str(asked), str(answered)]
+        asked, self._requests = Pipe(duplex=False)
+        self._replies, answered = Pipe(duplex=False)
         environment = os.environ | {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, pass_fds=(asked, answered), env=environment, stdin=subprocess.DEVNULL)
-        os.close(asked)
-        os.close(answered)
-        self._requests, self._replies = os.fdopen(requests, "wb"), os.fdopen(replies, "rb")
+        with asked, answered:
+            theirs = asked.fileno(), answered.fileno()
+            command = [sys.executable, "-m", "rlexp.training.dataset.tokenize_worker", *map(str, theirs)]
+            self.process = subprocess.Popen(command, pass_fds=theirs, env=environment, stdin=subprocess.DEVNULL)
         self._waiting: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._hand_over, name="tokenizing", daemon=True)
         self._thread.start()
+        self._waiting.put(packed(sys.path))
         self._waiting.put(recipe)
 
     def _hand_over(self) -> None:
         with contextlib.suppress(OSError), self._requests:  # of a process that is gone: `answer` says how it ended
             while (message := self._waiting.get()) is not None:
-                self._requests.write(message)
-                self._requests.flush()
+                self._requests.send_bytes(message)
 
     def ask(self, part: PartOf) -> None:
         self._waiting.put(packed(part))
 
     def answer(self) -> Made:
         try:
-            made = receive(self._replies)
-        except EOFError:
+            made = self._replies.recv()
+        except (EOFError, OSError):
             code = self.process.wait()
             hint = " If memory ran out, use fewer: data.workers=1." if code == -signal.SIGKILL else ""
             raise Ended(f"a process that tokenizes ended (exit code {code}).{hint}") from None
@@ -108,7 +91,7 @@ class TokenizeWorker:
 def made_beside(recipe: Recipe, parts: Iterable[PartOf], workers: int) -> Iterator[Made]:
     """Tokenize parts in so many processes, and yield what they become, in order; a few parts are in flight."""
     with contextlib.ExitStack() as closing:
-        message = packed(sys.path) + packed(recipe)
+        message = packed(recipe)
         pool = [TokenizeWorker(message) for _ in range(workers)]
         for worker in pool:
             closing.callback(worker.close)
@@ -127,16 +110,15 @@ def main() -> None:
     for asking in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(asking, signal.SIG_IGN)  # it ends with the process that asked for it
     asked, answered = map(int, sys.argv[1:3])
-    gone = contextlib.suppress(EOFError, BrokenPipeError)
-    with os.fdopen(asked, "rb") as requests, os.fdopen(answered, "wb") as replies, gone:
-        sys.path[:] = receive(requests)  # where the code of a tokenizer of one's own may lie
-        answer_all(requests, replies)
+    with contextlib.suppress(EOFError, OSError):  # the process that asks is gone
+        answer_all(Connection(asked, writable=False), Connection(answered, readable=False))
 
 
-def answer_all(requests: BinaryIO, replies: BinaryIO) -> None:
+def answer_all(requests: Connection, replies: Connection) -> None:
+    sys.path[:] = requests.recv()  # where the code of a tokenizer of one's own may lie
     block: Callable[[int, FilePart], Made] | None = None
     while True:
-        message = received(requests)
+        message = requests.recv_bytes()
         try:
             request = pickle.loads(message)
             if block is None:
@@ -145,8 +127,7 @@ def answer_all(requests: BinaryIO, replies: BinaryIO) -> None:
             reply: Any = block(*request)
         except Exception as error:
             reply = error if isinstance(error, DataError) else DataError(f"{type(error).__name__}: {error}")
-        replies.write(packed(reply))
-        replies.flush()
+        replies.send_bytes(packed(reply))
 
 
 if __name__ == "__main__":

@@ -5,40 +5,16 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
-from rlexp.training.dataset.store import Store
+from rlexp.training.dataset.store import View
 from rlexp.training.types import Example
 
 DRAW = 20261123  # seeds the draw of held-out rows: the same in every run, whatever its seed
-
-
-class View(Sequence[Any]):
-    """Examples of others; a class says which one stands at a place (`at`), and how many there are."""
-
-    @abstractmethod
-    def at(self, index: int) -> Any:
-        """Return the example at a place from 0 on."""
-
-    @abstractmethod
-    def lengths(self, places: np.ndarray) -> np.ndarray:
-        """Return what `lengths_of` does."""
-
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        return self.at(index % len(self))
 
 
 class Joined(View):
@@ -128,7 +104,7 @@ class Places:
 def lengths_of(examples: Sequence[Any], places: np.ndarray) -> np.ndarray:
     """Return (places, parts): the tokens of the prompt and of each answer, at some places in order. What has a store is
     not read."""
-    if isinstance(examples, View | Store):
+    if isinstance(examples, View):
         return examples.lengths(places)
     taken = [examples[place] for place in places.tolist()]
     return np.array([[len(each.prompt), *(len(answer) for answer, _ in each.answers)] for each in taken])

@@ -20,10 +20,9 @@ from rlexp.config.schema.data_sources import has_held_out, held_out_of, sources_
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
 from rlexp.training.dataset import arithmetic, synthetic
 from rlexp.training.dataset.mixture import Mixture
-from rlexp.training.dataset.recipe import Names
 from rlexp.training.dataset.sampler import Sampler
 from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
-from rlexp.training.dataset.store import Store, labels_of
+from rlexp.training.dataset.store import Origin, Store, labels_of
 from rlexp.training.dataset.store_making import store_of
 from rlexp.training.dataset.tokens import Encoder, Outcome, Refused, RowTokenizer, counted
 from rlexp.training.dataset.views import Halves, Joined, Places, drawn
@@ -171,7 +170,7 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World, *, trains
     splits = [(split, held) for held in wanted for each in sources if (split := splits_of(each, held_out=held))]
     folder = Path(cfg.cache).expanduser() if cfg.cache else cache.root()
 
-    def work() -> list[tuple[str, Names, str | None]]:
+    def work() -> list[tuple[str, Origin, str | None]]:
         made = []
         for split, _ in splits:
             key, job = tokenizing.work(split)
