@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.measured import print_tables
-from rlexp.training.dataset.synthetic import CURT, THINGS, VERBS, WORDS
+from rlexp.training.dataset.generated import CURT, THINGS, VERBS, WORDS
 
 ROWS = (10_000, 100_000, 1_000_000)
 RANKS, EVERY = 2, 0.2

@@ -29,8 +29,7 @@ from rlexp.base.errors import ModelError
 from rlexp.config.schema import TinyModelConfig
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.model import hook
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.policy import Policy

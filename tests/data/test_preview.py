@@ -31,8 +31,7 @@ from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
 from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.of_run import dealer_of
-from rlexp.training.dealer.packing import pack_examples
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_examples, shard_pack
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout

@@ -95,7 +95,7 @@ def add(copy: Path, file: str, line: str) -> None:
         ("training/dataset/seam.py", "from rlexp.training.dataset.seam import Seam", None),  # itself: no circle
         ("training/dealer/packing.py", "from rlexp.training.train.rows_task import RowsTask",
          "dealer/packing.py"),
-        ("training/types.py", "def later():\n    import rlexp.training.dealer.shard", "dealer/shard.py"),
+        ("training/types.py", "def later():\n    import rlexp.training.dealer.packing", "dealer/packing.py"),
         ("training/dataset/sampler.py", "if TYPE_CHECKING:\n    from rlexp.training.train import examples",
          "train/examples.py"),
         ("training/ring/layouts/chunks.py", "import rlexp.training.ring.layouts", "layouts/__init__.py"),
@@ -112,7 +112,7 @@ def test_a_planted_circle_is_found(copy: Path, file: str, line: str, circle: str
 def test_a_planted_circle_of_modules_is_found(copy: Path) -> None:
     """None of the files imports another back."""
     (copy / "rlexp" / "training" / "train" / "leaf.py").write_text("", encoding="utf-8")
-    add(copy, "training/algos/kl.py", "from rlexp.training.train import leaf")
+    add(copy, "training/algos/policy.py", "from rlexp.training.train import leaf")
     (found,) = circles(copy / "rlexp")
     assert "training/train → training/algos" in found
 
@@ -137,7 +137,7 @@ def test_an_import_that_the_table_does_not_list_is_found(copy: Path, file: str, 
     ("file", "line", "said"),
     [
         ("launch/stops.py", "import rlexp.training.world.groups", "launch imports training/world"),
-        ("training/ring/placement.py", "from rlexp.training.algos import kl", "training/ring imports training/algos"),
+        ("training/ring/placement.py", "import rlexp.training.algos.policy", "training/ring imports training/algos"),
         ("training/metrics/meter.py", "def later():\n    import rlexp.training.sinks.base", "training/metrics imports"),
         ("verify/attic/leaf.py", "import rlexp.attic", "attic: has no place"),
         ("status/view.py", "import rlexp.verify.report", None),  # a command's part, used by another command

@@ -18,7 +18,7 @@ from rlexp.launch import local, rank_reports, watch
 from rlexp.launch.joining import RankSpec, join, launch_on, leave_world
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.watch import Standing, behind_of
-from rlexp.training.rollout.host import Host, build_host
+from rlexp.training.rollout.experience import Host, build_host
 from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import gather_objects
 from tests.helpers.moved_clock import MovedClock

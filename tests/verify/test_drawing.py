@@ -10,8 +10,7 @@ import torch
 
 from rlexp.base.wilson import wilson
 from rlexp.config.schema.rollouts import RolloutConfig
-from rlexp.training.rollout.choose import choose, kept
-from rlexp.training.rollout.noise import stream, uniform
+from rlexp.training.rollout.choose import choose, kept, stream, uniform
 from rlexp.verify.norms import in_bfloat16
 from rlexp.verify.records import Losses, TokenAnswer
 from rlexp.verify.reference.by_length import by_length, interval

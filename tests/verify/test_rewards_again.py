@@ -25,8 +25,7 @@ from rlexp.config.schema.rollouts import (
     RuleRewardConfig,
     SumRewardConfig,
 )
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.reward_model import RewardModel

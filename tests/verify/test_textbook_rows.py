@@ -18,8 +18,7 @@ from transformers import AutoTokenizer
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset.mixture import Mixture
-from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dataset.sampler import Mixture, Sampler
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example

@@ -338,7 +338,7 @@ def test_the_reference_shares_nothing_with_what_it_judges() -> None:
                     continue
                 assert node.module.removeprefix("rlexp.") in OF_REFERENCE, f"{name}: {node.module}"
                 if node.module == "rlexp.training.dataset":
-                    assert {alias.name for alias in node.names} <= {"arithmetic", "synthetic"}
+                    assert {alias.name for alias in node.names} <= {"generated"}
 
 
 def test_no_defect_but_of_losses_reaches_the_reference() -> None:

@@ -16,8 +16,7 @@ from torch import Tensor
 from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.config.vllm_memory import AT_ONCE
 from rlexp.training.rollout.choose import choose
-from rlexp.training.rollout.deal import Request
-from rlexp.training.rollout.draws import Weights
+from rlexp.training.rollout.deal import Request, Weights
 from rlexp.training.rollout.sampling import sample_of
 from rlexp.training.rollout.vllm.chooser import ELEMENTS, Notes
 from rlexp.training.rollout.vllm.weights import BUCKET

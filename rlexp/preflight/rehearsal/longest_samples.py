@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rlexp.config.checks.micro_batches import fullest_micro_batch, longest_lengths, scoring_at_once
 from rlexp.config.schema import Config
-from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.reward_terms import RewardTerm, reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig
 from rlexp.config.vllm_memory import uses_vllm
 from rlexp.preflight.rehearsal.drawn_by_vllm import GivenDrawer
@@ -31,10 +31,9 @@ from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.loading import random_reward_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.model.reward_model import RewardModel
-from rlexp.training.rollout.deal import Request
-from rlexp.training.rollout.draws import Draws
-from rlexp.training.rollout.host import Host
-from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
+from rlexp.training.rollout.deal import Draws, Request
+from rlexp.training.rollout.experience import Host
+from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, Sequences
 from rlexp.training.train.parts import TrainingRun
@@ -74,7 +73,7 @@ class LongestSamples(Unprobed):
     def rewards(self, cfg: RewardConfig) -> Rewards:
         return constant_rewards(cfg)
 
-    def reward_model(self, run: TrainingRun, term: ModelTerm) -> RingRewardModel:
+    def reward_model(self, run: TrainingRun, term: RewardTerm) -> RingRewardModel:
         return longest_reward_model(run, term, log=self.mode.log, made=self.judging)
 
     def drawer(self, **parts: Any) -> Draws:
@@ -263,7 +262,7 @@ def constant_rewards(cfg: RewardConfig) -> Rewards:
     """Judge every sample alike by rules and functions of its text; reward models run."""
     terms = reward_terms(cfg)
     own = [Constant(term.name) for term in terms if not isinstance(term.cfg, ModelRewardConfig)]
-    models = [ModelTerm(term.name, term.key, term.cfg) for term in terms if isinstance(term.cfg, ModelRewardConfig)]
+    models = [term for term in terms if isinstance(term.cfg, ModelRewardConfig)]
     return Rewards(own, models, {term.name: term.weight for term in terms})
 
 
@@ -281,8 +280,9 @@ class Constant:
     def close(self) -> None: ...
 
 
-def longest_reward_model(run: TrainingRun, term: ModelTerm, *, log: Log, made: list[nn.Module]) -> RingRewardModel:
+def longest_reward_model(run: TrainingRun, term: RewardTerm, *, log: Log, made: list[nn.Module]) -> RingRewardModel:
     """Build a reward model from its configuration alone, for sequences as long as it takes."""
+    assert isinstance(term.cfg, ModelRewardConfig)
     longest = term.cfg.max_length or run.cfg.data.max_length
 
     def load(cfg: ModelRewardConfig, key: str, max_length: int, placing: Placing) -> Any:

@@ -30,9 +30,10 @@ from rlexp.config.schema.losses import (
     RLOOConfig,
 )
 from rlexp.training.algos.advantages import centred, gae, returns_to_go, token_rewards
-from rlexp.training.algos.kl import estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, TokenAdvantages
 from rlexp.training.types import Wanted
+
+MOST = 0.2  # largest relative change of the coefficient after one rollout
 
 
 @dataclass(frozen=True)
@@ -294,3 +295,43 @@ POLICY: dict[type[PolicyLossConfig], type[ClippedRatio]] = {
     ReinforcePPConfig: ReinforcePP,
     GSPOConfig: GSPO,
 }
+
+
+# ---- the divergence from the reference ----
+
+
+def estimate(kind: KLEstimator, d: Tensor) -> Tensor:
+    """Return the estimate of each token's divergence, a function of its log-ratio d = policy − reference (Schulman,
+    joschu.net/blog/kl-approx.html); it is differentiable.
+
+    Over tokens that the policy draws, the mean of k1 and of k3 is the divergence, and that of k2 nearly so. In the loss
+    only the gradient matters: that of k1 does not depend on the reference and is zero in the mean, that of k2 is d·∇log
+    π.
+    """
+    match kind:
+        case KLEstimator.k1:
+            return d
+        case KLEstimator.k2:
+            return d * d / 2
+        case KLEstimator.k3:
+            return torch.expm1(-d) + d  # near 0, exp(−d) − 1 + d would keep none of its digits
+
+
+@dataclass
+class KLController:
+    """The coefficient of the divergence. Its whole state is `beta`.
+
+    With a target it rises while the measured divergence is above the target and falls while it is below (Ziegler et al.
+    2019, arXiv 1909.08593). Without a target it stays.
+    """
+
+    beta: float
+    target: float | None  # divergence of an answer, summed over its tokens
+    horizon: int  # samples after which one update makes its full change
+
+    def update(self, kl: float, samples: int) -> None:
+        """Adapt `beta` after a rollout of `samples` samples whose mean divergence is `kl`."""
+        if self.target is None:
+            return
+        error = min(max(kl / self.target - 1, -MOST), MOST)
+        self.beta *= 1 + error * min(1.0, samples / self.horizon)  # without min() beta could turn negative

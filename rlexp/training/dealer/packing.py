@@ -1,4 +1,5 @@
-"""Packing: a forest's segments are laid end to end, and targets are shifted before any sharding."""
+"""Packing: a forest's segments are laid end to end, and targets are shifted before any sharding. Each rank of the ring
+then takes its shard of the pack."""
 
 from __future__ import annotations
 
@@ -10,12 +11,15 @@ import torch
 from torch import Tensor
 
 from rlexp.training.dealer.forest import Forest, Share, copied, shared
-from rlexp.training.types import Example, Floats, Ids, Mask, Pack, Segment
+from rlexp.training.ring.base import Layout, RingBatch, Window
+from rlexp.training.ring.kernels.base import BlockKernel
+from rlexp.training.types import Example, Floats, Ids, Mask, Pack, Segment, Shard
+from rlexp.training.world.groups import Ring
 
 
 def pack_examples(
     examples: Sequence[Example], multiple: int, *, unit: int = 1, packing: bool = True, share: Share | None = None,
-    pad_id: int = 0, forest: Forest | None = None,
+    forest: Forest | None = None,
 ) -> Pack:  # fmt: skip
     """Pack the answers of each example, one after the other, each after its prompt.
 
@@ -26,7 +30,7 @@ def pack_examples(
     """
     sequences = [(example.prompt, answer) for example in examples for answer in example.answers]
     masks = [mask for example in examples for _, mask in example.masked]
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share, pad_id=pad_id, masks=masks,
+    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share, masks=masks,
                           forest=forest)  # fmt: skip
 
 
@@ -37,7 +41,6 @@ def pack_sequences(
     unit: int = 1,
     packing: bool = True,
     share: Share | None = None,
-    pad_id: int = 0,
     masks: Sequence[Mask | None] = (),
     forest: Forest | None = None,
 ) -> Pack:
@@ -47,8 +50,9 @@ def pack_sequences(
     forest = forest or (copied(whole) if share is None else shared(whole, share))
     segments = _segments(forest, multiple, unit=unit, packing=packing)
     total = segments[-1].start + segments[-1].padded
-    tokens, targets = np.full(total, pad_id, dtype=np.int64), np.full(total, pad_id, dtype=np.int64)
-    positions = np.zeros(total, dtype=np.int64)  # padding stays at 0, which any table of positions has
+    tokens, targets, positions = (
+        np.zeros(total, dtype=np.int64) for _ in range(3)
+    )  # padding stays at 0, which any table of positions has
     for segment, branch in zip(segments, forest.branches, strict=False):
         tokens[segment.start : segment.start + segment.length] = branch.tokens
     places = [_places(segments, path, length) for path, length in zip(forest.paths, forest.lengths, strict=True)]
@@ -97,3 +101,49 @@ def parted(pack: Pack, values_N: Tensor) -> list[Floats]:
     """Part the values of a pack's trained tokens by sequence."""
     lengths = torch.bincount(pack.sequence_N, minlength=pack.sequences).tolist()
     return [part.numpy() for part in values_N.split(lengths)] if pack.sequences else []
+
+
+# ---- a rank's shard ----
+
+
+def shard_pack(
+    pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int, windows: Sequence[Window] = (None,)
+) -> Shard:
+    """`windows` are those of the model's layers: attention is planned once for each kind, work is the layers' mean."""
+    placement = layout.place(pack.segments, ring.size)
+    attention = RingBatch(layout, pack.segments, ring, kernel, max_length)
+    works = {window: layout.work(pack.segments, ring.size, window) for window in dict.fromkeys(windows)}
+    for window in works:
+        attention.plan(window)
+    work = [sum(works[window][rank] for window in windows) / len(windows) for rank in range(ring.size)]
+    index = placement.places[ring.rank]
+    listed_n, row_n = _held(pack, index)
+    trained_u, reads_n = np.unique(row_n, return_inverse=True)
+    listed = torch.from_numpy(listed_n)
+    return Shard(
+        tokens_t=pack.tokens_T[index],
+        targets_t=pack.targets_T[index],
+        positions_t=pack.positions_T[index],
+        index_t=index,
+        trained_u=torch.from_numpy(trained_u),
+        reads_n=torch.from_numpy(reads_n) if len(trained_u) < len(row_n) else None,
+        sequence_n=pack.sequence_N[listed],
+        listed_n=listed,
+        sequences=pack.sequences,
+        real_tokens=placement.real[ring.rank],
+        sequence_tokens=sum(pack.lengths),
+        most_work=max(work),
+        mean_work=sum(work) / ring.size,
+        attention=attention,
+        ring=ring,
+    )
+
+
+def _held(pack: Pack, index_t: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    """Return which of the pack's trained tokens a rank predicts, and by which of its rows, in the rows' order."""
+    row_T = np.full(len(pack.tokens_T), -1)
+    row_T[index_t.numpy()] = np.arange(len(index_t))
+    row_N = row_T[pack.place_N.numpy()]
+    listed_n = np.flatnonzero(row_N >= 0)
+    listed_n = listed_n[np.argsort(row_N[listed_n], kind="stable")]
+    return listed_n, row_N[listed_n]

@@ -18,8 +18,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from rlexp.base.errors import ModelError, is_out_of_memory
 from rlexp.config.schema import ModelConfig
 from rlexp.training.dealer.forest import Share
-from rlexp.training.dealer.packing import listed, pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import listed, pack_sequences, shard_pack
 from rlexp.training.model import hook, rope
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise

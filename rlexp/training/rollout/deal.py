@@ -1,14 +1,18 @@
-"""Deal the samples to draw: give each rank equally many samples of similar prompt length.
+"""Deal the samples to draw: give each rank equally many samples of similar prompt length. And the interface of engines
+that draw them.
 
 The samples of one prompt stay on one rank where that is possible. The deal does not change the samples themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from rlexp.training.types import Example
+from torch import Tensor
+
+from rlexp.training.types import Example, Sample
 
 
 @dataclass(frozen=True)
@@ -57,3 +61,17 @@ def micro_batches(requests: Sequence[Request], size: int, tokens: int | None, lo
             parts.append([])
         parts[-1].append(request)
     return parts
+
+
+# ---- who draws them ----
+
+# Yields the policy's whole parameters one after the other, with their names; may be a collective call.
+Weights = Callable[[], Iterator[tuple[str, Tensor]]]
+
+
+class Draws(Protocol):
+    def renew(self, weights: Weights) -> None:
+        """Take the policy's weights before a rollout, if the engine keeps a copy. All ranks call `weights`, or none."""
+
+    def draw(self, micro_batches: Sequence[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:
+        """Yield the samples of all requests, those together that end together. Every rank must exhaust it."""

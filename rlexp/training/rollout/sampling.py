@@ -22,10 +22,8 @@ from rlexp.base.errors import DrawError
 from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.launch import watch
 from rlexp.training.model.decoding import GROWTH, Decoding, KeyValues
-from rlexp.training.rollout.choose import choose
-from rlexp.training.rollout.deal import Request
-from rlexp.training.rollout.draws import Weights
-from rlexp.training.rollout.noise import stream, uniform
+from rlexp.training.rollout.choose import choose, stream, uniform
+from rlexp.training.rollout.deal import Request, Weights
 from rlexp.training.types import Floats, Ids, Sample
 
 PREFILL = 2048  # tokens of a micro-batch's prompts in one forward pass

@@ -20,9 +20,8 @@ from rlexp.training.model.loading import is_mixture
 from rlexp.training.model.policy import CRITIC
 from rlexp.training.reference.stored import kept_dtype
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.rollout.colocated import Colocated
-from rlexp.training.rollout.draws import Draws
-from rlexp.training.rollout.pipelined import Pipelined
+from rlexp.training.rollout.deal import Draws
+from rlexp.training.rollout.modes import Colocated, Pipelined
 from rlexp.training.rollout.sampling import Forward
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_supply import Source

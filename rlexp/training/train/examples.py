@@ -18,9 +18,8 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.data import ArithmeticDataConfig, DataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.schema.data_sources import has_held_out, held_out_of, sources_of, weights_of
 from rlexp.config.schema.row_kinds import EXAMPLE, SIDES, Kind
-from rlexp.training.dataset import arithmetic, synthetic
-from rlexp.training.dataset.mixture import Mixture
-from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dataset import generated
+from rlexp.training.dataset.sampler import Mixture, Sampler
 from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
 from rlexp.training.dataset.store import Origin, Store, labels_of
 from rlexp.training.dataset.store_making import store_of
@@ -280,12 +279,16 @@ def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on, and those held out; a set of pairs has rows of every kind."""
     match cfg:
         case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
-            train = arithmetic.generate(size, seed, "train", digits)
-            return train, arithmetic.generate(eval_size, seed, "eval", digits)
+            train = generated.sums(size, seed, "train", digits)
+            return train, generated.sums(eval_size, seed, "eval", digits)
         case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
             words = cfg.max_length if cfg.fill else 0
-            train = synthetic.generate_of(kind, size, seed, "train", words)
-            return train, synthetic.generate_of(kind, eval_size, seed, "eval", words)
+
+            def rows(size: int, split: str) -> list[Row]:
+                pairs = generated.pairs(size, seed, split, words)
+                return [generated.taken(kind, pair, place) for place, pair in enumerate(pairs)]
+
+            return rows(size, "train"), rows(eval_size, "eval")
         case _:
             raise AssertionError(cfg)
 

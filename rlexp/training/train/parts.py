@@ -12,8 +12,7 @@ from rlexp.config.checks.layout import Choice
 from rlexp.config.schema import BackendName, Config, TransportName
 from rlexp.training.dealer.deal import Dealer
 from rlexp.training.dealer.forest import Forest
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.engine.base import Engine
 from rlexp.training.metrics.memory import Phases
 from rlexp.training.model.policy import DTYPES

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from torch import Tensor
 
 from rlexp.config.checks.layout import heads_in, windows_in
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.config.schema.reward_terms import RewardTerm
+from rlexp.training.dealer.packing import shard_pack
 from rlexp.training.model.fused.classes import fuse, fuses
 from rlexp.training.model.probe import probe
 from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.kernels import computing_in
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.rollout.rewards.weighted import ModelTerm
 from rlexp.training.rollout.scoring import RingRewardModel
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.types import Pack
@@ -22,7 +22,7 @@ from rlexp.training.types import Pack
 
 def ring_reward_model(
     run: TrainingRun,
-    term: ModelTerm,
+    term: RewardTerm,
     *,
     make: Callable[..., RewardModel] = RewardModel,
     probing: Callable[..., float] = probe,

@@ -20,15 +20,13 @@ from rlexp.base.errors import CheckpointError
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.rollouts import Overlong, RolloutConfig, RolloutEngine
 from rlexp.run_files.rollouts_jsonl import digests
-from rlexp.training.algos.kl import KLController, estimate
+from rlexp.training.algos.policy import KLController, estimate
 from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.rollout import saved
-from rlexp.training.rollout.colocated import Colocated
-from rlexp.training.rollout.experience import Table, fetch, table_of
+from rlexp.training.rollout.experience import Host, Table, fetch, table_of
 from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
-from rlexp.training.rollout.host import Host
-from rlexp.training.rollout.pipelined import Pipelined
+from rlexp.training.rollout.modes import Colocated, Pipelined
 from rlexp.training.rollout.rewards.weighted import Judged, Rewards
 from rlexp.training.rollout.scoring import Columns, Scorer, Scores
 from rlexp.training.sinks.base import RolloutFacts, Shown

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from rlexp.config.schema import Config, Device
+from rlexp.config.schema.reward_terms import RewardTerm
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.ring.kernels import BlockKernel, generation_here, get_kernel
-from rlexp.training.rollout.draws import Draws
-from rlexp.training.rollout.host import build_host
+from rlexp.training.rollout.deal import Draws
+from rlexp.training.rollout.experience import build_host
 from rlexp.training.rollout.rewards.build import build_reward
-from rlexp.training.rollout.rewards.weighted import ModelTerm
 from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer
 from rlexp.training.train.examples import Examples, read_examples
@@ -66,7 +66,7 @@ class Surroundings:
     # ---- rollouts ----
 
     rewards = staticmethod(build_reward)
-    reward_model: Callable[[TrainingRun, ModelTerm], RingRewardModel] = staticmethod(ring_reward_model)
+    reward_model: Callable[[TrainingRun, RewardTerm], RingRewardModel] = staticmethod(ring_reward_model)
     drawer: Callable[..., Draws] = staticmethod(Drawer)
     scorer: Callable[..., Scorer] = staticmethod(Scorer)
     rollouts: Callable[..., Rollouts] = staticmethod(Rollouts)

@@ -29,7 +29,7 @@ from rlexp.config.schema.data import (
     SyntheticDataConfig,
 )
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset import arithmetic, synthetic  # only they have the text of generated rows
+from rlexp.training.dataset import generated  # it alone has the text of generated rows
 
 Messages = list[dict[str, Any]]
 NAMES = {  # of columns: the first that has a value in a row
@@ -104,11 +104,11 @@ def rows_of(cfg: DataConfig, kind: Kind, *, held_out: bool) -> list[Asked | Foun
     match cfg:
         case SyntheticDataConfig():
             size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
-            made = synthetic.generate(size, cfg.seed, split, cfg.max_length if cfg.fill else 0)
+            made = generated.pairs(size, cfg.seed, split, cfg.max_length if cfg.fill else 0)
             return [_as(kind, _generated(r), n) for n, r in enumerate(made)]
         case ArithmeticDataConfig():
             size, split = (cfg.eval_size, "eval") if held_out else (cfg.size, "train")
-            sums = arithmetic.generate(size, cfg.seed, split, cfg.digits)
+            sums = generated.sums(size, cfg.seed, split, cfg.digits)
             return [Asked(str(row.prompt), (), row.origin, right=row.expected) for row in sums]
         case RowsDataConfig():
             found: list[Asked | Found] = []

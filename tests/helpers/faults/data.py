@@ -142,7 +142,7 @@ def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 DEAL, UNFOUND = "dealer.deal:Dealer.deal", {"forest": None}
 TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dealer.packing:"
-MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.mixture:Mixture.", "dataset.views:"
+MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.sampler:Mixture.", "dataset.views:"
 DATA_FAULTS = (
     one("no end of sequence", TOKENS + "RowTokenizer._ended", lambda _, _self, tokens: tokens, "data", DATA),
     one("truncated at the wrong side", TOKENS + "cut_from_start",

@@ -61,7 +61,7 @@ DRAWING_FAULTS = (
            "log-probabilities", ROLLOUT, "rollout.top_k=3", base=GRPO),
     sample("min_p of the whole", CHOOSE + "kept", of_the_whole, "log-probabilities", ROLLOUT, "rollout.min_p=0.5",
            base=GRPO),
-    sample("one random number for all rows", "rollout.noise:uniform", one_number_for_all, "log-probabilities", ROLLOUT,
+    sample("one random number for all rows", "rollout.choose:uniform", one_number_for_all, "log-probabilities", ROLLOUT,
            base=GRPO),
     sample("a reference one token off", f"{SCORER}._keep", kept("reference", one_off), "log-probabilities", ROLLOUT,
            base=GRPO),

@@ -134,7 +134,7 @@ def other_heads(original: Any, self: Any, *tensors: Any) -> Any:
     return original(self, *(x.unflatten(0, (ranks, -1)).flip(0).flatten(0, 1) for x in tensors))
 
 
-SHARD, PLAN, TRAVEL = "dealer.shard:shard_pack", "ring.plan:RingPlan.", "ring.transports.travel:Travel"
+SHARD, PLAN, TRAVEL = "dealer.packing:shard_pack", "ring.plan:RingPlan.", "ring.transports.travel:Travel"
 MERGE_ROWS, RING_SUM, HEADS = "ring.kernels.base:merge_plain", "ring.collectives:_RingSum.", "ring.transports.heads:"
 NARROW, AROUND = "ring.slices:Slice.narrowed", ("parallel=ring4", "parallel.transport=neighbour")
 RING_FAULTS = (

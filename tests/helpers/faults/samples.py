@@ -208,7 +208,7 @@ SAMPLE_FAULTS = (
            ROLLOUT),
     sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", TRAIN,
            "rollout.overlong=penalty"),
-    sample("other prompts than the sampler's", "rollout.colocated:Colocated.draw", the_last_prompts, "data", TRAIN),
+    sample("other prompts than the sampler's", "rollout.modes:Colocated.draw", the_last_prompts, "data", TRAIN),
     sample("a text that ends an answer is passed over", "rollout.sampling:Drawer._stops", lambda *_: False, "data",
            ROLLOUT, "rollout.stop=[a,e]"),
     sample("an optimizer step too many", f"{SUPPLY}.of_step", a_step_more, "data", TRAIN, step=SECOND),

@@ -76,7 +76,7 @@ SHARING_FAULTS = (
     one("positions do not go on in a branch", PACK, positions_begin_anew, "data", DEALER),
     one("a child sees its sibling", "ring.layouts.ringwise:slices_of", siblings_see, "log-probabilities", RING),
     one("a prompt's gradient of one child", "ring.kernels.cpu_flash:CpuFlash.backward", of_one_child, "gradient", RING),
-    one("a shared trained token counts for one sequence", "dealer.shard:shard_pack", for_one_sequence, "data", DEALER,
+    one("a shared trained token counts for one sequence", "dealer.packing:shard_pack", for_one_sequence, "data", DEALER,
         base=ALIKE),
     one("a shared trained token has one sequence's weight", "train.rows_task:RowsStep.packed",
         of_the_first_sequence, "log-probabilities", TRAIN, "loss.ld_alpha=0.3", base=ALIKE),

@@ -22,8 +22,8 @@ from tests.helpers.mutants.planting import VARIABLE, Plan
 from tests.helpers.mutants.plugin import noted
 from tests.helpers.mutants.runs import VERIFY
 
-OF_REFERENCE = ("base/", "config/", "training/algos/", "training/dataset/synthetic.py",
-                "training/dataset/arithmetic.py", "training/model/float64.py")  # fmt: skip
+OF_REFERENCE = ("base/", "config/", "training/algos/", "training/dataset/generated.py",
+                "training/model/float64.py")  # fmt: skip
 
 
 def found(name: str, references: Path, *, keep: bool) -> str | None:

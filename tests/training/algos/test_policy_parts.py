@@ -26,7 +26,7 @@ from rlexp.training.algos.advantages import (
     token_weight,
     whiten,
 )
-from rlexp.training.algos.kl import KLController, estimate
+from rlexp.training.algos.policy import KLController, estimate
 from rlexp.training.train.rollout_task import SamplesMicroBatch, Weighed, everything, laid_out, tokens_of
 from rlexp.training.types import CreditedSample, TokenLogps, Wanted
 from tests.helpers.policy_losses import FIXED, GROUPED, LOSSES, Numbers, built, close, configured, k_of, tensor

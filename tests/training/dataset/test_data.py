@@ -17,7 +17,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset import arithmetic, synthetic
+from rlexp.training.dataset import generated
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dataset.tokens import Encoder, Refused, RowTokenizer, counted, truncated
 from rlexp.training.dealer.deal import Dealer, Room
@@ -27,12 +27,12 @@ from rlexp.training.types import Example, Row
 
 
 def test_synthetic_pairs_are_seeded_and_the_splits_differ() -> None:
-    train, again = synthetic.generate(50, 3, "train"), synthetic.generate(50, 3, "train")
+    train, again = generated.pairs(50, 3, "train"), generated.pairs(50, 3, "train")
     assert train == again
-    assert train != synthetic.generate(50, 4, "train")
-    assert [row.margin for row in synthetic.generate(9, 3, "train", words=5)] == [row.margin for row in train[:9]]
+    assert train != generated.pairs(50, 4, "train")
+    assert [row.margin for row in generated.pairs(9, 3, "train", words=5)] == [row.margin for row in train[:9]]
     assert len({row.margin for row in train}) > 4
-    held_out = {row.prompt + row.answers[0] for row in synthetic.generate(50, 3, "eval")}
+    held_out = {row.prompt + row.answers[0] for row in generated.pairs(50, 3, "eval")}
     assert not held_out & {row.prompt + row.answers[0] for row in train}
 
 
@@ -205,9 +205,9 @@ def test_a_prompt_longer_than_the_answer_leaves_room_for() -> None:
 
 @pytest.mark.parametrize("digits", [1, 2])
 def test_generated_sums_come_to_their_answers(digits: int) -> None:
-    rows = arithmetic.generate(50, 3, "train", digits)
-    assert rows == arithmetic.generate(50, 3, "train", digits)
-    assert rows[:20] != arithmetic.generate(20, 3, "eval", digits)
+    rows = generated.sums(50, 3, "train", digits)
+    assert rows == generated.sums(50, 3, "train", digits)
+    assert rows[:20] != generated.sums(20, 3, "eval", digits)
     for row in rows:
         one, plus, other, equals = str(row.prompt).split(" ")
         assert (plus, equals, int(row.expected or "")) == ("+", "=", int(one) + int(other))
@@ -215,8 +215,8 @@ def test_generated_sums_come_to_their_answers(digits: int) -> None:
 
 
 def test_generated_prompts_are_those_of_the_pairs() -> None:
-    pairs = synthetic.generate(5, 1, "train")
-    prompts, answers, judged = (synthetic.generate_of(kind, 5, 1, "train")
+    pairs = generated.pairs(5, 1, "train")
+    prompts, answers, judged = ([generated.taken(kind, pair, place) for place, pair in enumerate(pairs)]
                                 for kind in (Kind.prompts, Kind.supervised, Kind.unpaired))  # fmt: skip
     assert prompts == [Row(pair.prompt, (), pair.origin) for pair in pairs]
     assert answers == [Row(pair.prompt, pair.answers[:1], pair.origin) for pair in pairs]

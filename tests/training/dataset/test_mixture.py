@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from rlexp.base.errors import ConfigError
 from rlexp.config.load import compose_config
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset.mixture import Mixture
-from rlexp.training.dataset.sampler import Sampler
+from rlexp.training.dataset.sampler import Mixture, Sampler
 from rlexp.training.dataset.store import Store
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.dealer.of_run import without_room
@@ -112,7 +111,7 @@ def test_only_rows_that_may_have_no_room_are_read(tmp_path: Path, monkeypatch: p
     train = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
     tokens = [len(each.prompt) + len(each.answers[0]) for each in train]
     read: list[Any] = []
-    monkeypatch.setattr(Store, "_example", lambda *_, before=Store._example: read.append(_) or before(*_))
+    monkeypatch.setattr(Store, "at", lambda *_, before=Store.at: read.append(_) or before(*_))
     assert f"has {max(tokens)} tokens" in str(without_room(cfg, train))
     assert 0 < len(read) == sum(each > 40 for each in tokens) < len(train)
 

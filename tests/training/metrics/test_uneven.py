@@ -22,8 +22,7 @@ from rlexp.training.algos.base import Sides, Values
 from rlexp.training.algos.build import build_loss, build_policy_loss
 from rlexp.training.algos.policy_loss import PolicyTerms
 from rlexp.training.dealer.forest import Share
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.metrics.meter import SHARDED, Meter
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout

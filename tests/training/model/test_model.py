@@ -38,8 +38,7 @@ from rlexp.config.hardware import assumed_gpus
 from rlexp.config.load import compose_config
 from rlexp.config.schema import HFModelConfig, OptimConfig, TinyModelConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.engine.plain import PlainEngine
 from rlexp.training.model import rope
 from rlexp.training.model.float64 import StayFloat64

@@ -15,8 +15,7 @@ from rlexp.base.made_once import Appending, damage
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.load import compose_config
 from rlexp.config.schema.models import Precision
-from rlexp.training.dealer.packing import pack_examples
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_examples, shard_pack
 from rlexp.training.reference import stored
 from rlexp.training.reference.stored import (
     Kept,

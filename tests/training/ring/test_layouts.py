@@ -14,8 +14,7 @@ from rlexp.config.checks import layout as chosen
 from rlexp.config.load import compose_config
 from rlexp.config.schema import LayoutName, TransportName
 from rlexp.preflight.rehearsal.kernel_cost import pairs
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.layouts.ringwise import is_short

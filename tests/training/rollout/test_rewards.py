@@ -35,6 +35,7 @@ def test_a_sum_weighs_its_terms_and_keeps_them() -> None:
         drawn = samples("dog", "dog dog")
         rewards.submit(drawn)
         (judge,) = rewards.models
+        assert isinstance(judge.cfg, ModelRewardConfig)
         assert (judge.name, judge.key, judge.cfg.path) == ("judge", "reward.terms.judge", "somewhere")
         judged = rewards.judged(drawn, {"judge": [3.0, -1.0]})
     assert [each.terms for each in judged] == [

@@ -23,8 +23,7 @@ from transformers import (
 
 from rlexp.base.errors import DrawError
 from rlexp.config.schema.rollouts import RolloutConfig
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.model import hook
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise
@@ -32,10 +31,9 @@ from rlexp.training.model.policy import Policy
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.rollout import sampling
-from rlexp.training.rollout.choose import choose, kept
+from rlexp.training.rollout.choose import choose, kept, stream, uniform
 from rlexp.training.rollout.deal import Request, deal, micro_batches
 from rlexp.training.rollout.experience import off_pack
-from rlexp.training.rollout.noise import stream, uniform
 from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.types import Example, Wanted
 from rlexp.training.world.groups import ALONE

@@ -16,8 +16,7 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.preflight.rehearsal.rehearse import count
-from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.dealer.shard import shard_pack
+from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout

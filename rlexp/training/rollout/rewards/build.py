@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from rlexp.config.schema.reward_terms import reward_terms
+from rlexp.config.schema.reward_terms import RewardTerm, reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleRewardConfig
 from rlexp.launch import watch
-from rlexp.training.rollout.rewards.base import Reward
 from rlexp.training.rollout.rewards.python import PythonReward
 from rlexp.training.rollout.rewards.rule import RuleReward, rule_of
-from rlexp.training.rollout.rewards.weighted import ModelTerm, Rewards
+from rlexp.training.rollout.rewards.weighted import Reward, Rewards
 
 
 def build_reward(cfg: RewardConfig) -> Rewards:
     """Build this rank's rewards. A user's function is imported now, in its processes, so that errors show early."""
     own: list[Reward] = []
-    models: list[ModelTerm] = []
+    models: list[RewardTerm] = []
     terms = reward_terms(cfg)
     try:
         for term in terms:
@@ -24,8 +23,8 @@ def build_reward(cfg: RewardConfig) -> Rewards:
                 case PythonRewardConfig() as function:
                     with watch.elsewhere():  # an import has a limit of its own
                         own.append(PythonReward(term.name, function, term.key))
-                case ModelRewardConfig() as model:
-                    models.append(ModelTerm(term.name, term.key, model))
+                case ModelRewardConfig():
+                    models.append(term)
                 case _:
                     raise AssertionError(term.cfg)
     except BaseException:

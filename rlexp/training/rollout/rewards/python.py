@@ -15,7 +15,7 @@ from typing import Any
 
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import PythonRewardConfig
-from rlexp.training.rollout.rewards.base import named
+from rlexp.training.rollout.rewards.weighted import named
 from rlexp.training.rollout.rewards.worker import PipeClosed, receive, send
 from rlexp.training.types import Sample
 

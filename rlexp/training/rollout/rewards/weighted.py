@@ -1,25 +1,44 @@
-"""The terms of a reward, and their weighted sum, the score."""
+"""The terms of a reward, the interface of those that run on the rank that drew the answers, and their weighted sum, the
+score."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema.rollouts import ModelRewardConfig
+from rlexp.config.schema.reward_terms import RewardTerm
 from rlexp.launch import watch
-from rlexp.training.rollout.rewards.base import Reward, named
 from rlexp.training.types import Sample
 
+NAMED = 4  # samples that an error names
 
-@dataclass(frozen=True)
-class ModelTerm:
-    """A term from a reward model. The scoring pass computes it over the ring and passes it to `Rewards.judged`."""
 
-    name: str
-    key: str  # key of its configuration: `reward` or `reward.terms.NAME`
-    cfg: ModelRewardConfig
+class Reward(Protocol):
+    """One term of a sample's score. Each sample is judged on its own, so the rank that drew it does not matter.
+
+    `submit` or `collect` raises RewardError for a sample that cannot be judged.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def submit(self, samples: Sequence[Sample]) -> None:
+        """Begin to judge new samples. If that takes long, return while it goes on."""
+
+    def collect(self) -> dict[int, float]:
+        """Wait until all samples that were submitted are judged, and return their terms by the samples' places."""
+
+    def close(self) -> None: ...
+
+
+def named(samples: Sequence[Sample]) -> str:
+    """Return the names of samples for an error: `rows.jsonl:3 (sample 0), …`."""
+    names = [f"{sample.example.origin} (sample {sample.number})" for sample in samples]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more
 
 
 @dataclass(frozen=True)
@@ -29,9 +48,12 @@ class Judged:
 
 
 class Rewards:
-    """All terms of the score, of the samples of one rank."""
+    """All terms of the score, of the samples of one rank.
 
-    def __init__(self, own: Sequence[Reward], models: Sequence[ModelTerm], weights: dict[str, float]) -> None:
+    Those of `models` the scoring pass computes over the ring, and passes to `judged`.
+    """
+
+    def __init__(self, own: Sequence[Reward], models: Sequence[RewardTerm], weights: dict[str, float]) -> None:
         self.own = tuple(own)
         self.models = tuple(models)
         self.weights = weights

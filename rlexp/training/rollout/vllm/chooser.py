@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from rlexp.config.schema.rollouts import RolloutConfig
-from rlexp.training.rollout.choose import choose
-from rlexp.training.rollout.noise import uniform
+from rlexp.training.rollout.choose import choose, uniform
 from rlexp.training.types import Floats, Ids
 
 OWN = "rlexp"  # our entry among a request's extra arguments

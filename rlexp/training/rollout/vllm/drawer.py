@@ -19,9 +19,8 @@ import torch
 from rlexp.base.errors import DrawError
 from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.launch import watch
-from rlexp.training.rollout.deal import Request
-from rlexp.training.rollout.draws import Weights
-from rlexp.training.rollout.noise import stream
+from rlexp.training.rollout.choose import stream
+from rlexp.training.rollout.deal import Request, Weights
 from rlexp.training.rollout.sampling import refuse_not_finite, sample_of, text_of
 from rlexp.training.rollout.vllm.chooser import OWN, Notes, chooser
 from rlexp.training.rollout.vllm.engine import prepare, started

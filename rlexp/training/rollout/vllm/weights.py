@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rlexp.base.errors import ModelError
 from rlexp.launch import watch
-from rlexp.training.rollout.draws import Weights
+from rlexp.training.rollout.deal import Weights
 
 BUCKET = 1 << 28  # bytes of weights that are held until they are copied together
 

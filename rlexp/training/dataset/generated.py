@@ -1,7 +1,8 @@
-"""Generated preference pairs with a rule that a model can learn: the chosen answer is the courteous one.
+"""Generated rows: pairs with a rule that a model can learn (the chosen answer is the courteous one); and sums
+with their results, as prompts for a reward that can be checked.
 
-A request names some things, and both answers speak about them at random length. Lengths vary, so that packing and
-sharding are exercised.
+A pair's request names some things, and both answers speak about them at random length. Lengths vary, so that packing
+and sharding are exercised.
 """
 
 from __future__ import annotations
@@ -30,7 +31,18 @@ WORDS = ("salt", "river", "moon", "glass", "wood", "letter", "iron", "bread", "w
 FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and then", "some say")
 
 
-def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
+def sums(size: int, seed: int, split: str, digits: int) -> list[Row]:
+    """Return `size` prompts like "12 + 7 =" with numbers of at most `digits` digits, fixed by (seed, split)."""
+    random_ = random.Random(f"{split}-{seed}")
+    return [_sum(random_, 10**digits, f"arithmetic {split} prompt {number}") for number in range(size)]
+
+
+def _sum(random_: random.Random, below: int, origin: str) -> Row:
+    one, other = random_.randrange(below), random_.randrange(below)
+    return Row(f"{one} + {other} =", (), origin, expected=str(one + other))
+
+
+def pairs(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     """Return `size` pairs, fixed by (seed, split). Each request follows a text of `words` words, which has at least as
     many tokens."""
     random_, margins = random.Random(f"{split}-{seed}"), random.Random(f"{split}-{seed}-margins")
@@ -39,13 +51,9 @@ def generate(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     ]
 
 
-def generate_of(kind: Kind, size: int, seed: int, split: str, words: int = 0) -> list[Row]:
-    """Return the same pairs as rows of another kind: their prompts, their chosen answers, or one answer of each, by
-    turns a good and a bad one."""
-    return [_taken(kind, pair, place) for place, pair in enumerate(generate(size, seed, split, words))]
-
-
-def _taken(kind: Kind, pair: Row, place: int) -> Row:
+def taken(kind: Kind, pair: Row, place: int) -> Row:
+    """Return a pair as a row of another kind: its prompt, its chosen answer, or one answer, by turns a good and a bad
+    one."""
     match kind:
         case Kind.pairs:
             return pair
