@@ -24,7 +24,7 @@ from rlexp.config.schema import Config
 from rlexp.launch.run_folder import derived_sizes
 from rlexp.run_files.rollouts_jsonl import digests
 from rlexp.training.sinks.base import RolloutFacts
-from rlexp.training.sinks.jsonl_rollouts import line_of
+from rlexp.training.sinks.jsonl import line_of_rollout
 
 Edit = Callable[[dict[str, Any]], None]
 Flip = tuple[int, int, int, int]
@@ -83,7 +83,7 @@ def a_run(
         lines.append(json.dumps(row) + "\n")
     (folder / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
     if drawn:
-        (folder / "rollouts.jsonl").write_bytes(b"".join(map(line_of, drawn)))
+        (folder / "rollouts.jsonl").write_bytes(b"".join(map(line_of_rollout, drawn)))
     return folder
 
 

@@ -25,7 +25,7 @@ from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Shown, Sink, Sinks
 from rlexp.training.sinks.baseline import excess
 from rlexp.training.sinks.console import ConsoleSink
-from rlexp.training.sinks.jsonl_rollouts import RolloutsSink
+from rlexp.training.sinks.jsonl import RolloutsSink
 from rlexp.training.sinks.tensorboard import TensorBoardSink
 from rlexp.training.sinks.wandb_read import read_offline
 from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink

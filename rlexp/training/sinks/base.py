@@ -6,10 +6,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.run_files.metrics_jsonl import MetricRow
+from rlexp.run_files.metrics_jsonl import MetricRow
 
 
 @dataclass(frozen=True)

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 import numpy as np
 
 from rlexp.config.schema.models import Precision
 from rlexp.run_files.curve_distance import EARLY, least_size, within_rounding
-from rlexp.run_files.metrics_jsonl import METRICS
+from rlexp.run_files.metrics_jsonl import METRICS, MetricRow
 from rlexp.training.sinks.console import say
-
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.run_files.metrics_jsonl import MetricRow
 
 PARITY = "parity/loss_abs_diff"
 LOSS = "train/loss"

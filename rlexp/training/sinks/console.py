@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
@@ -16,11 +16,9 @@ from rlexp.base.printable import printable_lines
 from rlexp.launch.rank_progress import seconds_in_step, within_step
 from rlexp.run_files import evaluations
 from rlexp.run_files.curve_distance import SCORE
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks import legible
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
-
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.run_files.metrics_jsonl import MetricRow
 
 LINES = 10  # per run, where there is no terminal
 SHOWN, SAID = 5.0, 30.0  # seconds of a step after which it is shown in a terminal how far it is, and said elsewhere

@@ -1,18 +1,18 @@
-"""Sinks that append lines to a file: metrics.jsonl, one row per optimizer step, floats in full precision."""
+"""Sinks that write files of the run's folder: metrics.jsonl, one row per optimizer step, floats in full precision;
+rollouts.jsonl, one per rollout; and the last evaluation, in run.json."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from rlexp.run_files.metrics_jsonl import line_of, read_rows, write_lines
-from rlexp.training.sinks.base import Ending, Sink
-
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.run_files.metrics_jsonl import MetricRow
+from rlexp.launch import run_folder
+from rlexp.run_files import evaluations
+from rlexp.run_files.metrics_jsonl import MetricRow, line_of, read_rows, row_in, whole_lines, write_lines
+from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 
 
 class LineFile:
@@ -85,3 +85,60 @@ class JsonlSink(Sink):
 
     def close(self, ending: Ending) -> None:  # noqa: ARG002
         self._file.close()
+
+
+class RolloutsSink(Sink):
+    """Append a line per rollout. There is no file before the first rollout.
+
+    A resumed run keeps the rollouts that began at or before the step it resumes from, since the checkpoint has their
+    samples.
+    """
+
+    def __init__(self, path: Path, upto: int) -> None:
+        self._path = path
+        self._file: LineFile | None = None
+        self._last = 0
+        rows = [(line, row) for line in whole_lines(path) if (row := row_in(line)) is not None and row["step"] <= upto]
+        kept = [line for line, _ in rows]
+        if kept or path.exists():
+            last = rows[-1][1].get("rollout") if rows else 0
+            self._last = last if isinstance(last, int) else 0
+            self._file = LineFile(path, kept, keep=False)
+
+    def rollout(self, facts: RolloutFacts) -> None:
+        if facts.rollout <= self._last:  # it began before a stop, and is reported again
+            return
+        if self._file is None:
+            self._file = LineFile(self._path, [], keep=False)
+        self._last = facts.rollout
+        self._file.append(line_of_rollout(facts))
+
+    def log(self, row: object) -> None:
+        pass
+
+    def close(self, ending: Ending) -> None:  # noqa: ARG002
+        if self._file is not None:
+            self._file.close()
+
+
+def line_of_rollout(facts: RolloutFacts) -> bytes:
+    known = {
+        "rollout": facts.rollout,
+        "step": facts.step,
+        "n_samples": facts.n_samples,
+        "prompts": [int(index) for index in facts.prompts],
+        "digests": [list(each) for each in facts.digests],
+        "spans": {name: [list(span) for span in spans] for name, spans in facts.spans.items()},
+    }
+    return (json.dumps(known, separators=(",", ":")) + "\n").encode()
+
+
+class LastEvaluation(Sink):
+    """The last evaluation, in run.json: `status` shows it without reading the curve, which may be long."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+
+    def log(self, row: MetricRow) -> None:
+        if values := evaluations.values_of(row):
+            run_folder.note(self.run_dir, evaluated={"step": row["step"], **values})

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlexp.base.errors import SinkError
+from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
-
-if TYPE_CHECKING:  # importing it would import torch, which readers do without
-    from rlexp.run_files.metrics_jsonl import MetricRow
 
 STEP = "train/global_step"
 NONE = -1  # the last step where there is no row: a row before the first step has step 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +18,11 @@ from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.baseline import LOSS, PARITY, excess
 from rlexp.training.sinks.console import say
-from rlexp.training.sinks.run_names import name_of
 from rlexp.training.sinks.wandb_account import Mode, upload_in_words, wandb_mode
 from rlexp.training.sinks.wandb_read import NONE, SAMPLES, STEP, last_step
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # the most of an alert's text
+LONGEST_NAME = 48  # characters in an id's readable part
 # Errors that the client raises once its process is gone, besides ConnectionError. They have no public names.
 GONE = ("MailboxClosedError", "HandleAbandonedError")
 P = ParamSpec("P")
@@ -231,3 +233,18 @@ def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, 
             f"logger.mode={logger.mode.value}: W&B could not be reached, or refused ({reason}). Try `wandb login`, or "
             f"train with logger.mode=offline and send the run later with `wandb sync`."
         ) from error
+
+
+# ---- the names of a run among many ----
+
+
+def name_of(logger: LoggerConfig, run_dir: Path) -> str:
+    """Return the given name, or the folder's. A sweep's job has a number as folder: the sweep's name goes before."""
+    numbered = f"{run_dir.parent.name}-{run_dir.name}" if run_dir.name.isdigit() else run_dir.name
+    return logger.run_name or numbered
+
+
+def new_id(logger: LoggerConfig, run_dir: Path) -> str:
+    """Return an id that people see in lists and folders: the run's name, and six random digits."""
+    readable = re.sub(r"[^A-Za-z0-9_-]+", "-", name_of(logger, run_dir)).strip("-")[-LONGEST_NAME:].strip("-")
+    return f"{readable or 'run'}-{secrets.token_hex(3)}"

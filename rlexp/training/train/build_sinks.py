@@ -18,10 +18,8 @@ from rlexp.run_files.rollouts_jsonl import ROLLOUTS
 from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline
 from rlexp.training.sinks.console import ConsoleSink
-from rlexp.training.sinks.jsonl import JsonlSink
-from rlexp.training.sinks.jsonl_rollouts import RolloutsSink
-from rlexp.training.sinks.last_evaluation import LastEvaluation
-from rlexp.training.sinks.run_names import new_id
+from rlexp.training.sinks.jsonl import JsonlSink, LastEvaluation, RolloutsSink
+from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink, new_id
 from rlexp.training.train.loop import Position, last_step
 from rlexp.training.train.parts import TrainingRun
 
@@ -58,8 +56,6 @@ def run_id_of(run: TrainingRun, run_dir: Path) -> str:
 
 
 def wandb_sink(run: TrainingRun, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
-    from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink
-
     cfg = run.cfg
     tags = [cfg.loss.name, called(cfg.model)[:TAG], f"ring{run.world.ring.size}", cfg.train.precision.value]
     facts = WandbFacts(

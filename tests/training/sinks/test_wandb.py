@@ -21,10 +21,9 @@ from rlexp.launch.joining import RankSpec, join, launch_on, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.base import Ending
-from rlexp.training.sinks.run_names import new_id
 from rlexp.training.sinks.wandb_account import upload_in_words, wandb_mode
 from rlexp.training.sinks.wandb_read import WandbRun, read_offline, read_project
-from rlexp.training.sinks.wandb_run import Extremes, WandbFacts, WandbSink
+from rlexp.training.sinks.wandb_run import Extremes, WandbFacts, WandbSink, new_id
 from tests.helpers.runs import wait_for_steps
 from tests.helpers.slurm.machine import below, processes
 from tests.helpers.wandb_runs import ARGS, CLEAN, begin, curve_of, kill_after, records, train, values_of, wandb
