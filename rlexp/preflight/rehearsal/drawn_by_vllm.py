@@ -17,7 +17,6 @@ from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.config.vllm_memory import AT_ONCE
 from rlexp.training.rollout.choose import choose
 from rlexp.training.rollout.deal import Request, Weights
-from rlexp.training.rollout.sampling import sample_of
 from rlexp.training.rollout.vllm.chooser import ELEMENTS, Notes
 from rlexp.training.rollout.vllm.weights import BUCKET
 from rlexp.training.types import Sample
@@ -64,4 +63,5 @@ class GivenDrawer:
 
     def _sample(self, request: Request) -> Sample:
         answer = np.zeros(self._cfg.max_new_tokens, dtype=np.int32)
-        return sample_of(request, answer, np.ones(len(answer), dtype=self._dtype), stopped=False, text="")
+        behaviour = np.ones(len(answer), dtype=self._dtype)
+        return Sample(**vars(request), answer=answer, behaviour=behaviour, stopped=False, text="")

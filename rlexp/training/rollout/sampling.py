@@ -24,7 +24,7 @@ from rlexp.launch import watch
 from rlexp.training.model.decoding import GROWTH, Decoding, KeyValues
 from rlexp.training.rollout.choose import choose, stream, uniform
 from rlexp.training.rollout.deal import Request, Weights
-from rlexp.training.types import Floats, Ids, Sample
+from rlexp.training.types import Ids, Sample
 
 PREFILL = 2048  # tokens of a micro-batch's prompts in one forward pass
 
@@ -66,16 +66,13 @@ class Drawer:
         for requests in micro_batches:
             yield self._samples(self._drawn(requests, rollout))
         while self._in_step and self._any_goes_on(goes_on=False):
-            self._forward(self._empty_row())
+            row = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
+            self._forward(Decoding(row, row, KeyValues(row[0], 1, padded=False)))
 
     def _any_goes_on(self, *, goes_on: bool) -> bool:
         flag = torch.tensor(float(goes_on), device=self._device)
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         return bool(flag)
-
-    def _empty_row(self) -> Decoding:
-        row = torch.zeros(1, 1, dtype=torch.int64, device=self._device)
-        return Decoding(row, row, KeyValues(row[0], 1, padded=False))
 
     def _next(self, batch: Decoding) -> Tensor:
         watch.note()
@@ -154,27 +151,15 @@ class Drawer:
 
     def _samples(self, drawn: Drawn) -> list[Sample]:
         return [
-            sample_of(
-                request,
-                np.asarray(drawn.answers[row], dtype=np.int32),
-                np.asarray(drawn.logps[row], dtype=self._dtype),
+            Sample(
+                **vars(request),
+                answer=np.asarray(drawn.answers[row], dtype=np.int32),
+                behaviour=np.asarray(drawn.logps[row], dtype=self._dtype),
                 stopped=drawn.stopped[row],
                 text=text_of(self._tokenizer, drawn.answers[row], self._cfg.stop),
             )
             for row, request in enumerate(drawn.requests)
         ]
-
-
-def sample_of(request: Request, answer: Ids, behaviour: Floats, *, stopped: bool, text: str) -> Sample:
-    return Sample(
-        place=request.place,
-        example=request.example,
-        number=request.number,
-        answer=answer,
-        stopped=stopped,
-        text=text,
-        behaviour=behaviour,
-    )
 
 
 def refuse_not_finite(request: Request, tokens: int) -> NoReturn:
@@ -192,12 +177,6 @@ def text_of(tokenizer: Any, answer: Sequence[int], stop: Sequence[str]) -> str:
 
 def _distinct(requests: Sequence[Request]) -> tuple[list[Ids], list[int]]:
     """Return the prompts without repetition, and the place of each request's prompt among them."""
-    places: dict[int, int] = {}
-    prompts: list[Ids] = []
-    of_row = []
-    for request in requests:
-        if request.example.index not in places:
-            places[request.example.index] = len(prompts)
-            prompts.append(request.example.prompt)
-        of_row.append(places[request.example.index])
-    return prompts, of_row
+    prompts = {request.example.index: request.example.prompt for request in requests}
+    places = {index: place for place, index in enumerate(prompts)}
+    return list(prompts.values()), [places[request.example.index] for request in requests]

@@ -21,7 +21,7 @@ from rlexp.config.schema.rollouts import RolloutConfig
 from rlexp.launch import watch
 from rlexp.training.rollout.choose import stream
 from rlexp.training.rollout.deal import Request, Weights
-from rlexp.training.rollout.sampling import refuse_not_finite, sample_of, text_of
+from rlexp.training.rollout.sampling import refuse_not_finite, text_of
 from rlexp.training.rollout.vllm.chooser import OWN, Notes, chooser
 from rlexp.training.rollout.vllm.engine import prepare, started
 from rlexp.training.rollout.vllm.weights import HandOver
@@ -133,10 +133,10 @@ class VLLMDrawer:
             )
         if not np.isfinite(logps).all():
             refuse_not_finite(request, int(np.isfinite(logps).argmin()))
-        return sample_of(
-            request,
-            answer.astype(np.int32),
-            logps.astype(self._dtype),
+        return Sample(
+            **vars(request),
+            answer=answer.astype(np.int32),
+            behaviour=logps.astype(self._dtype),
             stopped=output.finish_reason == "stop",
             text=text_of(self._tokenizer, output.token_ids, self._cfg.stop),
         )
