@@ -5,14 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlexp.config.schema.losses import (
-    LossConfig,
-    PolicyLossConfig,
-    PreferenceConfig,
-    RewardModelConfig,
-    SFTConfig,
-    UnpairedConfig,
-)
+from rlexp.config.schema import losses as schema
 from rlexp.training.algos.base import Loss
 from rlexp.training.algos.pairs import PairLoss
 from rlexp.training.algos.policy import POLICY
@@ -20,18 +13,18 @@ from rlexp.training.algos.policy_loss import PolicyLoss
 from rlexp.training.algos.supervised import SFT, RewardLoss
 from rlexp.training.algos.unpaired import UnpairedLoss
 
-LOSSES: dict[type[LossConfig], Callable[[Any], Loss]] = {
-    PreferenceConfig: PairLoss,
-    UnpairedConfig: UnpairedLoss,
-    SFTConfig: SFT,
-    RewardModelConfig: RewardLoss,
+LOSSES: dict[type[schema.LossConfig], Callable[[Any], Loss]] = {
+    schema.PreferenceConfig: PairLoss,
+    schema.UnpairedConfig: UnpairedLoss,
+    schema.SFTConfig: SFT,
+    schema.RewardModelConfig: RewardLoss,
 }
 
 
-def build_loss(cfg: LossConfig) -> Loss:
+def build_loss(cfg: schema.LossConfig) -> Loss:
     """Build the loss of the configuration's class, or of the nearest class that it inherits from."""
     return next(LOSSES[each] for each in type(cfg).__mro__ if each in LOSSES)(cfg)
 
 
-def build_policy_loss(cfg: PolicyLossConfig, importance_cap: float | None) -> PolicyLoss:
+def build_policy_loss(cfg: schema.PolicyLossConfig, importance_cap: float | None) -> PolicyLoss:
     return POLICY[type(cfg)](cfg, importance_cap)

@@ -9,42 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rlexp.config.schema import losses as schema
 from rlexp.config.schema.loss_terms import LossTerm, loss_terms
-from rlexp.config.schema.losses import (
-    AOTConfig,
-    AOTUnpairedConfig,
-    APODownConfig,
-    APOZeroConfig,
-    BCOPairConfig,
-    CPOConfig,
-    DiscoPOPConfig,
-    DPOConfig,
-    DPONormConfig,
-    EXOPairConfig,
-    HingeConfig,
-    IPOConfig,
-    IPONormalize,
-    NCAPairConfig,
-    ORPOConfig,
-    PreferenceConfig,
-    RobustConfig,
-    Shift,
-    SimPOConfig,
-    SPPOHardConfig,
-)
 from rlexp.training.algos.base import Losses, Values
 from rlexp.training.algos.log_ratios import implicit_rewards, log_ratios, logistic, moved_shift, per_token, shift_of
 from rlexp.training.types import Wanted
 
 
-def margins(cfg: PreferenceConfig, values: Values) -> Tensor:
+def margins(cfg: schema.PreferenceConfig, values: Values) -> Tensor:
     """Return the margin of the rewards, less what the rows ask for."""
     chosen_P, rejected_P = log_ratios(values)
     margin_P = cfg.beta * (chosen_P - rejected_P)
@@ -54,12 +33,12 @@ def margins(cfg: PreferenceConfig, values: Values) -> Tensor:
     return margin_P - cfg.margin_weight * values.margin_E
 
 
-def rewards(cfg: PreferenceConfig, values: Values) -> tuple[Tensor, Tensor]:
+def rewards(cfg: schema.PreferenceConfig, values: Values) -> tuple[Tensor, Tensor]:
     chosen_P, rejected_P = log_ratios(values)
     return cfg.beta * chosen_P, cfg.beta * rejected_P
 
 
-def dpo(cfg: DPOConfig, values: Values) -> Tensor:
+def dpo(cfg: schema.DPOConfig, values: Values) -> Tensor:
     """−log σ(β·margin). The margin is the chosen answer's log-ratio of policy to reference, less the rejected one's.
 
     With policy = reference the margin is 0 and every loss is ln 2 (Rafailov et al. 2023, arXiv 2305.18290; with label
@@ -68,45 +47,45 @@ def dpo(cfg: DPOConfig, values: Values) -> Tensor:
     return logistic(margins(cfg, values), cfg.label_smoothing)
 
 
-def cpo(cfg: CPOConfig, values: Values) -> Tensor:
+def cpo(cfg: schema.CPOConfig, values: Values) -> Tensor:
     """DPO with a reference that gives all answers alike (Xu et al. 2024, arXiv 2401.08417); the likelihood of the
     chosen answers is `loss.sft_weight`."""
     return logistic(margins(cfg, values), cfg.label_smoothing)
 
 
-def dpo_norm(cfg: DPONormConfig, values: Values) -> Tensor:
+def dpo_norm(cfg: schema.DPONormConfig, values: Values) -> Tensor:
     """DPO on log-ratios per token (Lambert et al. 2024, Tülu 3, arXiv 2411.15124). The rewards are of whole answers."""
     return logistic(margins(cfg, per_token(values)), cfg.label_smoothing)
 
 
-def ipo(cfg: IPOConfig, values: Values) -> Tensor:
+def ipo(cfg: schema.IPOConfig, values: Values) -> Tensor:
     """(chosen − rejected − 1/(2β))², of log-ratios per token or of whole answers. β is the paper's τ (Azar et al. 2023,
     arXiv 2310.12036, equation 17). The logged rewards are of whole answers either way."""
-    by_token = cfg.normalize is IPONormalize.token
+    by_token = cfg.normalize is schema.IPONormalize.token
     chosen_P, rejected_P = log_ratios(per_token(values) if by_token else values)
     return (chosen_P - rejected_P - 1 / (2 * cfg.beta)) ** 2
 
 
-def apo_zero(cfg: APOZeroConfig, values: Values) -> Tensor:
+def apo_zero(cfg: schema.APOZeroConfig, values: Values) -> Tensor:
     """σ(−chosen) + σ(rejected), of rewards: where the chosen answers are better than the policy's own (D'Oosterlinck et
     al. 2024, arXiv 2408.06266, equation 7)."""
     chosen_P, rejected_P = rewards(cfg, values)
     return torch.sigmoid(-chosen_P) + torch.sigmoid(rejected_P)
 
 
-def apo_down(cfg: APODownConfig, values: Values) -> Tensor:
+def apo_down(cfg: schema.APODownConfig, values: Values) -> Tensor:
     """σ(chosen) + σ(rejected − chosen), of rewards: where the policy's own answers are better than the chosen ones
     (equation 8)."""
     chosen_P, rejected_P = rewards(cfg, values)
     return torch.sigmoid(chosen_P) + torch.sigmoid(rejected_P - chosen_P)
 
 
-def simpo(cfg: SimPOConfig, values: Values) -> Tensor:
+def simpo(cfg: schema.SimPOConfig, values: Values) -> Tensor:
     """−log σ(β·(chosen − rejected) − γ), of log-probabilities per token (Meng et al. 2024, arXiv 2405.14734)."""
     return logistic(margins(cfg, per_token(values)) - cfg.gamma)
 
 
-def orpo(cfg: ORPOConfig, values: Values) -> Losses:
+def orpo(cfg: schema.ORPOConfig, values: Values) -> Losses:
     """−β·log σ(the log of the chosen answer's odds over the rejected one's) (Hong et al. 2024, arXiv 2403.07691).
 
     An answer's odds are p/(1 − p), where p is the geometric mean of its tokens' probabilities. The likelihood of the
@@ -129,27 +108,27 @@ def log_odds(logp_P: Tensor) -> Tensor:
     return logp_P - torch.log(-torch.expm1(logp_P))
 
 
-def bco_pair(cfg: BCOPairConfig, values: Values) -> Losses:
+def bco_pair(cfg: schema.BCOPairConfig, values: Values) -> Losses:
     """−log σ(chosen − δ) − log σ(−(rejected − δ)), of rewards (Jung et al. 2024, arXiv 2404.04656).
 
     δ is 0, or the mean reward of all answers that have been trained on, with those of this train batch. No gradient
     passes through it.
     """
     carried: Mapping[str, float] = {}
-    if cfg.shift is Shift.mean:
+    if cfg.shift is schema.Shift.mean:
         carried = moved_shift(values, "bco_pair", cfg.beta * torch.cat(log_ratios(values)).detach())
     (chosen_P, rejected_P), delta = rewards(cfg, values), shift_of(carried, "bco_pair")
     losses_P = logistic(chosen_P - delta) + logistic(delta - rejected_P)
     return Losses(losses_P, {"bco_pair/shift": torch.full_like(values.tokens["chosen"], delta)}, carried=carried)
 
 
-def hinge(cfg: HingeConfig, values: Values) -> Tensor:
+def hinge(cfg: schema.HingeConfig, values: Values) -> Tensor:
     """max(0, 1 − β·margin), with the margin of DPO (Zhao et al. 2023, arXiv 2305.10425; Liu et al. 2023, arXiv
     2309.06657)."""
     return torch.relu(1 - margins(cfg, values))
 
 
-def robust(cfg: RobustConfig, values: Values) -> Tensor:
+def robust(cfg: schema.RobustConfig, values: Values) -> Tensor:
     """(−(1 − ε)·log σ(β·margin) + ε·log σ(−β·margin)) / (1 − 2ε) (Ray Chowdhury et al. 2024, arXiv 2403.00409).
 
     If each label is wrong with probability ε, its mean over the labels is DPO's loss of the right labels.
@@ -158,7 +137,7 @@ def robust(cfg: RobustConfig, values: Values) -> Tensor:
     return ((1 - wrong) * logistic(margin_P) - wrong * logistic(-margin_P)) / (1 - 2 * wrong)
 
 
-def aot(cfg: AOTConfig, values: Values) -> Tensor:
+def aot(cfg: schema.AOTConfig, values: Values) -> Tensor:
     """−log σ(β·(policy − reference)), of log π(chosen) − log π(rejected), each value with the one of the same rank in
     the train batch: the policy prefers as the reference, or more (Melnyk et al. 2024, arXiv 2406.05882).
 
@@ -170,7 +149,7 @@ def aot(cfg: AOTConfig, values: Values) -> Tensor:
     return logistic(cfg.beta * (ours_P - of_the_same_rank(theirs_P, ours_P)), cfg.label_smoothing)
 
 
-def aot_unpaired(cfg: AOTUnpairedConfig, values: Values) -> Tensor:
+def aot_unpaired(cfg: schema.AOTUnpairedConfig, values: Values) -> Tensor:
     """−log σ(β·(chosen − rejected)), of log-ratios: chosen answers are compared with any rejected ones.
 
     The loss of a pair is the one where the chosen answer is its own.
@@ -188,7 +167,7 @@ def of_the_same_rank(values_P: Tensor, places_P: Tensor) -> Tensor:
     return values_P[values_P.detach().argsort(stable=True)][ranks_P]
 
 
-def exo_pair(cfg: EXOPairConfig, values: Values) -> Tensor:
+def exo_pair(cfg: schema.EXOPairConfig, values: Values) -> Tensor:
     """KL(q ‖ p) over the two answers: q = (σ(β·margin), σ(−β·margin)), and p = (1 − ε, ε) (Ji et al. 2024, arXiv
     2402.00856, equation 16)."""
     margin_P = margins(cfg, values)
@@ -196,20 +175,20 @@ def exo_pair(cfg: EXOPairConfig, values: Values) -> Tensor:
     return chosen_P + torch.sigmoid(-margin_P) * (F.logsigmoid(-margin_P) - math.log(cfg.label_smoothing))
 
 
-def nca_pair(cfg: NCAPairConfig, values: Values) -> Tensor:
+def nca_pair(cfg: schema.NCAPairConfig, values: Values) -> Tensor:
     """−log σ(chosen) − ½·log σ(−chosen) − ½·log σ(−rejected), of rewards (Chen et al. 2024, arXiv 2402.05369)."""
     chosen_P, rejected_P = rewards(cfg, values)
     return logistic(chosen_P) + 0.5 * (logistic(-chosen_P) + logistic(-rejected_P))
 
 
-def sppo_hard(cfg: SPPOHardConfig, values: Values) -> Tensor:
+def sppo_hard(cfg: schema.SPPOHardConfig, values: Values) -> Tensor:
     """(chosen − 1/(2β))² + (rejected + 1/(2β))², of log-ratios: the chosen answer wins with probability 1, and 1/β is
     the paper's η (Wu et al. 2024, arXiv 2405.00675, equation 4.7)."""
     chosen_P, rejected_P = log_ratios(values)
     return (chosen_P - 1 / (2 * cfg.beta)) ** 2 + (rejected_P + 1 / (2 * cfg.beta)) ** 2
 
 
-def discopop(cfg: DiscoPOPConfig, values: Values) -> Tensor:
+def discopop(cfg: schema.DiscoPOPConfig, values: Values) -> Tensor:
     """(1 − s)·(−log σ(m)) + s·exp(−m), where m = β·margin and s = σ(m/τ) (Lu et al. 2024, arXiv 2406.08414).
 
     The second summand is computed as one power, since exp(−m) overflows where s·exp(−m) does not.
@@ -219,37 +198,31 @@ def discopop(cfg: DiscoPOPConfig, values: Values) -> Tensor:
     return torch.sigmoid(-scaled_P) * logistic(margin_P) + torch.exp(F.logsigmoid(scaled_P) - margin_P)
 
 
-PAIRS: dict[type[PreferenceConfig], Callable[[Any, Values], Tensor | Losses]] = {
-    DPOConfig: dpo,
-    DPONormConfig: dpo_norm,
-    IPOConfig: ipo,
-    APOZeroConfig: apo_zero,
-    APODownConfig: apo_down,
-    SimPOConfig: simpo,
-    ORPOConfig: orpo,
-    CPOConfig: cpo,
-    BCOPairConfig: bco_pair,
-    HingeConfig: hinge,
-    RobustConfig: robust,
-    AOTConfig: aot,
-    AOTUnpairedConfig: aot_unpaired,
-    EXOPairConfig: exo_pair,
-    NCAPairConfig: nca_pair,
-    SPPOHardConfig: sppo_hard,
-    DiscoPOPConfig: discopop,
+PAIRS: dict[type[schema.PreferenceConfig], Callable[[Any, Values], Tensor | Losses]] = {
+    schema.DPOConfig: dpo,
+    schema.DPONormConfig: dpo_norm,
+    schema.IPOConfig: ipo,
+    schema.APOZeroConfig: apo_zero,
+    schema.APODownConfig: apo_down,
+    schema.SimPOConfig: simpo,
+    schema.ORPOConfig: orpo,
+    schema.CPOConfig: cpo,
+    schema.BCOPairConfig: bco_pair,
+    schema.HingeConfig: hinge,
+    schema.RobustConfig: robust,
+    schema.AOTConfig: aot,
+    schema.AOTUnpairedConfig: aot_unpaired,
+    schema.EXOPairConfig: exo_pair,
+    schema.NCAPairConfig: nca_pair,
+    schema.SPPOHardConfig: sppo_hard,
+    schema.DiscoPOPConfig: discopop,
 }
 PER_TOKEN = (simpo, orpo)  # their rewards are means over tokens
 
 
-def wanted_of(cfg: PreferenceConfig) -> Wanted:
-    """Return what a loss over pairs wants, without what is added to a sum."""
-    together = isinstance(cfg, AOTConfig) or getattr(cfg, "shift", None) is Shift.mean
-    return Wanted(reference=cfg.has_reference, margins=cfg.margin_weight > 0, whole_batch=together)
-
-
 @dataclass(frozen=True)
 class PairLoss:
-    cfg: PreferenceConfig
+    cfg: schema.PreferenceConfig
 
     @cached_property
     def terms(self) -> list[LossTerm]:
@@ -258,8 +231,11 @@ class PairLoss:
     @cached_property
     def wanted(self) -> Wanted:
         cfg = self.cfg
-        own = Wanted(likelihoods=cfg.wpo, mean_tokens=cfg.sft_weight > 0, tail_weight=cfg.ld_alpha)
-        return reduce(Wanted.__or__, (wanted_of(term.cfg) for term in self.terms), own)
+        wanted = Wanted(likelihoods=cfg.wpo, mean_tokens=cfg.sft_weight > 0, tail_weight=cfg.ld_alpha)
+        for each in (term.cfg for term in self.terms):
+            together = isinstance(each, schema.AOTConfig) or getattr(each, "shift", None) is schema.Shift.mean
+            wanted |= Wanted(reference=each.has_reference, margins=each.margin_weight > 0, whole_batch=together)
+        return wanted
 
     def __call__(self, values: Values) -> Losses:
         made = [judged(term.cfg, values) for term in self.terms]
@@ -282,7 +258,7 @@ class PairLoss:
         return Losses(losses_P, metrics, carried=carried)
 
 
-def judged(cfg: PreferenceConfig, values: Values) -> Losses:
+def judged(cfg: schema.PreferenceConfig, values: Values) -> Losses:
     """Return a loss of each pair, with its rewards and metrics of its own."""
     formula, own = PAIRS[type(cfg)], shown(values, cfg)
     made = formula(cfg, own)
@@ -291,7 +267,7 @@ def judged(cfg: PreferenceConfig, values: Values) -> Losses:
     return replace(made, metrics_E={**implicit_rewards(rewarded, cfg.beta), **made.metrics_E})
 
 
-def shown(values: Values, cfg: PreferenceConfig) -> Values:
+def shown(values: Values, cfg: schema.PreferenceConfig) -> Values:
     """Return the values without a reference that only another term wants."""
     return values if cfg.has_reference else replace(values, reference=None)
 

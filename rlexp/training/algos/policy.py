@@ -10,7 +10,6 @@ tokens of an answer.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,17 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rlexp.config.schema.losses import (
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    KLEstimator,
-    KLPlace,
-    PolicyLossConfig,
-    PPOConfig,
-    ReinforcePPConfig,
-    RLOOConfig,
-)
+from rlexp.config.schema import losses as schema
 from rlexp.training.algos.advantages import centred, gae, returns_to_go, token_rewards
 from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, TokenAdvantages
 from rlexp.training.types import Wanted
@@ -37,8 +26,8 @@ MOST = 0.2  # largest relative change of the coefficient after one rollout
 
 
 @dataclass(frozen=True)
-class ClippedRatio(ABC):
-    """Base class. A subclass defines `credit`, what each answer has earned, and overrides whatever else differs."""
+class ClippedRatio:
+    """Base class. A subclass overrides what differs."""
 
     cfg: Any  # the keys of the algorithm
     importance_cap: float | None  # bound of exp(old − behaviour), a factor of the policy's term; None: no such factor
@@ -47,18 +36,18 @@ class ClippedRatio(ABC):
     def wanted(self) -> Wanted:
         return Wanted(reference=self.cfg.beta > 0, entropies=True, entropy_gradient=self.cfg.entropy > 0, decoding=True)
 
-    @abstractmethod
-    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor: ...
+    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
+        return outcomes.scores_N
 
     def earned(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
         """Return the scores, (N,), less the price of each whole answer's divergence if that is part of the reward."""
-        if self.cfg.kl_in is KLPlace.reward:
+        if self.cfg.kl_in is schema.KLPlace.reward:
             return outcomes.scores_N - kl_coef * outcomes.kl_N
         return outcomes.scores_N
 
     def rewards(self, score: float, kl_L: Tensor, kl_coef: float) -> Tensor:
         """Return the same token by token, (L,)."""
-        return token_rewards(score, kl_L, kl_coef if self.cfg.kl_in is KLPlace.reward else 0.0)
+        return token_rewards(score, kl_L, kl_coef if self.cfg.kl_in is schema.KLPlace.reward else 0.0)
 
     def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:  # noqa: ARG002
         """Give every token of an answer the credit of the whole answer."""
@@ -95,7 +84,7 @@ class ClippedRatio(ABC):
     def other_terms(self, tokens: PolicyTokens, kl_coef: float) -> dict[str, Tensor]:
         """Return the terms of divergence and entropy as they enter the loss."""
         terms = {}
-        if self.wanted.reference and self.cfg.kl_in is KLPlace.loss:
+        if self.wanted.reference and self.cfg.kl_in is schema.KLPlace.loss:
             assert tokens.reference_n is not None
             kl_n = estimate(self.cfg.kl, tokens.logps_n - tokens.reference_n)
             terms["loss/kl"] = kl_coef * (tokens.weight_n * kl_n).sum()
@@ -115,7 +104,7 @@ def logged(tokens: PolicyTokens, ratio_n: Tensor, clipped_n: Tensor) -> dict[str
         "val/behaviour_ratio": torch.exp(tokens.old_n - tokens.behaviour_n),
     }
     if tokens.reference_n is not None:
-        values_n["policy/kl_avg"] = estimate(KLEstimator.k3, tokens.logps_n - tokens.reference_n)
+        values_n["policy/kl_avg"] = estimate(schema.KLEstimator.k3, tokens.logps_n - tokens.reference_n)
     return {name: each.detach() for name, each in values_n.items()}
 
 
@@ -141,9 +130,6 @@ class PPO(ClippedRatio):
     @property
     def wanted(self) -> Wanted:
         return super().wanted | Wanted(values=self.cfg.critic)
-
-    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
-        return outcomes.scores_N
 
     def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:
         assert values_L is not None
@@ -194,17 +180,17 @@ class GRPO(ClippedRatio):
     """
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, standardized)
+        return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, self.compared)
 
-
-def standardized(values: Tensor) -> Tensor:
-    distances = centred(values)
-    deviation = (distances.square().sum() / max(1, len(values) - 1)).sqrt()
-    return distances / (deviation + EPS)
+    def compared(self, values: Tensor) -> Tensor:
+        """Return the advantages of the answers to one prompt."""
+        distances = centred(values)
+        deviation = (distances.square().sum() / max(1, len(values) - 1)).sqrt()
+        return distances / (deviation + EPS)
 
 
 @dataclass(frozen=True)
-class DrGRPO(ClippedRatio):
+class DrGRPO(GRPO):
     """Advantage: score − mean, within the answers to one prompt.
 
     It leaves out two divisors of GRPO. The deviation favours prompts whose answers score nearly alike. An answer's own
@@ -213,12 +199,12 @@ class DrGRPO(ClippedRatio):
     and 1 have the advantages ∓½. Liu et al. 2025 (Understanding R1-Zero-Like Training, arXiv 2503.20783).
     """
 
-    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, centred)
+    def compared(self, values: Tensor) -> Tensor:
+        return centred(values)
 
 
 @dataclass(frozen=True)
-class RLOO(ClippedRatio):
+class RLOO(GRPO):
     """Advantage: score − β·divergence, less the mean of the same over the *other* answers to the prompt.
 
     It equals n / (n − 1) times the distance from the mean of all n answers. With policy = old the gradient is −A·∇log
@@ -227,12 +213,8 @@ class RLOO(ClippedRatio):
     Basics, arXiv 2402.14740); Kool et al. 2019.
     """
 
-    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, less_the_others)
-
-
-def less_the_others(values: Tensor) -> Tensor:
-    return centred(values) * (len(values) / max(1, len(values) - 1))
+    def compared(self, values: Tensor) -> Tensor:
+        return centred(values) * (len(values) / max(1, len(values) - 1))
 
 
 @dataclass(frozen=True)
@@ -243,9 +225,6 @@ class ReinforcePP(ClippedRatio):
     loss.whiten and loss.normalize=token, the policy's term is 0 and its gradient is that of REINFORCE. Hu et al. 2025
     (REINFORCE++, arXiv 2501.03262).
     """
-
-    def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
-        return outcomes.scores_N
 
     def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:  # noqa: ARG002
         return TokenAdvantages(returns_to_go(self.rewards(credit, kl_L, kl_coef)))
@@ -272,35 +251,30 @@ class GSPO(GRPO):
         losses_S, clipped_S = self.surrogate(ratio_S, mean(tokens.advantages_n))
         policy = (tokens.weight_S * losses_S * self.importance(mean(tokens.old_n - tokens.behaviour_n))).sum()
         others = self.other_terms(tokens, kl_coef)
-        ratio_n = by_token(ratio_S.detach(), tokens)
+        ratio_n = ratio_S.detach()[tokens.sequence_n]  # that of its sequence, for each token
         return PolicyTerms(
             loss=policy + sum(others.values()),
             weighted={name: term.detach() for name, term in others.items()},
             replicated={"loss/policy_avg": policy.detach()},
-            means_n=logged(tokens, ratio_n, by_token(clipped_S, tokens)),
+            means_n=logged(tokens, ratio_n, clipped_S[tokens.sequence_n]),
             peaks_n={"val/ratio_max": ratio_n},
         )
 
 
-def by_token(values_S: Tensor, tokens: PolicyTokens) -> Tensor:
-    """Return for each token, (n,), the value of its sequence."""
-    return values_S[tokens.sequence_n]
-
-
-POLICY: dict[type[PolicyLossConfig], type[ClippedRatio]] = {
-    PPOConfig: PPO,
-    GRPOConfig: GRPO,
-    DrGRPOConfig: DrGRPO,
-    RLOOConfig: RLOO,
-    ReinforcePPConfig: ReinforcePP,
-    GSPOConfig: GSPO,
+POLICY: dict[type[schema.PolicyLossConfig], type[ClippedRatio]] = {
+    schema.PPOConfig: PPO,
+    schema.GRPOConfig: GRPO,
+    schema.DrGRPOConfig: DrGRPO,
+    schema.RLOOConfig: RLOO,
+    schema.ReinforcePPConfig: ReinforcePP,
+    schema.GSPOConfig: GSPO,
 }
 
 
 # ---- the divergence from the reference ----
 
 
-def estimate(kind: KLEstimator, d: Tensor) -> Tensor:
+def estimate(kind: schema.KLEstimator, d: Tensor) -> Tensor:
     """Return the estimate of each token's divergence, a function of its log-ratio d = policy − reference (Schulman,
     joschu.net/blog/kl-approx.html); it is differentiable.
 
@@ -309,11 +283,11 @@ def estimate(kind: KLEstimator, d: Tensor) -> Tensor:
     π.
     """
     match kind:
-        case KLEstimator.k1:
+        case schema.KLEstimator.k1:
             return d
-        case KLEstimator.k2:
+        case schema.KLEstimator.k2:
             return d * d / 2
-        case KLEstimator.k3:
+        case schema.KLEstimator.k3:
             return torch.expm1(-d) + d  # near 0, exp(−d) − 1 + d would keep none of its digits
 
 
