@@ -11,8 +11,7 @@ import numpy as np
 
 from rlexp.config.schema.rollouts import PythonRewardConfig, RewardConfig
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.rollout.rewards.build import build_reward
-from rlexp.training.rollout.rewards.weighted import Rewards
+from rlexp.training.rollout.rewards.weighted import Rewards, build_reward
 from rlexp.training.types import Example, Sample
 from tests.helpers.runs import descendants
 

@@ -17,7 +17,7 @@ from rlexp.run_files import checkpoint_folder
 from rlexp.training.checkpoint import keeper, restore, saver
 from rlexp.training.checkpoint.host_copy import HostCopy, Laid
 from rlexp.training.model import loading
-from rlexp.training.rollout.rewards import build
+from rlexp.training.rollout.rewards import weighted
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.world.groups import ALONE, World
 from rlexp.training.world.objects import some_do
@@ -49,8 +49,8 @@ def test_a_reward(seen: Seen) -> None:
 
 
 def test_the_import_of_a_reward(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(build, "PythonReward", seen)
-    build.build_reward(PythonRewardConfig(function="x:y"))
+    monkeypatch.setattr(weighted, "PythonReward", seen)
+    weighted.build_reward(PythonRewardConfig(function="x:y"))
 
 
 def test_a_model_of_the_hub_or_of_a_slow_disk(seen: Seen, monkeypatch: pytest.MonkeyPatch) -> None:

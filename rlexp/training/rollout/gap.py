@@ -30,7 +30,8 @@ def gap_of(sample: ScoredSample) -> dict[str, float]:
     assert sample.old is not None
     gap_L = sample.old.astype(np.float64) - sample.behaviour
     size_L = np.abs(gap_L)
-    sums = (size_L.sum(), size_L.max(), (size_L > BEYOND).sum(), gap_L.sum(), *map(_log_sum, (gap_L, 2 * gap_L)))
+    weights = [torch.from_numpy(each_L).logsumexp(0) for each_L in (gap_L, 2 * gap_L)]
+    sums = (size_L.sum(), size_L.max(), (size_L > BEYOND).sum(), gap_L.sum(), *weights)
     return {name: float(value) for name, value in zip(COLUMNS, sums, strict=True)}
 
 
@@ -63,7 +64,3 @@ def refuse_another_model(values: dict[str, float], rollout: int) -> None:
 def _effective(weights_N: torch.Tensor, squares_N: torch.Tensor, count: float) -> float:
     """Return (Σw)² / (n Σw²), the share of n weights that as many equal ones would have."""
     return min(1.0, math.exp(2 * float(weights_N.logsumexp(0)) - float(squares_N.logsumexp(0))) / count)
-
-
-def _log_sum(values: np.ndarray) -> float:
-    return float(torch.from_numpy(values).logsumexp(0))

@@ -14,7 +14,7 @@ from rlexp.training.model.probe import probe, probe_decoding
 from rlexp.training.ring.kernels import BlockKernel, generation_here, get_kernel
 from rlexp.training.rollout.deal import Draws
 from rlexp.training.rollout.experience import build_host
-from rlexp.training.rollout.rewards.build import build_reward
+from rlexp.training.rollout.rewards.weighted import build_reward
 from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer
 from rlexp.training.train.examples import Examples, read_examples

@@ -21,7 +21,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PPOConfig
 from rlexp.config.schema.rollouts import PythonRewardConfig
 from rlexp.training.rollout.rewards import python, worker
-from rlexp.training.rollout.rewards.build import build_reward
+from rlexp.training.rollout.rewards.weighted import build_reward
 from rlexp.training.types import Sample
 from tests.helpers.paths import ROOT
 from tests.helpers.rewards import built, children, function, sample, samples, scored
@@ -157,7 +157,7 @@ PARENT = """
 import sys
 import numpy as np
 from rlexp.config.schema.rollouts import PythonRewardConfig
-from rlexp.training.rollout.rewards.build import build_reward
+from rlexp.training.rollout.rewards.weighted import build_reward
 from rlexp.training.types import Example, Sample
 none = np.zeros(0)
 drawn = Sample(place=0, example=Example(0, none, origin="here"), number=0, answer=none, stopped=True,

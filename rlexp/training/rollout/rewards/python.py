@@ -15,12 +15,12 @@ from typing import Any
 
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import PythonRewardConfig
-from rlexp.training.rollout.rewards.weighted import named
 from rlexp.training.rollout.rewards.worker import PipeClosed, receive, send
 from rlexp.training.types import Sample
 
 START_SECONDS = 300.0  # limit for the import of the function's module
 CLOSE_SECONDS = 2.0  # time for a process to end by itself
+NAMED = 4  # samples that an error names
 
 
 class PythonReward:
@@ -243,3 +243,10 @@ def request_of(samples: Sequence[Sample]) -> dict[str, Any]:
             for sample in samples
         ],
     }
+
+
+def named(samples: Sequence[Sample]) -> str:
+    """Return the names of samples for an error: `rows.jsonl:3 (sample 0), …`."""
+    names = [f"{sample.example.origin} (sample {sample.number})" for sample in samples]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(names[:NAMED]) + more

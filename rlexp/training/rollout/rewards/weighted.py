@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rlexp.base.errors import RewardError
-from rlexp.config.schema.reward_terms import RewardTerm
+from rlexp.config.schema.reward_terms import RewardTerm, reward_terms
+from rlexp.config.schema.rollouts import ModelRewardConfig, PythonRewardConfig, RewardConfig, RuleRewardConfig
 from rlexp.launch import watch
+from rlexp.training.rollout.rewards.python import PythonReward, named
+from rlexp.training.rollout.rewards.rule import RuleReward, rule_of
 from rlexp.training.types import Sample
-
-NAMED = 4  # samples that an error names
 
 
 class Reward(Protocol):
@@ -32,13 +33,6 @@ class Reward(Protocol):
         """Wait until all samples that were submitted are judged, and return their terms by the samples' places."""
 
     def close(self) -> None: ...
-
-
-def named(samples: Sequence[Sample]) -> str:
-    """Return the names of samples for an error: `rows.jsonl:3 (sample 0), …`."""
-    names = [f"{sample.example.origin} (sample {sample.number})" for sample in samples]
-    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return ", ".join(names[:NAMED]) + more
 
 
 @dataclass(frozen=True)
@@ -88,3 +82,27 @@ class Rewards:
     def close(self) -> None:
         for reward in self.own:
             reward.close()
+
+
+def build_reward(cfg: RewardConfig) -> Rewards:
+    """Build this rank's rewards. A user's function is imported now, in its processes, so that errors show early."""
+    own: list[Reward] = []
+    models: list[RewardTerm] = []
+    terms = reward_terms(cfg)
+    try:
+        for term in terms:
+            match term.cfg:
+                case RuleRewardConfig() as rule:
+                    own.append(RuleReward(term.name, rule_of(rule, term.key)))
+                case PythonRewardConfig() as function:
+                    with watch.elsewhere():  # an import has a limit of its own
+                        own.append(PythonReward(term.name, function, term.key))
+                case ModelRewardConfig():
+                    models.append(term)
+                case _:
+                    raise AssertionError(term.cfg)
+    except BaseException:
+        for reward in own:
+            reward.close()
+        raise
+    return Rewards(own, models, {term.name: term.weight for term in terms})
