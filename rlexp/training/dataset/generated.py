@@ -12,18 +12,7 @@ import random
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.types import Row
 
-THINGS = (
-    "tea",
-    "a lamp",
-    "two maps",
-    "the harbour",
-    "old coins",
-    "a violin",
-    "plums",
-    "snow",
-    "the gate",
-    "ink",
-)
+THINGS = ("tea", "a lamp", "two maps", "the harbour", "old coins", "a violin", "plums", "snow", "the gate", "ink")
 VERBS = ("describe", "count", "draw", "bring", "compare", "explain", "find")
 COURTEOUS = ("gladly", "thank you", "of course", "with pleasure", "you are welcome", "kindly")
 CURT = ("no", "whatever", "go away", "who cares", "not my job", "stop it")

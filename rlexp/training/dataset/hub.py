@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import re
 import sys
@@ -15,8 +16,7 @@ from tqdm import tqdm
 
 from rlexp.base.errors import DataError
 from rlexp.base.file_hashes import contents, contents_of, files_in
-from rlexp.training.dataset.row_files import MOST_ROWS, rows_of, together
-from rlexp.training.dataset.tokenize_worker import PartOf
+from rlexp.training.dataset.row_files import MOST_ROWS, PartOf, rows_of, together
 
 PATIENCE = 10.0  # seconds for the hub's first answer
 SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` wrote
@@ -78,13 +78,14 @@ def table(
     own = _cache_of(datasets, folder) if folder.is_dir() else None
     if own is None:
         _go_without_hub_if_unreachable(datasets)
+    load = functools.partial(datasets.load_dataset, name, subset, revision=revision)
     try:
         if any((folder / each).is_file() for each in SAVED):
             rows = _saved(datasets, folder, split, key)
         elif streaming:
-            rows = _materialised(datasets, key, name, subset, split, revision, own, most)
+            rows = _materialised(datasets, load, key, split, own, most)
         else:
-            rows = datasets.load_dataset(name, subset, split=split, revision=revision, cache_dir=own)
+            rows = load(split=split, cache_dir=own)
     except DataError:
         raise
     except Exception as error:  # the library raises what its readers and its network raise
@@ -123,22 +124,13 @@ def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:
     return loaded[name] if whole == (0, len(loaded[name])) else loaded[name].select(range(*whole))
 
 
-def _materialised(
-    datasets: Any,
-    key: str,
-    name: str,
-    subset: str | None,
-    split: str,
-    revision: str | None,
-    own: str | None,
-    first: int | None,
-) -> Any:
+def _materialised(datasets: Any, load: Any, key: str, split: str, own: str | None, first: int | None) -> Any:
     """Take a streamed set whole, since the order of all rows must be known; `train[:1000]` takes its first rows."""
     part = re.fullmatch(r"(\w+)(?:\[:(\d+)\])?", split)
     if part is None:
         raise DataError(f"{key}.split={split}: a streamed set is read from its beginning. Give NAME or 'NAME[:100]'.")
     base, most = part.groups()
-    stream = datasets.load_dataset(name, subset, split=base, revision=revision, streaming=True)
+    stream = load(split=base, streaming=True)
     if counts := [int(each) for each in (most, first) if each is not None]:
         stream = stream.take(min(counts))
     return datasets.Dataset.from_generator(lambda: iter(stream), features=stream.features, cache_dir=own)

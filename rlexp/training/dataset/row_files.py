@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, ClassVar
 
 import orjson
 import pyarrow as pa
@@ -22,6 +22,7 @@ import pyarrow.parquet as pq
 
 from rlexp.base import plain_json
 from rlexp.base.errors import DataError
+from rlexp.base.file_hashes import contents
 
 PART = 1 << 20  # bytes after which a part ends
 MOST_ROWS = 512  # of a part
@@ -55,6 +56,35 @@ class FilePart:
     first: int  # number of its first row, from 1
     rows: Sequence[FileRow]
     done: int  # how far its source was read for it, in bytes of the disk
+
+
+PartOf = tuple[int, FilePart]  # a file's number, and a part of it
+
+
+@dataclass(frozen=True)
+class Files:
+    """Files of rows, read one after the other."""
+
+    paths: tuple[Path, ...]
+    version: ClassVar[None] = None  # a run is identified by their contents
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(map(str, self.paths))
+
+    @property
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.paths)
+
+    def contents(self) -> list[str]:
+        return [contents(path) for path in self.paths]
+
+    def parts(self) -> Iterator[PartOf]:
+        before = 0
+        for number, path in enumerate(self.paths):
+            for part in parts_of(path):
+                yield number, replace(part, done=before + part.done)
+            before += path.stat().st_size
 
 
 def parts_of(path: Path) -> Iterator[FilePart]:

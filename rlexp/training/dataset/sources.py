@@ -8,7 +8,7 @@ import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -22,23 +22,13 @@ from rlexp.config.schema.data_sources import NamedSource
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import hub
 from rlexp.training.dataset.recipe import Recipe, name_of_row
-from rlexp.training.dataset.row_files import READ, Unreadable, of_first, parsed, parts_of, rows_in
+from rlexp.training.dataset.row_files import READ, Files, PartOf, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import recognised
 from rlexp.training.dataset.store_making import Work
-from rlexp.training.dataset.tokenize_worker import PartOf
 from rlexp.training.dataset.tokens import Encoder, RowTokenizer
 
-CODE = (
-    "chat",
-    "messages",
-    "recipe",
-    "row_files",
-    "row_shapes",
-    "seam",
-    "store",
-    "tokens",
-    "../../base/made_once",
-)  # modules that decide a token, or how it is kept
+# Modules that decide a token, or how it is kept.
+CODE = ("chat", "messages", "recipe", "row_files", "row_shapes", "seam", "store", "tokens", "../../base/made_once")
 LIBRARIES = ("datasets", "jinja2", "orjson", "pyarrow", "tokenizers", "transformers")
 PLACES = ("name_or_path", "tokenizer_file", "is_local", "local_files_only", "cache_dir", "added_tokens_decoder")
 MOST_WORKERS = 32
@@ -59,36 +49,6 @@ class Split:
             return Files(tuple(files))
         cfg, split = self.source.cfg, self.split or "train"
         return hub.table(self.source.key, self.path, cfg.subset, split, cfg.revision, cfg.streaming, first)
-
-
-@dataclass(frozen=True)
-class Files:
-    """Files of rows, read one after the other."""
-
-    paths: tuple[Path, ...]
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return tuple(map(str, self.paths))
-
-    @property
-    def size(self) -> int:
-        return sum(path.stat().st_size for path in self.paths)
-
-    @property
-    def version(self) -> None:
-        """Files have none: a run is identified by their contents."""
-        return
-
-    def contents(self) -> list[str]:
-        return [contents(path) for path in self.paths]
-
-    def parts(self) -> Iterator[PartOf]:
-        before = 0
-        for number, path in enumerate(self.paths):
-            for part in parts_of(path):
-                yield number, replace(part, done=before + part.done)
-            before += path.stat().st_size
 
 
 def splits_of(source: NamedSource, *, held_out: bool) -> Split | None:
@@ -123,14 +83,9 @@ class Tokenizing:
         names = functools.partial(name_of_row, opened.names)
         cfg, source = self.cfg, split.source
         system = source.cfg.system or cfg.system
-        encoder = Encoder(
-            RowTokenizer(self.tokenizer, use_template=cfg.template is TemplateUse.auto),
-            cfg.max_length,
-            cfg.too_long,
-            self.room,
-        )
-
-        self._refuse_unknown_options(encoder.rows)
+        rows = RowTokenizer(self.tokenizer, use_template=cfg.template is TemplateUse.auto)
+        self._refuse_unknown_options(rows)
+        encoder = Encoder(rows, cfg.max_length, cfg.too_long, self.room)
 
         def recipe(parts: Iterator[PartOf]) -> Recipe:
             for file, part in parts:
@@ -153,19 +108,8 @@ class Tokenizing:
             **({} if first is None else {"max_samples": first}),
         }
         key = hashlib.sha256(orjson.dumps(facts, option=orjson.OPT_SORT_KEYS)).hexdigest()[:32]
-        workers = workers_of(cfg.workers)
-        return key, Work(
-            split.path,
-            lambda: first_rows(opened.parts(), first),
-            opened.size,
-            names,
-            recipe,
-            opened.contents,
-            known,
-            workers,
-            self.shown,
-            opened.version,
-        )
+        workers = cfg.workers or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
+        return key, Work(split.path, opened, first, names, recipe, known, workers, self.shown)
 
     def _refuse_unknown_options(self, rows: RowTokenizer) -> None:
         if not rows.chat.templated and self.cfg.template_options:
@@ -182,27 +126,12 @@ class Tokenizing:
                 )
 
 
-def first_rows(parts: Iterator[PartOf], count: int | None) -> Iterator[PartOf]:
-    """Yield the parts of the first rows, so many of them; None: all."""
-    for file, part in parts:
-        rows = rows_in(part) if count is not None else 0
-        if count is not None and rows >= count:
-            yield file, of_first(part, count)
-            return
-        yield file, part
-        count = count and count - rows
-
-
 def _no_rows(split: Split, opened: Files | hub.HubSplit) -> DataError:
     for file, part in opened.parts():
         for number, fields in parsed(part):
             if isinstance(fields, Unreadable):
                 return DataError(f"{opened.names[file]}:{number}: {fields.rule}")
     return DataError(f"{split.path}: has no rows. Give {READ}.")
-
-
-def workers_of(asked: int | None) -> int:
-    return asked or min(MOST_WORKERS, len(os.sched_getaffinity(0)))
 
 
 @functools.cache

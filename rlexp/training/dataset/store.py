@@ -131,12 +131,12 @@ class View(Sequence[Example]):
 
 
 class Store(View):
-    """The examples of a folder. `first` is the place of its first example in the whole data set."""
+    """The examples of a folder."""
 
-    def __init__(self, folder: Path, origin: Origin, first: int = 0) -> None:
+    def __init__(self, folder: Path, origin: Origin) -> None:
         self.meta = meta_of(folder)
         self.kind, self.facts = Kind(self.meta["kind"]), StoreFacts(**self.meta["facts"])
-        self.folder, self.origin, self.first = folder, origin, first
+        self.folder, self.origin = folder, origin
         self._arrays = {name: mapped(folder / name, dtype) for name, dtype in TYPES.items()}
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Store(View):
         masks = tuple(map(_mask, extra.get("masks", [None] * (parts - 1))))
         facts = {name: extra[name] for name in ("label", "margin", "text", "expected") if name in extra}
         file, row = arrays["rows"][2 * index : 2 * index + 2].tolist()
-        return Example(self.first + index, ids[0], tuple(ids[1:]), masks, self.origin(file, row), **facts)
+        return Example(index, ids[0], tuple(ids[1:]), masks, self.origin(file, row), **facts)
 
     def _extra(self, index: int) -> dict[str, Any]:
         ends = self._arrays["extra_ends"]
@@ -186,15 +186,8 @@ class Store(View):
             yield np.array(self._arrays["tokens"][start:stop]), ends[first * parts : last * parts] - start
             first, start = last, stop
 
-    def highest(self) -> tuple[int, str]:
-        """Return the highest token id, and a row that has it."""
-        return self._with_origin(self.facts.highest)
-
-    def no_margin(self) -> tuple[int, str]:
-        """Return the number of examples without a margin, and the row of the first."""
-        return self._with_origin(self.facts.no_margin)
-
-    def _with_origin(self, fact: Sequence[int]) -> tuple[int, str]:
+    def named(self, fact: Sequence[int]) -> tuple[int, str]:
+        """Return the number of one of the facts, and the name of its row."""
         number, file, row = map(int, fact)
         return number, self.origin(file, row)
 

@@ -6,6 +6,7 @@ content of the rows, the tokenizer and the options; so what changed has another 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import shutil
@@ -17,9 +18,11 @@ from typing import Any
 from rlexp.base.errors import DataError
 from rlexp.base.made_once import is_whole, making
 from rlexp.base.waiting import progress
+from rlexp.training.dataset.hub import HubSplit
 from rlexp.training.dataset.recipe import Recipe
+from rlexp.training.dataset.row_files import Files, PartOf, of_first, rows_in
 from rlexp.training.dataset.store import Origin, Store, StoreInTheMaking
-from rlexp.training.dataset.tokenize_worker import Ended, Made, PartOf, made_beside
+from rlexp.training.dataset.tokenize_worker import Ended, Made, made_beside
 from rlexp.training.dataset.tokens import Refused
 
 INLINE = 4  # parts that are tokenized before other processes are started: they take seconds to come up
@@ -32,18 +35,26 @@ class Work:
     """The rows of a source: how they are read, and what becomes of them."""
 
     name: str  # for messages and the progress bar
-    parts: Callable[[], Iterator[PartOf]]
-    size: int  # of all parts, in the unit of `FilePart.done`
+    rows: Files | HubSplit
+    first: int | None  # so many of the rows; None: all
     names: Origin
     recipe: Callable[[Iterator[PartOf]], Recipe]  # from the first rows
-    contents: Callable[[], Any]  # of the rows, as it is now
-    known: Any  # what it was when the key was made
+    known: Any  # the rows' contents when the key was made
     workers: int
     shown: bool  # with a progress bar
-    version: str | None = None  # of a set that may change under its name
+
+    def parts(self) -> Iterator[PartOf]:
+        count = self.first
+        for file, part in self.rows.parts():
+            rows = rows_in(part) if count is not None else 0
+            if count is not None and rows >= count:
+                yield file, of_first(part, count)
+                return
+            yield file, part
+            count = count and count - rows
 
 
-def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
+def store_of(cache: Path, key: str, work: Work) -> Store:
     """Return the store of this key; make it if there is none, or if it is damaged."""
     place = cache / "tokens" / key
     try:
@@ -61,12 +72,21 @@ def store_of(cache: Path, key: str, work: Work, first: int = 0) -> Store:
             f"data.cache={cache}: cannot be written ({error.strerror}). Give a folder where you may write: "
             f"data.cache=FOLDER."
         ) from None
-    return Store(place, work.names, first)
+    return Store(place, work.names)
 
 
 def _make(folder: Path, work: Work, place: Path) -> None:
     try:
-        _write(folder, work, place)
+        first, parts = itertools.tee(work.parts())
+        recipe = work.recipe(first)
+        del first  # or all parts would be kept for it
+        with contextlib.closing(StoreInTheMaking(folder)) as store:
+            problems = _append(store, recipe, itertools.islice(parts, len(store.facts), None), work)
+            if work.rows.contents() != work.known:
+                raise DataError(f"{work.name}: was changed while it was read. Start again when it is whole.")
+            if problems:
+                raise _refusal(problems, work, place)
+            store.complete(recipe.shape.kind, {"shape": recipe.shape.words()})
     except Ended:  # what is made is kept: the next start goes on from it
         raise
     except DataError:  # of rows that will have another key when they are mended
@@ -74,28 +94,12 @@ def _make(folder: Path, work: Work, place: Path) -> None:
         raise
 
 
-def _write(folder: Path, work: Work, place: Path) -> None:
-    first, parts = itertools.tee(work.parts())
-    recipe = work.recipe(first)
-    del first  # or all parts would be kept for it
-    store = StoreInTheMaking(folder)
-    try:
-        problems = _append(store, recipe, itertools.islice(parts, len(store.facts), None), work)
-        if work.contents() != work.known:
-            raise DataError(f"{work.name}: was changed while it was read. Start again when it is whole.")
-        if problems:
-            raise _refusal(problems, work, place)
-        store.complete(recipe.shape.kind, {"shape": recipe.shape.words()})
-    finally:
-        store.close()
-
-
 def _append(store: StoreInTheMaking, recipe: Recipe, parts: Iterator[PartOf], work: Work) -> list[Refused]:
     """Append every part, until a row is a problem; then read on for a while to find more."""
     problems: list[Refused] = []
     after = shown = 0
     passed, parts = itertools.tee(parts)  # the parts in flight: few
-    bar = {"total": work.size, "desc": f"tokenizing {work.name}", "unit": "B", "unit_scale": True, "delay": 1.0}
+    bar = {"total": work.rows.size, "desc": f"tokenizing {work.name}", "unit": "B", "unit_scale": True, "delay": 1.0}
     with progress(work.shown, **bar) as show:
         for (block, refused), (_, part) in zip(_made(recipe, parts, work.workers), passed, strict=True):
             problems += refused

@@ -24,13 +24,12 @@ from typing import Any
 
 from rlexp.base.errors import DataError
 from rlexp.training.dataset.recipe import Recipe
-from rlexp.training.dataset.row_files import FilePart
+from rlexp.training.dataset.row_files import FilePart, PartOf
 from rlexp.training.dataset.store import Block
 from rlexp.training.dataset.tokens import Refused
 
 AHEAD = 2  # parts that a process is given before the first is answered
 Made = tuple[Block, list[Refused]]
-PartOf = tuple[int, FilePart]  # a file's number, and a part of it
 
 
 def packed(message: Any) -> bytes:

@@ -174,7 +174,7 @@ def _stored(cfg: RowsDataConfig, tokenizing: Tokenizing, world: World, *, trains
         for split, _ in splits:
             key, job = tokenizing.work(split)
             store_of(folder, key, job)
-            made.append((key, job.names, job.version))
+            made.append((key, job.names, job.rows.version))
         return made
 
     leader = leaders_of(folder, partial(_no_folder, folder), world.size)[world.rank]
@@ -234,8 +234,8 @@ def examples_of(
         held_out,
         _dropped(train),
         _dropped(held),
-        max((store.highest() for store in (*train, *held)), default=(-1, "")),
-        Margins.of([store.no_margin() for store in (*train, *held)], len(joined) + len(Joined(held))),
+        max((store.named(store.facts.highest) for store in (*train, *held)), default=(-1, "")),
+        Margins.of([store.named(store.facts.no_margin) for store in (*train, *held)], len(joined) + len(Joined(held))),
         (good, bad),
         _mixture(cfg, taken.sizes(), weights) if weights else None,
     )
