@@ -75,8 +75,10 @@ def table(
     folder = Path(path).expanduser()
     name = str(folder) if folder.is_dir() else path
     at = f"{key}.path={path}"
-    own = _cache_of(datasets, folder) if folder.is_dir() else None
-    if own is None:
+    own = None
+    if folder.is_dir():  # a cache that goes by what stands in its files: the library's own goes by their times
+        own = str(Path(datasets.config.HF_DATASETS_CACHE) / "rlexp" / contents_of(files_in(folder)))
+    else:
         _go_without_hub_if_unreachable(datasets)
     load = functools.partial(datasets.load_dataset, name, subset, revision=revision)
     try:
@@ -104,11 +106,6 @@ def _go_without_hub_if_unreachable(datasets: Any) -> None:
     except Exception:  # whatever its client raises
         sys.stderr.write("rlexp: the hub does not answer: what was fetched from it before is taken.\n")
         constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
-
-
-def _cache_of(datasets: Any, folder: Path) -> str:
-    """Return a cache for the library that goes by what stands in a folder's files: its own goes by their times."""
-    return str(Path(datasets.config.HF_DATASETS_CACHE) / "rlexp" / contents_of(files_in(folder)))
 
 
 def _saved(datasets: Any, folder: Path, split: str, key: str) -> Any:

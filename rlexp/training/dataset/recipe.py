@@ -11,7 +11,7 @@ from rlexp.training.dataset.messages import FieldError
 from rlexp.training.dataset.row_files import FilePart, Unreadable, parsed
 from rlexp.training.dataset.row_shapes import Shape
 from rlexp.training.dataset.store import Block, Origin, StoreFacts, block_of, labels_of
-from rlexp.training.dataset.tokens import Dropped, Encoder, Refused
+from rlexp.training.dataset.tokens import Encoder, Refused, notes_of
 from rlexp.training.types import Example, Row
 
 UNUSABLE = "unusable, and left out by data.bad_rows=drop"
@@ -51,16 +51,12 @@ class Recipe:
         counts: Counter[str] = Counter()
         firsts: dict[str, Sequence[int]] = {}
         for place, outcome in zip(places, self.encoder.encode(rows), strict=True):
-            match outcome:
-                case Example(notes=notes):
-                    kept.append((*place, outcome))
-                case Dropped(reason=reason):
-                    notes = (reason,)
-                case Refused():
-                    refused.append((place, outcome))
-                    continue
-            counts.update(notes)
-            for note in notes:
+            if isinstance(outcome, Example):
+                kept.append((*place, outcome))
+            elif isinstance(outcome, Refused):
+                refused.append((place, outcome))
+            for note in notes_of(outcome):
+                counts[note] += 1
                 firsts.setdefault(note, place)
         refused.sort(key=lambda each: each[0])
         bad = [(place, each) for place, each in refused if self.drop_bad and each.bad]

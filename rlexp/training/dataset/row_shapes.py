@@ -23,8 +23,8 @@ from rlexp.training.dataset.messages import (
     messages,
     shared_beginning,
     text_or_messages,
+    with_system,
 )
-from rlexp.training.dataset.messages import with_system as with_system_prompt
 from rlexp.training.types import Messages, Row
 
 Fields = Mapping[str, Any]
@@ -189,7 +189,7 @@ class Shape:
                     parts = {"prompt": parts["prompt"], "answers": parts["answers"][:1]}
             prompt = parts.pop("prompt")
             if self.form.asks:
-                prompt = with_system_prompt(prompt, _system(own) or system)
+                prompt = with_system(prompt, _system(own) or system)
             return Row(prompt, origin=origin, tools=_tools(own), options={**options, **_options(own)}, **parts)
         except FieldError as error:  # the user knows the column
             raise FieldError(self.columns.get(error.field, error.field), error.rule) from None

@@ -6,7 +6,6 @@ Rows come in and go out in batches, since a tokenizer takes many texts at once m
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -18,7 +17,7 @@ from rlexp.config.schema.data import TooLong
 from rlexp.training.dataset.chat import Chat
 from rlexp.training.dataset.messages import as_text
 from rlexp.training.dataset.seam import Seam, Text, Tokens
-from rlexp.training.types import Example, Ids, Mask, Row
+from rlexp.training.types import Example, Ids, Row
 
 UNPLACED = -1  # the index of an example until its place in the data set is known
 TRUNCATED = "kept, but truncated"
@@ -172,22 +171,17 @@ class Encoder:
 
 
 def truncated(example: Example, most: int, bos_id: int | None = None) -> Example:
-    prompt, answers, masks = fitted(example.prompt, example.answers, example.masks, most, bos_id)
-    return replace(example, prompt=prompt, answers=answers, masks=masks, notes=(TRUNCATED, *example.notes))
+    return replace(fitted(example, most, bos_id), notes=(TRUNCATED, *example.notes))
 
 
-def fitted(
-    prompt: Ids, answers: Sequence[Ids], masks: Sequence[Mask | None], most: int, bos_id: int | None = None
-) -> tuple[Ids, tuple[Ids, ...], tuple[Mask | None, ...]]:
+def fitted(example: Example, most: int, bos_id: int | None = None) -> Example:
     """Cut the prompt at its start, keeping a begin-of-sequence token; then the answers at their end."""
-    room = max(1, most - max((len(answer) for answer in answers), default=0))
-    prompt = cut_from_start(prompt, room, bos_id)
+    room = max(1, most - max((len(answer) for answer in example.answers), default=0))
+    prompt = cut_from_start(example.prompt, room, bos_id)
     rest = most - len(prompt)
-    return (
-        prompt,
-        tuple(answer[:rest] for answer in answers),
-        tuple(None if mask is None else mask[:rest] for mask in masks),
-    )
+    answers = tuple(answer[:rest] for answer in example.answers)
+    masks = tuple(None if mask is None else mask[:rest] for mask in example.masks)
+    return replace(example, prompt=prompt, answers=answers, masks=masks)
 
 
 def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
@@ -197,13 +191,12 @@ def cut_from_start(prompt: Ids, longest: int, bos_id: int | None = None) -> Ids:
     return np.concatenate((prompt[:1], prompt[1:][len(prompt) - longest :]))
 
 
-def counted(outcomes: Sequence[Outcome]) -> Counter[str]:
-    """Count what was not taken as it was read, by reason."""
-    counts: Counter[str] = Counter()
-    for each in outcomes:
-        match each:
-            case Dropped(reason=reason):
-                counts[reason] += 1
-            case Example(notes=notes):
-                counts.update(notes)
-    return counts
+def notes_of(outcome: Outcome) -> tuple[str, ...]:
+    """Say how a row was not taken as it was read. One that is refused says it by itself."""
+    match outcome:
+        case Dropped(reason=reason):
+            return (reason,)
+        case Example(notes=notes):
+            return notes
+        case Refused():
+            return ()

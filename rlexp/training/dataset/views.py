@@ -22,34 +22,30 @@ class Joined(View):
 
     def __init__(self, sets: Sequence[Sequence[Any]], places: Places | None = None) -> None:
         self.sets = sets
-        self._ends = list(itertools.accumulate(map(len, sets)))
+        self._bounds = [*itertools.accumulate(map(len, sets), initial=0)]
         self.places = places
 
     def __len__(self) -> int:
-        return (self._ends[-1] if self._ends else 0) if self.places is None else len(self.places)
+        return self._bounds[-1] if self.places is None else len(self.places)
 
     def lengths(self, places: np.ndarray) -> np.ndarray:
         places = places if self.places is None else self.places.at(places)
-        cuts = np.searchsorted(places, [0, *self._ends])
+        cuts = np.searchsorted(places, self._bounds)
         return np.concatenate([
             lengths_of(each, places[a:b] - first)
-            for each, first, (a, b) in zip(self.sets, [0, *self._ends], itertools.pairwise(cuts), strict=False)
+            for each, first, (a, b) in zip(self.sets, self._bounds, itertools.pairwise(cuts), strict=False)
             if b > a
         ])  # fmt: skip
 
     def at(self, index: int) -> Any:
         place = index if self.places is None else self.places[index]
-        number = bisect.bisect_right(self._ends, place)
-        first = self._ends[number - 1] if number else 0
-        return replace(self.sets[number][place - first], index=index)
+        number = bisect.bisect_right(self._bounds, place) - 1
+        return replace(self.sets[number][place - self._bounds[number]], index=index)
 
     def sizes(self) -> tuple[int, ...]:
         """Return how many examples there are of each set."""
-        ends = [0, *self._ends]
-        if self.places is None:
-            return tuple(after - before for before, after in itertools.pairwise(ends))
-        return tuple(self.places.before(after) - self.places.before(before)
-                     for before, after in itertools.pairwise(ends))  # fmt: skip
+        bounds = self._bounds if self.places is None else [*map(self.places.before, self._bounds)]
+        return tuple(after - before for before, after in itertools.pairwise(bounds))
 
 
 class Halves(View):

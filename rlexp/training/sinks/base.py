@@ -49,27 +49,24 @@ class Ending:
         return 0 < self.exit_code <= 128
 
 
-class Sink(Protocol):
+class Sink:
     """A sink must define `log`; the other methods are optional."""
 
     def log(self, row: MetricRow) -> None:
         """Take the row of one optimizer step. Its first key is `step`."""
+        raise NotImplementedError
 
-    def within_step(self, facts: Mapping[str, Any]) -> None:  # noqa: ARG002
+    def within_step(self, facts: Mapping[str, Any]) -> None:
         """Learn that another phase of a step begins, and how far the step has come (launch/rank_progress.py)."""
-        return
 
-    def rollout(self, facts: RolloutFacts) -> None:  # noqa: ARG002
+    def rollout(self, facts: RolloutFacts) -> None:
         """Take a rollout when its samples are scored, some steps before the row of `facts.step` or with it."""
-        return
 
-    def saved(self, step: int, checkpoint: Path) -> None:  # noqa: ARG002
+    def saved(self, step: int, checkpoint: Path) -> None:
         """Learn that a checkpoint is complete, under its final name."""
-        return
 
-    def close(self, ending: Ending) -> None:  # noqa: ARG002
+    def close(self, ending: Ending) -> None:
         """Close. This is the last call, however the process ends."""
-        return
 
 
 class Companion(Protocol):

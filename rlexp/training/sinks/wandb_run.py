@@ -28,9 +28,7 @@ GONE = ("MailboxClosedError", "HandleAbandonedError")
 P = ParamSpec("P")
 
 
-def while_it_lives(
-    method: Callable[Concatenate[WandbSink, P], None],
-) -> Callable[Concatenate[WandbSink, P], None]:
+def while_it_lives(method: Callable[Concatenate[WandbSink, P], None]) -> Callable[Concatenate[WandbSink, P], None]:
     """Ignore calls after W&B's process has ended.
 
     W&B's client sends from a process of its own. A cluster that asks a job to stop signals that process too. It ends at
@@ -155,15 +153,8 @@ def table_of(facts: RolloutFacts) -> Any:
     import wandb
 
     terms = list(dict.fromkeys(name for sample in facts.shown for name in sample.terms))
-    names: list[str | int] = [
-        "rollout",
-        "prompt",
-        "answer",
-        "score",
-        *(f"score/{name}" for name in terms),
-        "length",
-        "stopped",
-    ]
+    names: list[str | int] = ["rollout", "prompt", "answer", "score", *(f"score/{name}" for name in terms)]
+    names += ["length", "stopped"]
     rows = [
         [facts.rollout, each.prompt, each.answer, each.score, *map(each.terms.get, terms), each.length, each.stopped]
         for each in facts.shown

@@ -23,7 +23,7 @@ from rlexp.training.dataset.sampler import Mixture, Sampler
 from rlexp.training.dataset.sources import Split, Tokenizing, splits_of
 from rlexp.training.dataset.store import Origin, Store, labels_of
 from rlexp.training.dataset.store_making import store_of
-from rlexp.training.dataset.tokens import Encoder, Outcome, Refused, RowTokenizer, counted
+from rlexp.training.dataset.tokens import Encoder, Outcome, Refused, RowTokenizer, notes_of
 from rlexp.training.dataset.views import Halves, Joined, Places, drawn
 from rlexp.training.types import Example, Row
 from rlexp.training.world.groups import World
@@ -272,7 +272,8 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World, *, t
     highest = max(((each.highest(), each.origin) for each in kept), default=(-1, ""))
     margins = Margins.of([(1, each.origin) for each in kept if each.margin is None], len(kept))
     labels = labels_of(each for each in outcomes if isinstance(each, Example))
-    return Examples(train, held_out, counted(outcomes), counted(held), highest, margins, labels)
+    dropped, held_dropped = (Counter(note for each in part for note in notes_of(each)) for part in (outcomes, held))
+    return Examples(train, held_out, dropped, held_dropped, highest, margins, labels)
 
 
 def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:

@@ -89,9 +89,8 @@ def mismatched(examples: Sequence[Example], max_length: int, begin: int | None) 
     def at(place: int) -> Example:
         own, other = examples[place], examples[partners[place]]
         answer, mask = other.masked[0]
-        prompt, answers, masks = fitted(own.prompt, (answer,), (mask,), max_length, begin)
         origin = f"{own.origin} with the answer of {other.origin}"
-        return replace(own, prompt=prompt, answers=answers, masks=masks, origin=origin)
+        return fitted(replace(own, answers=(answer,), masks=(mask,), origin=origin), max_length, begin)
 
     return at
 

@@ -19,7 +19,7 @@ from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import generated
 from rlexp.training.dataset.sampler import Sampler, total_steps
-from rlexp.training.dataset.tokens import Encoder, Refused, RowTokenizer, counted, truncated
+from rlexp.training.dataset.tokens import Encoder, Refused, RowTokenizer, notes_of, truncated
 from rlexp.training.dealer.deal import Dealer, Room
 from rlexp.training.dealer.packing import pack_examples
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
@@ -49,7 +49,8 @@ def encoded(
         if isinstance(each, Refused):
             raise DataError(each.message)
     kept = [each for each in outcomes if isinstance(each, Example)]
-    return [replace(each, index=index) for index, each in enumerate(kept)], counted(outcomes)
+    counts = Counter(note for each in outcomes for note in notes_of(each))
+    return [replace(each, index=index) for index, each in enumerate(kept)], counts
 
 
 def pairs_of(
