@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rlexp.base.errors import DataError
@@ -52,20 +52,16 @@ class Chat:
         return _with_one_prompt(texts) if texts else [Text(prompt)]
 
 
-@dataclass(frozen=True)
 class _Rendering:
-    tokenizer: Any
-    row: Row
-    extra: Mapping[str, Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        tools = {} if self.row.tools is None else {"tools": list(self.row.tools)}
+    def __init__(self, tokenizer: Any, row: Row) -> None:
+        self.tokenizer, self.row = tokenizer, row
+        tools = {} if row.tools is None else {"tools": list(row.tools)}
         try:
-            template = self.tokenizer.get_chat_template(tools=self.row.tools)
+            template = tokenizer.get_chat_template(tools=row.tools)
         except ValueError as error:  # of several, none is for this row
             raise DataError(f"the tokenizer has no chat template for it: {error}") from error
         dated = {"chat_template": SAME_DAY + template} if "strftime_now" in template else {}
-        object.__setattr__(self, "extra", {**self.row.options, **tools, **dated})
+        self.extra = {**row.options, **tools, **dated}
 
     def text(self, messages: Sequence[Mapping[str, Any]], *, asking: bool = False) -> str:
         try:

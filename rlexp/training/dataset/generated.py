@@ -22,22 +22,26 @@ FILLER = ("it is", "there are", "one sees", "we know", "near", "below", "and the
 
 def sums(size: int, seed: int, split: str, digits: int) -> list[Row]:
     """Return `size` prompts like "12 + 7 =" with numbers of at most `digits` digits, fixed by (seed, split)."""
-    random_ = random.Random(f"{split}-{seed}")
-    return [_sum(random_, 10**digits, f"arithmetic {split} prompt {number}") for number in range(size)]
-
-
-def _sum(random_: random.Random, below: int, origin: str) -> Row:
-    one, other = random_.randrange(below), random_.randrange(below)
-    return Row(f"{one} + {other} =", (), origin, expected=str(one + other))
+    random_, rows = random.Random(f"{split}-{seed}"), list[Row]()
+    for number in range(size):
+        one, other = random_.randrange(10**digits), random_.randrange(10**digits)
+        rows.append(Row(f"{one} + {other} =", (), f"arithmetic {split} prompt {number}", expected=str(one + other)))
+    return rows
 
 
 def pairs(size: int, seed: int, split: str, words: int = 0) -> list[Row]:
     """Return `size` pairs, fixed by (seed, split). Each request follows a text of `words` words, which has at least as
     many tokens."""
     random_, margins = random.Random(f"{split}-{seed}"), random.Random(f"{split}-{seed}-margins")
-    return [
-        _pair(random_, f"synthetic {split} pair {number}", words, margins.randint(1, 8) / 4) for number in range(size)
-    ]
+    rows = list[Row]()
+    for number in range(size):
+        things = random_.sample(THINGS, k=random_.randint(1, 4))
+        prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
+        if words:
+            prompt = f"{' '.join(random_.choices(WORDS, k=words))}.\n{prompt}"
+        answers = _answer(random_, things, COURTEOUS), _answer(random_, things, CURT)
+        rows.append(Row(prompt, answers, f"synthetic {split} pair {number}", margin=margins.randint(1, 8) / 4))
+    return rows
 
 
 def taken(kind: Kind, pair: Row, place: int) -> Row:
@@ -53,15 +57,6 @@ def taken(kind: Kind, pair: Row, place: int) -> Row:
         case Kind.unpaired:
             good = place % 2 == 0
             return Row(pair.prompt, (pair.answers[0 if good else 1],), pair.origin, label=good)
-
-
-def _pair(random_: random.Random, origin: str, words: int, margin: float) -> Row:
-    things = random_.sample(THINGS, k=random_.randint(1, 4))
-    prompt = f"Please {random_.choice(VERBS)} {', '.join(things)}.\n"
-    if words:
-        prompt = f"{' '.join(random_.choices(WORDS, k=words))}.\n{prompt}"
-    answers = _answer(random_, things, COURTEOUS), _answer(random_, things, CURT)
-    return Row(prompt, answers, origin, margin=margin)
 
 
 def _answer(random_: random.Random, things: list[str], manner: tuple[str, ...]) -> str:

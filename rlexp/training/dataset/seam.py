@@ -8,7 +8,7 @@ there: the prompt then has the tokens that it has when a model is asked, and no 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -41,26 +41,22 @@ class Tokens:
     apart: bool = False  # a token would have spanned an edge
 
 
-@dataclass
 class Seam:
     """A tokenizer, and how it begins a text."""
 
-    tokenizer: Any
-    leading: Ids = field(init=False)  # the special tokens that it puts before a text that is no template's
-    alone: bool = field(init=False)  # a continuation has the same tokens alone; SentencePiece puts a space before it
-
-    def __post_init__(self) -> None:
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
         plain, full = (self._ids(["a"], special=special)[0] for special in (False, True))
         at = next((i for i in range(len(full)) if np.array_equal(full[i : i + len(plain)], plain)), 0)
-        self.leading = full[:at]
+        self.leading = full[:at]  # the special tokens that it puts before a text that is no template's
         anchored = self._after_anchor("a")
+        # A continuation has the same tokens alone. SentencePiece puts a space before it.
         self.alone = anchored is None or np.array_equal(anchored, plain)
 
     def tokens(self, texts: Sequence[Text], *, leading: bool) -> list[Tokens]:
         """Tokenize sequences, all at once. `leading`: the prompt begins with the tokenizer's own special tokens, as any
         text without a prompt does."""
-        prompts = {text.prompt: place for place, text in enumerate(texts)}
-        distinct = list(prompts)
+        distinct = list(dict.fromkeys(text.prompt for text in texts))
         wholes = [text.whole for text in texts if text.parts]
         ids = self._ids([*distinct, *wholes])
         of_prompt = dict(zip(distinct, ids, strict=False))

@@ -149,17 +149,12 @@ class Store(View):
         ids: list[Ids] = [
             np.array(arrays["tokens"][a:b]) for a, b in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True)
         ]
-        extra = self._extra(index)
+        first, last = int(arrays["extra_ends"][index - 1]) if index else 0, int(arrays["extra_ends"][index])
+        extra = orjson.loads(arrays["extra"][first:last].tobytes()) if last > first else {}
         masks = tuple(map(_mask, extra.get("masks", [None] * (parts - 1))))
         facts = {name: extra[name] for name in ("label", "margin", "text", "expected") if name in extra}
         file, row = arrays["rows"][2 * index : 2 * index + 2].tolist()
         return Example(index, ids[0], tuple(ids[1:]), masks, self.origin(file, row), **facts)
-
-    def _extra(self, index: int) -> dict[str, Any]:
-        ends = self._arrays["extra_ends"]
-        start, end = int(ends[index - 1]) if index else 0, int(ends[index])
-        held: dict[str, Any] = orjson.loads(self._arrays["extra"][start:end].tobytes()) if end > start else {}
-        return held
 
     def bad_rows(self) -> Iterator[str]:
         """Yield the rows that were left out as unusable, with the reason."""

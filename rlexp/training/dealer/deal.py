@@ -81,8 +81,8 @@ class Dealer:
 
     def deal_all(self, count: int, unit: Callable[[int], Unit]) -> Dealt:
         """Deal so many units, which are read in parts: they need not fit into memory all at once."""
-        dealt, part = Dealt.nothing(self.replicas), list[Unit]()
-        tokens = 0
+        dealt = Dealt(((),) * self.replicas, ((),) * self.replicas, (0,) * self.replicas)
+        part, tokens = list[Unit](), 0
         for place in range(count):
             part.append(unit(place))
             tokens += sum(map(len, part[-1]))
@@ -309,10 +309,6 @@ class Dealt:
     work: tuple[int, ...]
     # of each pack; none where units were read in parts
     forests: tuple[tuple[Forest, ...], ...] = field(default=(), compare=False)
-
-    @staticmethod
-    def nothing(replicas: int) -> Dealt:
-        return Dealt(((),) * replicas, ((),) * replicas, (0,) * replicas)
 
     def and_also(self, other: Dealt, first: int) -> Dealt:
         """Return the packs of two parts of a batch; the other's units begin at place `first`."""

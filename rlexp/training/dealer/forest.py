@@ -47,10 +47,6 @@ class Forest:
     paths: tuple[tuple[int, ...], ...]
     lengths: tuple[int, ...]  # of the sequences
 
-    @property
-    def tokens(self) -> int:
-        return sum(len(branch.tokens) for branch in self.branches)
-
 
 def copied(sequences: Sequence[Ids]) -> Forest:
     """Give each sequence a tree of its own."""

@@ -77,9 +77,7 @@ def read_project(path: str) -> list[WandbRun]:
 def fragments_beneath(runs: Path) -> Iterator[Path]:
     """Return what the client wrote offline for the runs in a folder, and for the jobs of sweeps in it."""
     for depth in ("*", "*/*"):
-        for path in runs.glob(f"{depth}/wandb/offline-run-*"):
-            if _is_fragment(path):
-                yield path
+        yield from filter(_is_fragment, runs.glob(f"{depth}/wandb/offline-run-*"))
 
 
 def last_step(folder: Path, run_id: str) -> int:

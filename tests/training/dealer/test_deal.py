@@ -30,7 +30,8 @@ def arrays(units):
 
 def tokens(units, places, share) -> int:
     sequences = [sequence for place in places for sequence in units[place]]
-    return sum(map(len, sequences)) if share is None else shared(sequences, share).tokens
+    tokens = sequences if share is None else [branch.tokens for branch in shared(sequences, share).branches]
+    return sum(map(len, tokens))
 
 
 def random_units(count: int, seed: int, *, skewed: bool = False) -> list[list[np.ndarray]]:

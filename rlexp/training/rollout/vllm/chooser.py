@@ -11,7 +11,7 @@ Shape letters: B rows of vLLM's batch, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,21 +26,16 @@ OWN = "rlexp"  # our entry among a request's extra arguments
 ELEMENTS = 1 << 24  # of the logits that are computed with at once: half a GB, in float64 with what comes of them
 
 
-@dataclass
 class Notes:
     """What was chosen for each answer that has begun: a line of tokens and log-probabilities, on the device."""
 
-    longest: int  # tokens of an answer
-    device: torch.device
-    _lines: dict[int, int] = field(default_factory=dict)  # by the request's number
-    _free: list[int] = field(default_factory=list)
-    tokens: Tensor = field(init=False)
-    logps: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        wide = self.longest + 1  # a step may be on its way when vLLM learns that an answer has ended
-        self.tokens = torch.zeros(0, wide, dtype=torch.int64, device=self.device)
-        self.logps = torch.zeros(0, wide, dtype=torch.float64, device=self.device)
+    def __init__(self, longest: int, device: torch.device) -> None:
+        self.device = device
+        self._lines: dict[int, int] = {}  # by the request's number
+        self._free: list[int] = []
+        wide = longest + 1  # a step may be on its way when vLLM learns that an answer has ended
+        self.tokens = torch.zeros(0, wide, dtype=torch.int64, device=device)
+        self.logps = torch.zeros(0, wide, dtype=torch.float64, device=device)
 
     def line_of(self, request: int) -> int:
         """Return a request's line. vLLM may take a request out of its batch and put it in again."""
