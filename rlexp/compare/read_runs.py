@@ -10,7 +10,7 @@ from typing import Any
 from rlexp.base.errors import SinkError
 from rlexp.compare.runs import SIZES, CompareError, Group, LoggedRun, RunReader, merge
 from rlexp.run_files.metrics_jsonl import columns_of
-from rlexp.training.sinks.wandb_read import WandbRun, read_offline, read_project
+from rlexp.training.sinks.wandb_access import WandbRun, read_offline, read_project
 
 FOLDERS = ("offline-run-*", "run-*")
 

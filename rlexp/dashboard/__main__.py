@@ -18,7 +18,7 @@ from shlex import quote
 
 from rlexp.base.command import exit_code
 from rlexp.dashboard import workspace
-from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account
+from rlexp.training.sinks.wandb_access import NO_ACCOUNT, has_account
 
 
 def main() -> int:

@@ -13,8 +13,7 @@ from typing import Any, Literal
 from rlexp.base.errors import SinkError
 from rlexp.run_files.curve_distance import SAMPLED, SCORE
 from rlexp.training.sinks.baseline import PARITY
-from rlexp.training.sinks.wandb_account import NO_ACCOUNT, has_account, refusals
-from rlexp.training.sinks.wandb_read import STEP, fragments_beneath
+from rlexp.training.sinks.wandb_access import NO_ACCOUNT, STEP, fragments_beneath, has_account, refusals
 
 PHASES = ("collect", "data", "reference", "forward", "backward", "optimizer")
 BY_RING = "ring_size"  # a flat key in every run's configuration: W&B can group by flat keys only

@@ -27,7 +27,7 @@ from rlexp.training.sinks.baseline import excess
 from rlexp.training.sinks.console import ConsoleSink
 from rlexp.training.sinks.jsonl import RolloutsSink
 from rlexp.training.sinks.tensorboard import TensorBoardSink
-from rlexp.training.sinks.wandb_read import read_offline
+from rlexp.training.sinks.wandb_access import read_offline
 from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink
 from tests.helpers.curves import a_run, compare, drawn, report_of
 from tests.helpers.wandb_runs import records

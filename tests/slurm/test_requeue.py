@@ -16,7 +16,7 @@ import pytest
 
 from bench.curves import within
 from rlexp.run_files.curve_distance import compared
-from rlexp.training.sinks.wandb_read import read_offline
+from rlexp.training.sinks.wandb_access import read_offline
 from tests.helpers.runs import jobs_of, rows_of, run_json, steps_of
 from tests.helpers.slurm.jobs import QUICK, Sweep, wait_for
 from tests.helpers.slurm.lab import Lab

@@ -39,14 +39,8 @@ class ClippedRatio:
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:  # noqa: ARG002
         return outcomes.scores_N
 
-    def earned(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        """Return the scores, (N,), less the price of each whole answer's divergence if that is part of the reward."""
-        if self.cfg.kl_in is schema.KLPlace.reward:
-            return outcomes.scores_N - kl_coef * outcomes.kl_N
-        return outcomes.scores_N
-
     def rewards(self, score: float, kl_L: Tensor, kl_coef: float) -> Tensor:
-        """Return the same token by token, (L,)."""
+        """Return the score token by token, (L,), less the price of the divergence if that is part of the reward."""
         return token_rewards(score, kl_L, kl_coef if self.cfg.kl_in is schema.KLPlace.reward else 0.0)
 
     def spread(self, credit: float, kl_L: Tensor, values_L: Tensor | None, kl_coef: float) -> TokenAdvantages:  # noqa: ARG002
@@ -180,7 +174,10 @@ class GRPO(ClippedRatio):
     """
 
     def credit(self, outcomes: Outcomes, kl_coef: float) -> Tensor:
-        return by_group(self.earned(outcomes, kl_coef), outcomes.group_N, self.compared)
+        scores_N = outcomes.scores_N
+        if self.cfg.kl_in is schema.KLPlace.reward:  # less the price of each whole answer's divergence
+            scores_N = scores_N - kl_coef * outcomes.kl_N
+        return by_group(scores_N, outcomes.group_N, self.compared)
 
     def compared(self, values: Tensor) -> Tensor:
         """Return the advantages of the answers to one prompt."""
@@ -269,9 +266,6 @@ POLICY: dict[type[schema.PolicyLossConfig], type[ClippedRatio]] = {
     schema.ReinforcePPConfig: ReinforcePP,
     schema.GSPOConfig: GSPO,
 }
-
-
-# ---- the divergence from the reference ----
 
 
 def estimate(kind: schema.KLEstimator, d: Tensor) -> Tensor:

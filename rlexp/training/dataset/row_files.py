@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, ClassVar
+from typing import Any, ClassVar
 
 import orjson
 import pyarrow as pa
@@ -99,17 +99,13 @@ def parts_of(path: Path) -> Iterator[FilePart]:
                 yield from _parquet(path)
                 return
             file.seek(0)
-            stream = _opened(file, start)
+            codec = next((codec for magic, codec in COMPRESSED.items() if start.startswith(magic)), None)
+            raw: Any = file if codec is None else pa.CompressedInputStream(pa.PythonFile(file), codec)
+            stream = io.BufferedReader(raw, PART)
             rows = _elements(stream, path) if _is_list(stream) else _lines(stream, path)
             yield from together(rows, lambda _rows: file.tell())
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}).") from None
-
-
-def _opened(file: BinaryIO, start: bytes) -> io.BufferedReader:
-    codec = next((codec for magic, codec in COMPRESSED.items() if start.startswith(magic)), None)
-    raw: Any = file if codec is None else pa.CompressedInputStream(pa.PythonFile(file), codec)
-    return io.BufferedReader(raw, PART)
 
 
 def _is_list(stream: io.BufferedReader) -> bool:

@@ -88,12 +88,14 @@ class Tokenizing:
         encoder = Encoder(rows, cfg.max_length, cfg.too_long, self.room)
 
         def recipe(parts: Iterator[PartOf]) -> Recipe:
+            unreadable = ""
             for file, part in parts:
                 for number, fields in parsed(part):
                     if not isinstance(fields, Unreadable):
                         shape = recognised(fields, self.kind, source.cfg.columns, names(file, number))
                         return Recipe(shape, encoder, names, cfg.bad_rows is BadRows.drop, system, cfg.template_options)
-            raise _no_rows(split, opened)
+                    unreadable = unreadable or f"{names(file, number)}: {fields.rule}"
+            raise DataError(unreadable or f"{split.path}: has no rows. Give {READ}.")
 
         facts = {
             "made_by": made_by(),
@@ -124,14 +126,6 @@ class Tokenizing:
                     f"data.template_options.{name}={value}: the chat template has no variable of this name. Look it up "
                     f"in the template, or leave it out."
                 )
-
-
-def _no_rows(split: Split, opened: Files | hub.HubSplit) -> DataError:
-    for file, part in opened.parts():
-        for number, fields in parsed(part):
-            if isinstance(fields, Unreadable):
-                return DataError(f"{opened.names[file]}:{number}: {fields.rule}")
-    return DataError(f"{split.path}: has no rows. Give {READ}.")
 
 
 @functools.cache

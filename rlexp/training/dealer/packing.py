@@ -103,9 +103,6 @@ def parted(pack: Pack, values_N: Tensor) -> list[Floats]:
     return [part.numpy() for part in values_N.split(lengths)] if pack.sequences else []
 
 
-# ---- a rank's shard ----
-
-
 def shard_pack(
     pack: Pack, ring: Ring, layout: Layout, kernel: BlockKernel, max_length: int, windows: Sequence[Window] = (None,)
 ) -> Shard:

@@ -65,9 +65,6 @@ def running_sums(probs_BV: Tensor) -> Tensor:
     return probs_BV.cumsum(-1)
 
 
-# ---- the random numbers ----
-
-
 def stream(seed: int, rollout: int, prompts: Sequence[int], numbers: Sequence[int]) -> npt.NDArray[np.uint64]:
     """Return a key for each sample, for all positions of its answer."""
     key = np.zeros(len(prompts), dtype=np.uint64)

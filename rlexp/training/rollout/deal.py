@@ -63,8 +63,6 @@ def micro_batches(requests: Sequence[Request], size: int, tokens: int | None, lo
     return parts
 
 
-# ---- who draws them ----
-
 # Yields the policy's whole parameters one after the other, with their names; may be a collective call.
 Weights = Callable[[], Iterator[tuple[str, Tensor]]]
 

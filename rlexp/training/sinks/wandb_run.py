@@ -18,8 +18,7 @@ from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.sinks.base import Ending, RolloutFacts, Sink
 from rlexp.training.sinks.baseline import LOSS, PARITY, excess
 from rlexp.training.sinks.console import say
-from rlexp.training.sinks.wandb_account import Mode, upload_in_words, wandb_mode
-from rlexp.training.sinks.wandb_read import NONE, SAMPLES, STEP, last_step
+from rlexp.training.sinks.wandb_access import NONE, SAMPLES, STEP, Mode, last_step, upload_in_words, wandb_mode
 
 TEXT_LINES, TEXT_LENGTH = 12, 1000  # the most of an alert's text
 LONGEST_NAME = 48  # characters in an id's readable part
@@ -224,9 +223,6 @@ def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, 
             f"logger.mode={logger.mode.value}: W&B could not be reached, or refused ({reason}). Try `wandb login`, or "
             f"train with logger.mode=offline and send the run later with `wandb sync`."
         ) from error
-
-
-# ---- the names of a run among many ----
 
 
 def name_of(logger: LoggerConfig, run_dir: Path) -> str:

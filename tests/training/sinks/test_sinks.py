@@ -299,7 +299,7 @@ def test_trackio_has_the_curve_after_a_kill(tmp_path: Path) -> None:
 
 def test_who_reads_does_without_torch() -> None:
     """Without torch, a comparison, a dashboard or a report starts quickly."""
-    modules = ["training.sinks.wandb_read", "training.sinks.jsonl", "training.sinks.baseline", "dashboard.__main__"]
+    modules = ["training.sinks.wandb_access", "training.sinks.jsonl", "training.sinks.baseline", "dashboard.__main__"]
     read = "import sys, " + ", ".join(f"rlexp.{module}" for module in modules)
     answer = python("-c", f"{read}; assert not {{'torch', 'wandb'}} & set(sys.modules)")
     assert answer.returncode == 0, answer.stderr

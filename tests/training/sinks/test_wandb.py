@@ -21,8 +21,7 @@ from rlexp.launch.joining import RankSpec, join, launch_on, prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.base import Ending
-from rlexp.training.sinks.wandb_account import upload_in_words, wandb_mode
-from rlexp.training.sinks.wandb_read import WandbRun, read_offline, read_project
+from rlexp.training.sinks.wandb_access import WandbRun, read_offline, read_project, upload_in_words, wandb_mode
 from rlexp.training.sinks.wandb_run import Extremes, WandbFacts, WandbSink, new_id
 from tests.helpers.runs import wait_for_steps
 from tests.helpers.slurm.machine import below, processes
