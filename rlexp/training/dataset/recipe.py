@@ -65,8 +65,10 @@ class Recipe:
             counts[UNUSABLE] += len(bad)
             firsts[UNUSABLE] = bad[0][0]
         lines = [{"file": place[0], "row": place[1], "said": each.text} for place, each in bad]
+        without = [(file, row) for file, row, example in kept if example.margin is None]
+        no_margin = (len(without), *without[0]) if without else (0, 0, 0)
         labels = labels_of(example for _, _, example in kept)
-        facts = StoreFacts(read, dict(counts), firsts, _highest(kept), _no_margin(kept), labels)
+        facts = StoreFacts(read, dict(counts), firsts, _highest(kept), no_margin, labels)
         return block_of(kept, lines, facts), problems
 
     def _rows(self, file: int, part: FilePart) -> Iterator[tuple[Place, Row | Refused]]:
@@ -84,8 +86,3 @@ class Recipe:
 
 def _highest(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
     return max(((example.highest(), file, row) for file, row, example in kept), default=(-1, 0, 0), key=lambda t: t[0])
-
-
-def _no_margin(kept: Sequence[tuple[int, int, Example]]) -> Sequence[int]:
-    without = [(file, row) for file, row, example in kept if example.margin is None]
-    return (len(without), *without[0]) if without else (0, 0, 0)

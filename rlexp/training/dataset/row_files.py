@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import io
-import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -290,12 +289,6 @@ def together(rows: Iterable[tuple[FileRow, int]], done: Callable[[int], int]) ->
 def rows_in(part: FilePart) -> int:
     """Count the rows of a part: all but blank lines."""
     return sum(not isinstance(row, bytes) or bool(row.strip()) for row in part.rows)
-
-
-def of_first(part: FilePart, count: int) -> FilePart:
-    """Return the part with its first rows alone, so many of them."""
-    places = (at for at, row in enumerate(part.rows, 1) if not isinstance(row, bytes) or row.strip())
-    return replace(part, rows=part.rows[: next(itertools.islice(places, count - 1, None))])
 
 
 def parsed(part: FilePart) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:

@@ -11,7 +11,7 @@ import errno
 import itertools
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlexp.base.made_once import is_whole, making
 from rlexp.base.waiting import progress
 from rlexp.training.dataset.hub import HubSplit
 from rlexp.training.dataset.recipe import Recipe
-from rlexp.training.dataset.row_files import Files, PartOf, of_first, rows_in
+from rlexp.training.dataset.row_files import Files, PartOf, rows_in
 from rlexp.training.dataset.store import Origin, Store, StoreInTheMaking
 from rlexp.training.dataset.tokenize_worker import Ended, Made, made_beside
 from rlexp.training.dataset.tokens import Refused
@@ -48,7 +48,8 @@ class Work:
         for file, part in self.rows.parts():
             rows = rows_in(part) if count is not None else 0
             if count is not None and rows >= count:
-                yield file, of_first(part, count)
+                ends = [end for end, row in enumerate(part.rows, 1) if not isinstance(row, bytes) or row.strip()]
+                yield file, replace(part, rows=part.rows[: ends[count - 1]])
                 return
             yield file, part
             count = count and count - rows

@@ -66,7 +66,12 @@ class RowTokenizer:
         return {*self.tokenizer.all_special_ids, *(each for each, token in added.items() if token.special)}
 
     def sequences(self, rows: Sequence[Row]) -> list[Example | Refused]:
-        texts: list[list[Text] | Refused] = [self._texts(row) for row in rows]
+        texts = list[list[Text] | Refused]()
+        for row in rows:
+            try:
+                texts.append(self.chat.texts(row))
+            except DataError as error:
+                texts.append(Refused(row.origin, str(error)))
         flat = [text for each in texts if isinstance(each, list) for text in each]
         tokens = iter(self.seam.tokens(flat, leading=not self.chat.templated))
         return [
@@ -81,17 +86,13 @@ class RowTokenizer:
             raise DataError(made.message)
         return made.prompt, made.answers[0]
 
-    def _texts(self, row: Row) -> list[Text] | Refused:
-        try:
-            return self.chat.texts(row)
-        except DataError as error:
-            return Refused(row.origin, str(error))
-
     def _example(self, row: Row, texts: Sequence[Text], tokens: Sequence[Tokens]) -> Example | Refused:
         ended = [self._ended(each) for each in tokens] if row.answers else []
-        if ended and not row.prompt:
-            ended = [_first_apart(each) for each in ended]
-            tokens = ended
+        if ended and not row.prompt:  # nothing predicts the first token of a text, unless a special token leads it
+            tokens = ended = [
+                each if len(each.prompt) else replace(each, prompt=each.answer[:1], answer=each.answer[1:])
+                for each in ended
+            ]
         prompt = tokens[0].prompt
         if not len(prompt):
             return Refused(row.origin, "field `prompt` has no tokens.")
@@ -118,13 +119,6 @@ class RowTokenizer:
         if last and last[-1] in self.special:
             return True
         return len(last) == 2 and last[0] in self.special and not self.tokenizer.decode(last[1:]).strip()
-
-
-def _first_apart(tokens: Tokens) -> Tokens:
-    """Take the first token of a text for its prompt, unless a special token leads it: nothing predicts the first."""
-    if len(tokens.prompt):
-        return tokens
-    return replace(tokens, prompt=tokens.answer[:1], answer=tokens.answer[1:])
 
 
 @dataclass(frozen=True)
