@@ -65,7 +65,7 @@ def _hashed(rows: Any) -> str:
 
 
 def table(
-    key: str, path: str, subset: str | None, split: str, revision: str | None, streaming: bool, most: int | None = None
+    key: str, path: str, subset: str | None, split: str, revision: str | None, streaming: bool, most: int | None
 ) -> HubSplit:
     """Open a folder or a data set of the hub. Of a streamed one, only so many rows are fetched."""
     import datasets

@@ -24,7 +24,6 @@ class FieldError(Exception):
 
 
 def text_or_messages(value: Any, field: str) -> str | Messages:
-    """Return a text, or messages in one form."""
     if isinstance(value, str):
         if not value:
             raise FieldError(field, "must not be empty.")

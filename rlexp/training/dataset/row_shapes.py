@@ -267,7 +267,6 @@ def _margin(own: Fields) -> float | None:
 
 
 def _number(value: Any) -> float | None:
-    """Return a finite number; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:

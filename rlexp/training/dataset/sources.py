@@ -42,7 +42,7 @@ class Split:
     path: str
     split: str | None
 
-    def opened(self, first: int | None = None) -> Files | hub.HubSplit:
+    def opened(self, first: int | None) -> Files | hub.HubSplit:
         """Open the rows; of a streamed set, only so many of them."""
         files = files_of(self.path)
         if files:

@@ -98,8 +98,7 @@ class Places:
 
 
 def lengths_of(examples: Sequence[Any], places: np.ndarray) -> np.ndarray:
-    """Return (places, parts): the tokens of the prompt and of each answer, at some places in order. What has a store is
-    not read."""
+    """Return what `View.lengths` does. What has a store is not read."""
     if isinstance(examples, View):
         return examples.lengths(places)
     taken = [examples[place] for place in places.tolist()]

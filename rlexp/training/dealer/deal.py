@@ -179,7 +179,6 @@ class Dealer:
         return best
 
     def _lighter(self, runs: Sequence[_Run], most: float, given: _Given) -> list[_Run]:
-        """Cut runs that have more work than a limit."""
         light, waiting = list[_Run](), [*runs]
         while waiting:
             run = waiting.pop()

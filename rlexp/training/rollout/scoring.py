@@ -30,8 +30,6 @@ Columns = list[dict[str, Floats]]  # of each sample, values of its tokens: `old`
 
 @dataclass(frozen=True)
 class RingRewardModel:
-    """A reward model that runs over the ring."""
-
     name: str
     encode: Callable[[Sample], tuple[Ids, Ids]]  # the prompt and the answer in the model's own tokens
     score: Callable[[Pack], Tensor]  # (S,): this rank's part; the sum over the ring is the score

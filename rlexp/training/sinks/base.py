@@ -13,8 +13,6 @@ from rlexp.run_files.metrics_jsonl import MetricRow
 
 @dataclass(frozen=True)
 class Shown:
-    """A sample shown to people."""
-
     prompt: str
     answer: str
     score: float

@@ -71,8 +71,6 @@ class Notes:
 
 @dataclass(frozen=True)
 class BatchRow:
-    """A row of vLLM's batch."""
-
     line: int
     key: int  # of its random numbers
     answer: Sequence[int]  # vLLM's own list of its tokens so far, which grows
