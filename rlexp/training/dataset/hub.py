@@ -26,12 +26,8 @@ SAVED = ("state.json", "dataset_dict.json")  # in a folder that `save_to_disk` w
 class HubSplit:
     """A split of a data set, in the order that it has there."""
 
-    name: str
+    names: tuple[str]
     rows: Any  # datasets.Dataset
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (self.name,)
 
     @property
     def size(self) -> int:
@@ -48,7 +44,7 @@ class HubSplit:
         """Hash the table's files; rows that stand in none are hashed themselves."""
         files = [contents(Path(each["filename"])) for each in self.rows.cache_files]
         whole = files and self.rows._indices is None and self.rows.data.num_rows == len(self.rows)
-        return [*(files if whole else [_hashed(self.rows)]), self.name.partition("[")[2], str(len(self.rows))]
+        return [*(files if whole else [_hashed(self.rows)]), self.names[0].partition("[")[2], str(len(self.rows))]
 
     def parts(self) -> Iterator[PartOf]:
         batches = self.rows.with_format("arrow").iter(MOST_ROWS)
@@ -92,7 +88,7 @@ def table(
         raise
     except Exception as error:  # the library raises what its readers and its network raise
         raise DataError(_explained(key, at, name, subset, split, error)) from None
-    return HubSplit(f"{path}[{split}]", rows)
+    return HubSplit((f"{path}[{split}]",), rows)
 
 
 def _go_without_hub_if_unreachable(datasets: Any) -> None:

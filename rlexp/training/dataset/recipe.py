@@ -36,21 +36,13 @@ class Recipe:
 
     def block(self, file: int, part: FilePart) -> tuple[Block, list[Refused]]:
         """Tokenize a part. A row that cannot be used is refused, which stops the run, or left out and noted."""
-        places: list[Place] = []
-        rows: list[Row] = []
-        refused: list[tuple[Place, Refused]] = []
-        read = 0
-        for place, row in self._rows(file, part):
-            read += 1
-            if isinstance(row, Refused):
-                refused.append((place, row))
-            else:
-                places.append(place)
-                rows.append(row)
+        read = list(self._rows(file, part))
+        refused = [(place, row) for place, row in read if isinstance(row, Refused)]
+        rows = [(place, row) for place, row in read if isinstance(row, Row)]
         kept: list[tuple[int, int, Example]] = []
         counts: Counter[str] = Counter()
         firsts: dict[str, Sequence[int]] = {}
-        for place, outcome in zip(places, self.encoder.encode(rows), strict=True):
+        for (place, _), outcome in zip(rows, self.encoder.encode([row for _, row in rows]), strict=True):
             if isinstance(outcome, Example):
                 kept.append((*place, outcome))
             elif isinstance(outcome, Refused):
@@ -68,7 +60,7 @@ class Recipe:
         without = [(file, row) for file, row, example in kept if example.margin is None]
         no_margin = (len(without), *without[0]) if without else (0, 0, 0)
         labels = labels_of(example for _, _, example in kept)
-        facts = StoreFacts(read, dict(counts), firsts, _highest(kept), no_margin, labels)
+        facts = StoreFacts(len(read), dict(counts), firsts, _highest(kept), no_margin, labels)
         return block_of(kept, lines, facts), problems
 
     def _rows(self, file: int, part: FilePart) -> Iterator[tuple[Place, Row | Refused]]:

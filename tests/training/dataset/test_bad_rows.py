@@ -350,7 +350,7 @@ def test_rows_to_train_on_and_held_out_rows_have_a_commit_each(tmp_path: Path, m
     def table(key: str, path: str, *_: object) -> hub.HubSplit:  # the hub cannot exist on this machine
         rows = datasets.Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
         rows.info.download_checksums = {f"hf://datasets/{path}@{path[-1] * 40}/rows.parquet": {}}
-        return hub.HubSplit(path, rows)
+        return hub.HubSplit((path,), rows)
 
     monkeypatch.setattr(hub, "table", table)
     held = ["data.eval_path=org/e", "data.eval_split=test"]
@@ -373,7 +373,7 @@ def test_the_commit_of_a_set_is_read_off_its_files() -> None:
     from types import SimpleNamespace
 
     def table(*names: str) -> HubSplit:  # the hub cannot exist on this machine
-        return HubSplit("x", SimpleNamespace(info=SimpleNamespace(download_checksums=dict.fromkeys(names))))
+        return HubSplit(("x",), SimpleNamespace(info=SimpleNamespace(download_checksums=dict.fromkeys(names))))
 
     commit = "0123456789" * 4
     assert table(f"hf://datasets/org/x@{commit}/a.parquet", f"hf://datasets/org/x@{commit}/b.parquet").version == commit
