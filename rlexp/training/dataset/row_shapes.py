@@ -295,10 +295,10 @@ def _two_answers(own: Fields) -> dict[str, Any]:
 
 
 def _answer(value: Any, name: str) -> str | Messages:
-    if isinstance(value, str) or value is None or isinstance(value, bool | int | float):
-        if not isinstance(value, str) or not value:
-            raise FieldError(name, "must be a text that is not empty (with chat messages, the answer alone).")
+    if isinstance(value, str) and value:
         return value
+    if value is None or isinstance(value, str | bool | int | float):
+        raise FieldError(name, "must be a text that is not empty (with chat messages, the answer alone).")
     return messages(value, name)
 
 

@@ -100,15 +100,11 @@ class Worker:
     """One process, started again if the last one ended."""
 
     def __init__(self, cfg: PythonRewardConfig, key: str) -> None:
-        self.cfg = cfg
-        self.key = key
+        self.cfg, self.key = cfg, key
+        self._what = f"{key}.function={cfg.function}"  # for messages
         self.process: subprocess.Popen[bytes] | None = None
         self._interrupted = False
         self._requests = self._replies = self._leash = -1
-
-    @property
-    def _what(self) -> str:
-        return f"{self.key}.function={self.cfg.function}"
 
     def begin(self) -> None:
         """Start the process. It looks for modules in the current folder first, then where this process does."""
