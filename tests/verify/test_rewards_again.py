@@ -32,7 +32,7 @@ from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.rollout import sampling
-from rlexp.training.rollout.rewards import numbers_in_text
+from rlexp.training.rollout.rewards import rule as built_in
 from rlexp.training.rollout.rewards.rule import rule_of
 from rlexp.training.train import build_rollouts
 from rlexp.training.types import Sample
@@ -142,11 +142,11 @@ def test_last_numbers_are_the_products() -> None:
     chance, found = random.Random(3), set()
     for _ in range(6000):
         text = text_with_numbers(chance)
-        assert last_number(text) == numbers_in_text.last_number(text), text
+        assert last_number(text) == built_in.last_number(text), text
         found.add(last_number(text))
     assert len(found) > 200
     for text in ("9" * 1000 + "/", "9" * 1001, "-" + "9" * 1000, "1/" + "2" * 998, "1/" + "2" * 999):
-        assert last_number(text) == numbers_in_text.last_number(text)
+        assert last_number(text) == built_in.last_number(text)
 
 
 def sum_at_the_end(chance: random.Random, depth: int = 2) -> str:
@@ -166,7 +166,7 @@ def test_sums_are_the_products() -> None:
         text = f"{chance.choice(around)}{sum_at_the_end(chance)}{chance.choice(around)}"
         text = text_with_numbers(chance) + chance.choice(around) if number % 3 == 0 else text
         value = value_of_sum(text)
-        assert value == numbers_in_text.value_of_prompt(text), text
+        assert value == built_in.value_of_prompt(text), text
         worked_out += value is not None
     assert worked_out > 1000
 
@@ -179,7 +179,7 @@ def test_sums_are_the_products() -> None:
      ("1+2 is " + "(" * 20_000, 3), ("9" * 20_000, None), ("3+4" + " " * 997, 7), ("3+4" + " " * 998, None)],
 )  # fmt: skip
 def test_sums_by_hand(text: str, value: int | None) -> None:
-    assert value_of_sum(text) == numbers_in_text.value_of_prompt(text) == value
+    assert value_of_sum(text) == built_in.value_of_prompt(text) == value
 
 
 WORDS = ["dog", "Dog", "DOG", "d", "og", "ß", "SS", "İ", " ", "\n", "1", "12", "", "aa", "a"]

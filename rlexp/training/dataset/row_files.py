@@ -294,18 +294,14 @@ def rows_in(part: FilePart) -> int:
 def parsed(part: FilePart) -> Iterator[tuple[int, Mapping[str, Any] | Unreadable]]:
     """Yield the rows of a part with their numbers, without blank lines."""
     for number, row in enumerate(part.rows, part.first):
-        if isinstance(row, bytes):
-            if row.strip():
-                yield number, _object(row)
-        else:
+        if not isinstance(row, bytes):
             yield number, row
-
-
-def _object(line: bytes) -> Mapping[str, Any] | Unreadable:
-    try:
-        return _as_row(orjson.loads(line.removeprefix(codecs.BOM_UTF8).rstrip()))
-    except orjson.JSONDecodeError:
-        return _slowly(line)
+        elif row.strip():
+            try:
+                read = _as_row(orjson.loads(row.removeprefix(codecs.BOM_UTF8).rstrip()))
+            except orjson.JSONDecodeError:
+                read = _slowly(row)
+            yield number, read
 
 
 def _as_row(value: Any) -> Mapping[str, Any] | Unreadable:

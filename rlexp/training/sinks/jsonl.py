@@ -74,11 +74,8 @@ class JsonlSink(Sink):
     """Keep the curve so far in memory and in its file."""
 
     def __init__(self, path: Path) -> None:
-        self._file = LineFile(path, [line_of(row) for row in read_rows(path)], keep=True)
-
-    @property
-    def lines(self) -> list[bytes]:
-        return self._file.lines
+        self.lines = [line_of(row) for row in read_rows(path)]
+        self._file = LineFile(path, self.lines, keep=True)
 
     def log(self, row: MetricRow) -> None:
         self._file.append(line_of(row))

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
-from rlexp.training.rollout.rewards.numbers_in_text import last_number, value_of_prompt
-from rlexp.training.rollout.rewards.rule import rule_of, share_matched
+from rlexp.training.rollout.rewards.rule import last_number, rule_of, share_matched, value_of_prompt
 from tests.helpers.rewards import built, sample, scored
 
 
