@@ -102,7 +102,7 @@ def lengths_of(examples: Sequence[Any], places: np.ndarray) -> np.ndarray:
     if isinstance(examples, View):
         return examples.lengths(places)
     taken = [examples[place] for place in places.tolist()]
-    return np.array([[len(each.prompt), *(len(answer) for answer, _ in each.answers)] for each in taken])
+    return np.array([[len(each.prompt), *map(len, each.answers)] for each in taken])
 
 
 def drawn(total: int, size: int) -> np.ndarray:

@@ -116,6 +116,14 @@ def test_only_rows_that_may_have_no_room_are_read(tmp_path: Path, monkeypatch: p
     assert 0 < len(read) == sum(each > 40 for each in tokens) < len(train)
 
 
+def test_an_example_in_memory_that_has_no_room_is_named() -> None:
+    cfg = compose_config(["launch.device=cpu", "train.max_tokens_per_micro_batch=8"])
+    ids = np.arange(20, dtype=np.int32)
+    pairs = [Example(place, ids[:3], (ids[3 : 3 + size], ids[18:]), origin=f"pair {size}")
+             for place, size in enumerate((1, 9))]  # fmt: skip
+    assert "pair 9: has 17 tokens" in str(without_room(cfg, pairs))
+
+
 def rows_of(name: str, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"{name} {number}", "chosen": "yes", "rejected": "no"} for number in range(count)]
 
