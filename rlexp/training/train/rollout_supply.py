@@ -77,7 +77,7 @@ class Rollouts:
     number: int = -1  # the rollout at hand
     own_samples: list[CreditedSample] = field(default_factory=list)  # this rank's samples
     kl_coef: float = 0.0  # the coefficient the rollout was made with
-    made: Made | None = None  # the last rollout, until `told` has shown it
+    made: Made | None = None  # the last rollout, until `facts_of` has told of it
 
     def __post_init__(self) -> None:
         self.cfg, self.world, self.phases = self.run.cfg.rollout, self.run.world, self.run.phases
