@@ -223,7 +223,7 @@ class Wanted:
     whole_batch: bool = False  # all its examples at once
 
     def __or__(self, other: Wanted) -> Wanted:
-        """Return what both want."""
+        """Return what both want; where both say a number, the other's."""
         unset, given = vars(Wanted()), vars(other)
         return replace(self, **{name: value for name, value in given.items() if value != unset[name]})
 
