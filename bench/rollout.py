@@ -41,8 +41,8 @@ from rlexp.config.schema import Config
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.training.metrics.memory import peak_bytes, reset_peak
 from rlexp.training.rollout.deal import Request, deal, micro_batches
-from rlexp.training.rollout.modes import Colocated
 from rlexp.training.rollout.sampling import PREFILL, Drawer
+from rlexp.training.rollout.sources import Colocated
 from rlexp.training.train.build import build
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_task import RolloutTask

@@ -76,7 +76,7 @@ def tokens_rank(spec: Any, cfg: Any, file: str) -> None:
     task = joined_task(spec, cfg)
     made = task.rollouts.ensure(1)
     row = {name: made.values[own] for name, own in ROW.items()}
-    Started.add(file, {"row": row, "hand": by_hand(task, made.samples), "orders": in_orders(task)})
+    Started.add(file, {"row": row, "hand": by_hand(task, task.rollouts.own_samples), "orders": in_orders(task)})
     leave_world()
 
 

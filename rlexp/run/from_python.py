@@ -45,7 +45,7 @@ class Run:
 
     def model(self, **options: Any) -> Any:
         """Load the trained model, an adapter on its base or a reward model, with options of `from_pretrained`."""
-        from rlexp.training.model.export import load_exported
+        from rlexp.training.model.exported import load_exported
 
         place = self.folder / "model"
         if not place.is_dir():

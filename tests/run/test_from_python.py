@@ -18,7 +18,7 @@ from rlexp.base.errors import ConfigError, UserError
 from rlexp.config.paths import conf_dir
 from rlexp.run import from_python
 from rlexp.run.from_python import Run
-from rlexp.training.model import export
+from rlexp.training.model import exported
 from tests.helpers import warm
 from tests.helpers.runs import descendants, gone, rows_of, run_json, wait_for_steps
 
@@ -114,13 +114,13 @@ def test_each_kind_of_model_has_its_class(
     if adapter is not None:
         (tmp_path / "adapter_config.json").write_text(adapter, encoding="utf-8")
     asked = {}
-    for module in (export, sys.modules.get("peft") or pytest.importorskip("peft")):
+    for module in (exported, sys.modules.get("peft") or pytest.importorskip("peft")):
         for name in ("AutoModelForCausalLM", "AutoModelForSequenceClassification", "AutoPeftModelForCausalLM",
                      "AutoPeftModelForSequenceClassification"):  # fmt: skip
             if hasattr(module, name):
                 noted = SimpleNamespace(from_pretrained=lambda _, name=name, **more: asked.update({name: more}))
                 monkeypatch.setattr(module, name, noted)
-    export.load_exported(tmp_path, dtype="float32")
+    exported.load_exported(tmp_path, dtype="float32")
     assert asked == {loader: {**more, "dtype": "float32"}}
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_without_peft_says_what_is_missing(tmp_path: Path, monkeypatc
     (tmp_path / "adapter_config.json").write_text('{"task_type": "CAUSAL_LM"}', encoding="utf-8")
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"is an adapter, which peft loads: pip install peft\.$"):
-        export.load_exported(tmp_path)
+        exported.load_exported(tmp_path)
 
 
 def test_a_program_that_uses_hydra_keeps_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -308,8 +308,8 @@ TEMPLATES = (  # they need a tokenizer with a template, so no run of model=tiny 
             lambda _, self, talk, place, _whole, _called=None: len(self.text(talk[:place]))),
     of_rows("a turn ends before its end", "dataset.chat:_Rendering.turn",
             lambda original, *args: ((turn := original(*args))[0], turn[1] - len("<|im_end|>\n"))),
-    of_rows("the options are not handed on", "dataset.chat:_Rendering.__post_init__",
-            lambda _, self: object.__setattr__(self, "extra", {})),
+    of_rows("the options are not handed on", "dataset.chat:_Rendering.__init__",
+            lambda original, self, *parts: (original(self, *parts), setattr(self, "extra", {}))[0]),
     of_rows("two ends", "dataset.tokens:RowTokenizer._ends", lambda _original, _self, _last: False),
 )  # fmt: skip
 EDGES = (

@@ -1,5 +1,5 @@
 """The algorithms of reinforcement learning; `POLICY` lists them all. They share a clipped ratio, divergence and entropy
-in the loss, and metrics.
+in the loss, and metrics. At the end: how the divergence is estimated, and what adapts its coefficient.
 
     ratio = exp(log π − log π_old),  loss = max(−A·ratio, −A·clamp(ratio, 1 − clip_low, 1 + clip_high))
 
@@ -22,12 +22,10 @@ from rlexp.training.algos.advantages import centred, gae, returns_to_go, token_r
 from rlexp.training.algos.policy_loss import Outcomes, PolicyTerms, PolicyTokens, TokenAdvantages
 from rlexp.training.types import Wanted
 
-MOST = 0.2  # largest relative change of the coefficient after one rollout
-
 
 @dataclass(frozen=True)
 class ClippedRatio:
-    """Base class. A subclass overrides what differs."""
+    """Base class. A subclass overrides what differs, such as what an answer has earned (`credit`)."""
 
     cfg: Any  # the keys of the algorithm
     importance_cap: float | None  # bound of exp(old − behaviour), a factor of the policy's term; None: no such factor
@@ -285,6 +283,9 @@ def estimate(kind: schema.KLEstimator, d: Tensor) -> Tensor:
             return torch.expm1(-d) + d  # near 0, exp(−d) − 1 + d would keep none of its digits
 
 
+MOST_CHANGE = 0.2  # of the coefficient after one rollout, relatively
+
+
 @dataclass
 class KLController:
     """The coefficient of the divergence. Its whole state is `beta`.
@@ -301,5 +302,5 @@ class KLController:
         """Adapt `beta` after a rollout of `samples` samples whose mean divergence is `kl`."""
         if self.target is None:
             return
-        error = min(max(kl / self.target - 1, -MOST), MOST)
+        error = min(max(kl / self.target - 1, -MOST_CHANGE), MOST_CHANGE)
         self.beta *= 1 + error * min(1.0, samples / self.horizon)  # without min() beta could turn negative

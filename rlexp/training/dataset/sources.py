@@ -28,7 +28,8 @@ from rlexp.training.dataset.store_making import Work
 from rlexp.training.dataset.tokens import Encoder, RowTokenizer
 
 # Modules that decide a token, or how it is kept.
-CODE = ("chat", "messages", "recipe", "row_files", "row_shapes", "seam", "store", "tokens", "../../base/made_once")
+CODE = ("chat", "messages", "recipe", "row_files", "row_shapes", "seam", "store", "store_making", "tokens",
+        "../../base/made_once")  # fmt: skip
 LIBRARIES = ("datasets", "jinja2", "orjson", "pyarrow", "tokenizers", "transformers")
 PLACES = ("name_or_path", "tokenizer_file", "is_local", "local_files_only", "cache_dir", "added_tokens_decoder")
 MOST_WORKERS = 32

@@ -50,9 +50,8 @@ def pack_sequences(
     forest = forest or (copied(whole) if share is None else shared(whole, share))
     segments = _segments(forest, multiple, unit=unit, packing=packing)
     total = segments[-1].start + segments[-1].padded
-    tokens, targets, positions = (
-        np.zeros(total, dtype=np.int64) for _ in range(3)
-    )  # padding stays at 0, which any table of positions has
+    # Padding stays at 0, which any table of positions has.
+    tokens, targets, positions = np.zeros((3, total), dtype=np.int64)
     for segment, branch in zip(segments, forest.branches, strict=False):
         tokens[segment.start : segment.start + segment.length] = branch.tokens
     places = [_places(segments, path, length) for path, length in zip(forest.paths, forest.lengths, strict=True)]

@@ -12,6 +12,7 @@ parts is their sum: exactly the gradient of the train batch's loss. Nothing else
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -74,15 +75,19 @@ class Engine(Protocol):
         logits_BV: Tensor = (self.module if self.sharded else self.policy)(batch)
         return logits_BV
 
+    @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add to the gradient; with `last`, reduce it over the ranks. A collective call."""
 
+    @abstractmethod
     def grad_norm(self) -> float:
         """Return the norm of the whole accumulated gradient before clipping; inf if it is not finite. Collective."""
 
+    @abstractmethod
     def step(self, lr: float) -> None:
         """Clip, step the optimizer, and zero the gradients."""
 
+    @abstractmethod
     def gradients(self) -> dict[str, Tensor]:
         """Return the whole gradient by parameter, between the last `backward` and `step`. A collective call."""
 
@@ -107,9 +112,11 @@ class Engine(Protocol):
         """Return the whole shapes of the parameters that a checkpoint holds, which are those that are trained."""
         return {name: shape_of(parameter) for name, parameter in self.parameters.items()}
 
+    @abstractmethod
     def fragments(self) -> list[Fragment]:
         """Return this rank's state of the trained parameters. Missing moments are created."""
 
+    @abstractmethod
     def restored(self, steps: int) -> None:
         """Bring all else in line after the fragments were written from a state at `steps`. A collective call."""
 

@@ -60,7 +60,7 @@ class _Sharded(Engine):
     def weights(self, *, trained: bool = False) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.parts.items():
             if name in self.parameters or not trained:
-                yield name, _whole(parameter.detach())
+                yield name, _gathered(parameter.detach())
 
     def fragments(self) -> list[Fragment]:
         fragments = []
@@ -119,7 +119,7 @@ class FSDP2Engine(_Sharded):
         self.steps += 1
 
     def gradients(self) -> dict[str, Tensor]:
-        return {name: _whole(parameter.grad) for name, parameter in self.parameters.items()}
+        return {name: _gathered(parameter.grad) for name, parameter in self.parameters.items()}
 
     def restored(self, steps: int) -> None:
         for parameter in self.parameters.values():
@@ -163,14 +163,14 @@ def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
     for name, parameter in root.named_parameters(remove_duplicate=False):
         if (part := parts.get(name)) is not None:
             assert isinstance(parameter, DTensor)
-            made = _sharded(part.view(parameter.to_local().shape), parameter)
+            made = _dtensor(part.view(parameter.to_local().shape), parameter)
             filled[id(parameter)] = nn.Parameter(made, requires_grad=parameter.requires_grad)
         if id(parameter) in filled:
             state[name] = filled[id(parameter)]
     root.load_state_dict(state, strict=False, assign=True)
 
 
-def _sharded(local: Tensor, like: DTensor) -> DTensor:
+def _dtensor(local: Tensor, like: DTensor) -> DTensor:
     """Shim: torch's own way to a part of the host moves it to the device. FSDP makes its own parts so too. Remove this
     when `DTensor.from_local` leaves a part where it is."""
     if local.device.type != like.device_mesh.device_type:
@@ -195,7 +195,7 @@ def _local(tensor: Any) -> Tensor:
     return tensor.to_local()
 
 
-def _whole(tensor: Any) -> Tensor:
+def _gathered(tensor: Any) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor.full_tensor().clone()  # on one rank it is the sharded tensor itself
 

@@ -1,5 +1,5 @@
 """Export of a trained model in transformers' format: weights in shards, configuration, tokenizer, template; or of an
-adapter alone, in peft's; and how either is loaded again.
+adapter alone, in peft's.
 
 Weights come in one by one and are written as soon as a file is whole, so the host holds one file's weights at a time.
 """
@@ -32,7 +32,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from transformers.utils.logging import disable_progress_bar
 
-from rlexp.base.errors import ConfigError, ModelError
+from rlexp.base.errors import ModelError
 from rlexp.base.files import open_to_others, sync, write_text
 from rlexp.config.adapter_folder import BASE, WEIGHTS
 from rlexp.config.content_ids import of_weights
@@ -143,7 +143,6 @@ class AdapterExport:
     def __init__(self, adapter: Adapter, model: ModelConfig, dtype: torch.dtype, place: Path) -> None:
         self._adapter, self._model, self._dtype, self._place = adapter, model, dtype, place
         self._held: dict[str, Tensor] = {}
-        place.mkdir(parents=True)
 
     def describe(self, tokenizer: Any) -> None:
         describe_adapter(self._adapter, self._place)
@@ -278,27 +277,3 @@ def describe_adapter(adapter: Adapter, place: Path) -> None:
     if not isinstance(config.target_modules, str):
         config.target_modules = sorted(config.target_modules)  # peft makes a set of them
     config.save_pretrained(str(place))
-
-
-def load_exported(place: Path, **options: Any) -> Any:
-    """Load a model that a run has written, with options of `from_pretrained`."""
-    adapter = _mapping_in(place / "adapter_config.json")
-    if adapter:
-        try:
-            from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
-        except ImportError:
-            raise ConfigError(f"{place}: is an adapter, which peft loads: pip install peft.") from None
-        if adapter.get("task_type") == "SEQ_CLS":
-            return AutoPeftModelForSequenceClassification.from_pretrained(place, num_labels=1, **options)
-        return AutoPeftModelForCausalLM.from_pretrained(place, **options)
-    classes = _mapping_in(place / "config.json").get("architectures")
-    named = [str(each) for each in classes] if isinstance(classes, list) else []
-    scores = any(name.endswith("ForSequenceClassification") for name in named)
-    return (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained(place, **options)
-
-
-def _mapping_in(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        body = json.loads(file.read_text(encoding="utf-8"))
-        return body if isinstance(body, dict) else {}
-    return {}

@@ -80,7 +80,8 @@ class RewardModel(nn.Module):
 
     @torch.no_grad()
     def forward(self, shard: Shard, end_S: Tensor) -> Tensor:
-        """Return (S,) in float64, to be summed over the ring: the scores of sequences that end on this rank, else 0."""
+        """Return (S,) in float64, to be summed over the ring: the scores of sequences that end on this rank, else 0.
+        They end at `end_S` of the pack."""
         with precise(self.head.weight.dtype):
             hidden_tE = hidden_states(self.model.base_model, shard)
             here_S, place_S = here(shard, end_S)

@@ -74,8 +74,8 @@ class JsonlSink(Sink):
     """Keep the curve so far in memory and in its file."""
 
     def __init__(self, path: Path) -> None:
-        self.lines = [line_of(row) for row in read_rows(path)]
-        self._file = LineFile(path, self.lines, keep=True)
+        self._file = LineFile(path, [line_of(row) for row in read_rows(path)], keep=True)
+        self.lines = self._file.lines
 
     def log(self, row: MetricRow) -> None:
         self._file.append(line_of(row))

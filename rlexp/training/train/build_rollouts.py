@@ -21,10 +21,9 @@ from rlexp.training.model.policy import CRITIC
 from rlexp.training.reference.stored import kept_dtype
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.deal import Draws
-from rlexp.training.rollout.modes import Colocated, Pipelined
 from rlexp.training.rollout.sampling import Forward
+from rlexp.training.rollout.sources import Colocated, Pipelined, Source
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.train.rollout_supply import Source
 from rlexp.training.train.surroundings import HERE, Surroundings
 
 VLLM_DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float32}

@@ -30,7 +30,7 @@ from rlexp.training.model.placing import Placing
 from rlexp.training.model.policy import DTYPES, Policy
 from rlexp.training.rollout.bridge import Bridge
 from rlexp.training.rollout.deal import Weights
-from rlexp.training.rollout.modes import serve
+from rlexp.training.rollout.sources import serve
 from rlexp.training.sinks.base import Ending, Sinks
 from rlexp.training.sinks.console import say
 from rlexp.training.sinks.jsonl import JsonlSink

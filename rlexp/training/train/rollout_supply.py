@@ -26,9 +26,9 @@ from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Host, Table, fetch, table_of
 from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
-from rlexp.training.rollout.modes import Colocated, Pipelined
 from rlexp.training.rollout.rewards.weighted import Judged, Rewards
 from rlexp.training.rollout.scoring import Columns, Scorer, Scores
+from rlexp.training.rollout.sources import Source
 from rlexp.training.sinks.base import RolloutFacts, Shown
 from rlexp.training.train.examples import Examples
 from rlexp.training.train.parts import TrainingRun
@@ -37,10 +37,6 @@ from rlexp.training.types import CreditedSample, Sample, ScoredSample
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
 NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead
 ALIKE = 1e-9  # scores of a group this close, relatively, count as equal: a model's scores may differ by rounding
-
-# Draws samples. Its methods are collective calls of the training ranks, which together get the same samples, whichever
-# rank draws them.
-Source = Colocated | Pipelined
 
 
 @dataclass(frozen=True)

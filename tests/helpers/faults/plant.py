@@ -151,6 +151,24 @@ class Seeing:
         return seeing
 
 
+class OfKinds(Seeing):
+    """Change what a method returns, for objects of these classes alone: others inherit it."""
+
+    def __init__(self, change: Callable[[Any], Any], *kinds: str) -> None:
+        super().__init__({})
+        self.change, self.kinds = change, kinds
+
+    def of(self, original: FunctionType, mark: Mark) -> Callable[..., Any]:
+        def changing(this: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(this, *args, **kwargs)
+            if type(this).__name__ not in self.kinds:
+                return result
+            mark()
+            return self.change(result)
+
+        return changing
+
+
 def _given(change: Change, args: tuple[Any, ...], kwargs: dict[str, Any], thing: Any) -> Any:
     return change(thing, *args, **kwargs)
 

@@ -161,11 +161,13 @@ def with_attributes(thing: Any, **changes: Any) -> Any:
 
 
 def half_of_them(original: Any, self: Any) -> dict[str, float]:
-    return original(with_attributes(self, eval_prompts=self.eval_prompts[: len(self.eval_prompts) // 2]))
+    held_out = self.examples.held_out
+    return original(with_attributes(self, examples=replace(self.examples, held_out=held_out[: len(held_out) // 2])))
 
 
 def of_training(original: Any, self: Any) -> dict[str, float]:
-    return original(with_attributes(self, eval_prompts=self.prompts[: len(self.eval_prompts)]))
+    train = self.examples.train[: len(self.examples.held_out)]
+    return original(with_attributes(self, examples=replace(self.examples, held_out=train)))
 
 
 def hotter(original: Any, self: Any, requests: Any, rollout: int) -> Any:
@@ -208,7 +210,7 @@ SAMPLE_FAULTS = (
            ROLLOUT),
     sample("half of the penalty", f"{SUPPLY}._collect", without_penalty, "rewards", TRAIN,
            "rollout.overlong=penalty"),
-    sample("other prompts than the sampler's", "rollout.modes:Colocated.draw", the_last_prompts, "data", TRAIN),
+    sample("other prompts than the sampler's", "rollout.sources:Colocated.draw", the_last_prompts, "data", TRAIN),
     sample("a text that ends an answer is passed over", "rollout.sampling:Drawer._stops", lambda *_: False, "data",
            ROLLOUT, "rollout.stop=[a,e]"),
     sample("an optimizer step too many", f"{SUPPLY}.of_step", a_step_more, "data", TRAIN, step=SECOND),

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlexp.training.model.placing import EXACT
 from tests.helpers.faults.base import BASE, ENGINE, MODEL, TRAIN, one
+from tests.helpers.faults.plant import OfKinds
 from tests.helpers.faults.samples import PPO
 
 
@@ -42,14 +43,8 @@ def of_another_seed(original: Any, cfg: Any, *args: Any, **kwargs: Any) -> Any:
     return original(replace(cfg, model=replace(cfg.model, seed=cfg.model.seed + 1)), *args, **kwargs)
 
 
-def forward_rounded(*kinds: str) -> Any:
-    """Change what engines of these classes alone return: others share their forward pass."""
-
-    def rounded(original: Any, self: Any, shard: Any) -> Any:
-        said = original(self, shard)
-        return said._replace(logps_n=said.logps_n * (1 + 1e-7)) if type(self).__name__ in kinds else said
-
-    return rounded
+def forward_rounded(kind: str) -> OfKinds:
+    return OfKinds(lambda outputs: outputs._replace(logps_n=outputs.logps_n * (1 + 1e-7)), kind)
 
 
 def without_window(original: Any, *args: Any, **kwargs: Any) -> Any:

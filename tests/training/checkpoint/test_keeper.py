@@ -7,12 +7,19 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from rlexp.config.schema import CheckpointConfig
+from rlexp.launch import stops
 from rlexp.run_files.checkpoint_folder import folder_of
 from rlexp.training.checkpoint.keeper import Keeper
 from rlexp.training.world.groups import ALONE, World
+
+
+@pytest.fixture(autouse=True)
+def _nobody_stops(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stops, "asked", lambda: None)
 
 
 class FullDisk:

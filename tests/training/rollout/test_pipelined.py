@@ -23,8 +23,8 @@ from rlexp.run_files.curve_distance import compared
 from rlexp.run_files.metrics_jsonl import read_rows
 from rlexp.training.checkpoint.restore import Reader
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.rollout.modes import Ahead, Colocated, Pipelined, Showing, refuse_other_prompts
 from rlexp.training.rollout.rewards.weighted import Rewards
+from rlexp.training.rollout.sources import Ahead, Colocated, Pipelined, Showing, refuse_other_prompts
 from rlexp.training.types import Example, Sample
 from rlexp.training.world.groups import ALONE, World
 from tests.conftest import Shell

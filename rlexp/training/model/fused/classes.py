@@ -81,8 +81,8 @@ def _has_own_code(module: nn.Module) -> bool:
     """Say whether a module may compute something between products: it has weights, is none of torch's, and no list,
     model or table of others."""
     known = isinstance(module, PreTrainedModel | nn.Embedding | Conv1D)
-    plain = known or type(module).__module__.startswith(("torch.", "peft."))
-    return not plain and any(True for _ in module.parameters())
+    foreign = known or type(module).__module__.startswith(("torch.", "peft."))
+    return not foreign and any(True for _ in module.parameters())
 
 
 def fused_class(module: nn.Module) -> tuple[str, type[nn.Module]] | None:

@@ -1,5 +1,6 @@
-"""The two modes. Colocated: every rank draws its own samples, and then all ranks train. Pipelined: some ranks draw the
-next rollout while the others train on this one.
+"""Where samples come from. Colocated: every rank draws its own samples, and then all ranks train. Pipelined: some ranks
+draw the next rollout while the others train on this one. The methods of both are collective calls of the ranks that
+train, which together get the same samples, whichever rank draws them.
 
 In the pipelined mode a whole rollout is drawn with one set of weights: those after the training on the rollout before
 the previous one. The delay is always the same, so the configuration alone fixes the curve, as in the colocated mode.
@@ -33,10 +34,11 @@ class Colocated:
         self._drawer, self._weights, self._cfg, self._world = drawer, weights, cfg, world
         self.seconds = 0.0  # time that this rank's last share took
         self.spans: list[tuple[float, float]] = []  # its begin and end, in wall-clock time
-        self.staleness = 0
-        self.waited = 0.0
+        self.staleness = 0  # rollouts trained on between the weights that drew it and now
+        self.waited = 0.0  # for ranks that only sample: there are none
 
     def draw(self, number: int, prompts: Sequence[Example], n_samples: int, rewards: Rewards) -> list[Sample]:
+        """Return this rank's samples of rollout `number`, handing them to the rewards as they come."""
         cfg, began, clock = self._cfg, time.monotonic(), time.time()
         hand = deal(prompts, n_samples, self._world.size)[self._world.rank]
         parts = micro_batches(hand, cfg.micro_batch_size, cfg.micro_batch_tokens, cfg.max_new_tokens)
@@ -51,6 +53,7 @@ class Colocated:
         return sorted(drawn, key=lambda sample: places[sample.place])  # in the order of requests, whichever ended first
 
     def waiting(self) -> list[Sample] | None:
+        """Return this rank's part of the samples drawn ahead, for a checkpoint."""
         return None
 
     def restore(self, number: int, waiting: list[Sample]) -> None:
@@ -154,6 +157,9 @@ class Pipelined:
             self._received()
         if self.bridge.rank == 0:
             self.bridge.tell(STOP)
+
+
+Source = Colocated | Pipelined
 
 
 def refuse_other_prompts(samples: Sequence[Sample], prompts: Sequence[Example], n_samples: int) -> None:
