@@ -46,9 +46,10 @@ def train_step(task: Task, number: int, watch: Watch = NOTHING) -> dict[str, flo
             tokens += len(batch.shard.tokens_t)
             following = next(coming, None)  # packed and copied while the device computes this one
             ready.stop()
-            watch.handed(batch, loss, following is None)
+            last = following is None
+            watch.handed(batch, loss, last)
             with run.phases("backward"):
-                run.engine.backward(loss, last=following is None)
+                run.engine.backward(loss, last=last)
             finite &= loss.detach().isfinite()
             batch = following
     watch.differentiated(step)

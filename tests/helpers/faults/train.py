@@ -31,11 +31,12 @@ def whole_batch(step: Any, _pairs: int) -> float:
     return len(step.batch.indices) / float(step.task.run.cfg.train.batch_size)
 
 
-def every_one_last(original: Any, task: Any, *args: Any) -> Any:
+def every_one_last(original: Any, task: Any, number: int, watch: Any) -> Any:
     def ending(backward: Any) -> Callable[..., None]:
         return lambda loss, **_last: backward(loss, last=True)
 
-    return original(with_run(task, engine=Altered(task.run.engine, backward=ending)), *args)
+    misled = Altered(watch, handed=lambda handed: lambda batch, loss, _last: handed(batch, loss, True))
+    return original(with_run(task, engine=Altered(task.run.engine, backward=ending)), number, misled)
 
 
 def with_run(task: Any, **changes: Any) -> Any:
