@@ -54,7 +54,7 @@ def of_micro_batch(_step: Any, held: Any) -> float:
 
 def of_replica(step: Any, _held: Any) -> float:
     mine = [place for places in step.micro_batches for place in places]
-    return float(np.mean([len(step.examples[place].answers[0][0]) for place in mine])) if mine else 1.0
+    return float(np.mean([len(step.examples[place].answers[0]) for place in mine])) if mine else 1.0
 
 
 def with_all_tokens(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def with_all_tokens(original: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     held = original(self, *args, **kwargs)
     answers_of = zip(*(each.answers for each in held.examples), strict=True)
     sides = zip(self.task.sides, answers_of, strict=True) if held.examples else ()
-    lengths = {side: torch.tensor([float(len(answer)) for answer, _ in answers]) for side, answers in sides}
+    lengths = {side: torch.tensor([float(len(answer)) for answer in answers]) for side, answers in sides}
     return replace(held, tokens={side: lengths.get(side, tokens).to(tokens) for side, tokens in held.tokens.items()})
 
 
@@ -96,8 +96,8 @@ def forgetful(original: Any, self: Any, values: Any) -> None:
 
 def tail_of_all(_original: Any, example: Any, weight: float) -> list[Any]:
     """Weigh tokens by their places among all of the answer's, with those that are masked."""
-    lengths = [len(answer) for answer, _ in example.answers]
-    places = [np.flatnonzero(np.ones(len(answer)) if mask is None else mask) for answer, mask in example.answers]
+    lengths = [*map(len, example.answers)]
+    places = [np.flatnonzero(np.ones(len(answer)) if mask is None else mask) for answer, mask in example.masked]
     return [np.where(each < min(lengths), 1.0, weight) for each in places]
 
 
