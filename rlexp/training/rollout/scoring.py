@@ -70,9 +70,7 @@ class Scorer:
 
         All ranks of a ring have as many packs, and those of all rings if they must go together.
         """
-        ring = self.world.ring
-        parts = gather_objects(local, ring.size, ring.group)
-        whole, first = [each for part in parts for each in part], sum(map(len, parts[: ring.rank]))
+        whole, first = self._whole(local)
         units = [[np.concatenate(each)] for each in whole]
         longest = max((len(sequence) for (sequence,) in units), default=0)  # of a reward model with tokens of its own
         packs = self.dealer.with_room_for(longest).deal_all(len(units), units.__getitem__).packs[0]
@@ -82,6 +80,13 @@ class Scorer:
         for places in (*packs, *((),) * (int(most) - len(packs))):
             own = [(at, place - first) for at, place in enumerate(places) if 0 <= place - first < len(local)]
             yield [whole[place] for place in places], own
+
+    def _whole(self, local: Sequences) -> tuple[Sequences, int]:
+        """Return the sequences of all ranks of the ring as one list, and the place of this rank's first. A rehearsal has
+        only its own rank's."""
+        ring = self.world.ring
+        parts = gather_objects(local, ring.size, ring.group)
+        return [each for part in parts for each in part], sum(map(len, parts[: ring.rank]))
 
     def _computed(self, sequences: Sequences, own: Sequence[int]) -> dict[str, list[Floats]]:
         """Run the models on a pack, and return columns of the sequences at some places."""
