@@ -82,8 +82,8 @@ class Scorer:
             yield [whole[place] for place in places], own
 
     def _whole(self, local: Sequences) -> tuple[Sequences, int]:
-        """Return the sequences of all ranks of the ring as one list, and the place of this rank's first. A rehearsal has
-        only its own rank's."""
+        """Return the sequences of all ranks of the ring as one list, and the place of this rank's first. A rehearsal
+        has those of one rank alone."""
         ring = self.world.ring
         parts = gather_objects(local, ring.size, ring.group)
         return [each for part in parts for each in part], sum(map(len, parts[: ring.rank]))
