@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -19,6 +19,8 @@ ONLY_HERE = {"deepspeed": "training/engine", "wandb": "training/sinks", "wandb_w
 # Both commands that draw for the terminal use rich.
 BESIDE = {"hydra": {"launch", "run", "__main__"}, "transformers": {"verify"}, "rich": {"status/__main__", "data"},
           "wandb": {"dashboard"}}  # fmt: skip
+BY_TORCH = {"Counting._should_skip_dynamo", "Accelerator._is_in_bad_fork", "Staged._start_coalescing",
+            "Staged._end_coalescing"}  # fmt: skip
 
 
 # ---- the code as it is ----
@@ -58,6 +60,35 @@ def test_variables_are_named_by_what_they_hold() -> None:
              for kind, field in ((ast.Name, "id"), (ast.arg, "arg"), (ast.Attribute, "attr"), (ast.FunctionDef, "name"))
              if isinstance(node, kind) and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)}  # fmt: skip
     assert [each for each in sorted(names) if each[1] in ("said", "found", "told", "mine", "there")] == []
+
+
+def uncalled(paths: Iterable[Path]) -> set[str]:
+    """Return the private methods that no file of their class, or of one that it derives from, calls.
+
+    A rehearsal overrides methods of training: one that training calls no more would do nothing there.
+    """
+    classes: dict[str, tuple[Path, ast.ClassDef]] = {}
+    names: dict[Path, set[str]] = {}
+    for path in paths:
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        names[path] = {node.id for node in nodes if isinstance(node, ast.Name)}
+        names[path] |= {node.attr for node in nodes if isinstance(node, ast.Attribute)
+                        and getattr(getattr(node.value, "func", None), "id", "") != "super"}  # fmt: skip
+        classes.update({node.name: (path, node) for node in nodes if isinstance(node, ast.ClassDef)})
+
+    def called(name: str) -> set[str]:
+        if name not in classes:
+            return set()
+        path, node = classes[name]
+        return names[path].union(*(called(base.id) for base in node.bases if isinstance(base, ast.Name)))
+
+    return {f"{name}.{method.name}" for name, (_, node) in classes.items() for method in node.body
+            if isinstance(method, ast.FunctionDef) and method.name[0] == "_" != method.name[1]
+            and method.name not in called(name)}  # fmt: skip
+
+
+def test_a_private_method_is_called() -> None:
+    assert uncalled(PACKAGE.rglob("*.py")) == BY_TORCH
 
 
 @pytest.mark.parametrize("package", ONLY_HERE)
@@ -115,6 +146,15 @@ def test_a_planted_circle_of_modules_is_found(copy: Path) -> None:
     add(copy, "training/algos/policy.py", "from rlexp.training.train import leaf")
     (found,) = circles(copy / "rlexp")
     assert "training/train → training/algos" in found
+
+
+def test_an_override_that_is_called_no_more_is_found(tmp_path: Path) -> None:
+    scoring = PACKAGE / "training" / "rollout" / "scoring.py"
+    changed = tmp_path / "scoring.py"
+    changed.write_text(scoring.read_text(encoding="utf-8").replace("self._whole(", "whole("), encoding="utf-8")
+    override = PACKAGE / "preflight" / "rehearsal" / "longest_samples.py"
+    assert "ShortScorer._whole" not in uncalled([scoring, override])
+    assert "ShortScorer._whole" in uncalled([changed, override])
 
 
 @pytest.mark.parametrize(
