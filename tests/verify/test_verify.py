@@ -182,7 +182,7 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
 SUMMED = """
 
 def _summed(self, right=Reducing._land):
-    bucket = self._sent[0].bucket
+    bucket, *_ = self._sent[0]
     right(self)
     for parameter in bucket:
         parameter.grad *= self.world.size
