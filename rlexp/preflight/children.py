@@ -12,7 +12,7 @@ import os
 import pickle
 import selectors
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,8 +21,6 @@ from rlexp.launch.stops import end_with_parent
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 # A task yields what may run side by side, calls and tasks, and is sent their results.
 Calls = Generator[Sequence["Call | Calls"], Any, Any]
-
-
 Watch = Callable[[Sequence[Call], int], None]  # is given the calls that run, and the number of those that are done
 ASKED_EVERY = 1.0  # seconds between two calls of it
 
@@ -34,117 +32,110 @@ def at_once(tasks: Sequence[Calls], processes: int, watch: Watch | None = None) 
     gc.freeze()  # DeepSpeed calls the collector again and again: it need not look at what was imported
     pool = _Pool(processes, watch)
     try:
-        return pool.run(tasks)
+        return pool.run(_all(tasks))
     finally:
         if not frozen:  # by whoever calls
             gc.unfreeze()
         pool.end()
 
 
-@dataclass(eq=False)
-class _Batch:
-    """What a task needs before it goes on. After an error it goes on at once, and its batch is an old one."""
-
-    task: _Task
-    answers: list[Any]
+def _all(tasks: Sequence[Calls]) -> Calls:
+    return (yield tasks)
 
 
 @dataclass(eq=False)
 class _Task:
     steps: Calls
-    urgency: tuple[int, ...]  # the first tasks may take longest, and of these the first of what they need
-    asked_by: tuple[_Batch, int] | None = None  # which waits for the result, and the place among its answers
-    batch: _Batch | None = None
+    urgency: tuple[int, ...] = ()  # the first tasks may take longest, and of these the first of what they need
+    result_to: _Slot | None = None
+    answers: list[Any] | None = None  # to what it needs before it goes on
+
+
+@dataclass(frozen=True, eq=False)
+class _Slot:
+    """The place of an answer. After an error a task goes on at once, with other answers: these are for nobody."""
+
+    task: _Task
+    answers: list[Any]
+    number: int
+
+    @property
+    def wanted(self) -> bool:
+        above = self.task.result_to
+        return self.task.answers is self.answers and (above is None or above.wanted)
 
 
 class _Pool:
     def __init__(self, processes: int, watch: Watch | None) -> None:
         self.processes, self.watch, self.done = processes, watch, 0
-        self.waiting: list[tuple[_Batch, int, Call]] = []
-        # by pipe: who needs it, at which place, and the process with its call
-        self.running: dict[int, tuple[_Batch, int, int, Call]] = {}
-        self.results: list[Any] = []
+        self.waiting: list[tuple[_Slot, Call]] = []
+        self.running: dict[int, tuple[_Slot, int, Call]] = {}  # by pipe: who needs it, and the process with its call
+        self.result: Any = None
 
-    def run(self, tasks: Sequence[Calls]) -> list[Any]:
-        self.results = [None] * len(tasks)
-        for number, steps in enumerate(tasks):
-            self._go_on(_Task(steps, (number,)))
+    def run(self, steps: Calls) -> Any:
+        self._go_on(_Task(steps))
         with selectors.DefaultSelector() as selector:
             while self.waiting or self.running:
                 while self.waiting and len(self.running) < self.processes:
-                    batch, place, call = self.waiting.pop(0)
+                    slot, call = self.waiting.pop(0)
                     pipe, process = _forked(*call)
-                    self.running[pipe] = (batch, place, process, call)
+                    self.running[pipe] = (slot, process, call)
                     selector.register(pipe, selectors.EVENT_READ)
                 if self.watch is not None:
                     self.watch([call for *_, call in self.running.values()], self.done)
                 for key, _ in selector.select(None if self.watch is None else ASKED_EVERY):
                     selector.unregister(key.fd)
-                    batch, place, process, _ = self.running[key.fd]
+                    slot, process, _ = self.running[key.fd]
                     result = _result(key.fd, process)
                     del self.running[key.fd]
                     self.done += 1
-                    self._answer(batch, place, *result)
-        return self.results
+                    self._answer(slot, *result)
+        return self.result
 
     def _go_on(self, task: _Task, error: BaseException | None = None) -> None:
         """Take a task to what it needs next, or to its end."""
         try:
-            sent = None if task.batch is None else task.batch.answers
-            needs = list(task.steps.throw(error) if error is not None else task.steps.send(sent))
+            needs = list(task.steps.throw(error) if error is not None else task.steps.send(task.answers))
         except StopIteration as end:
-            self._end(task, end.value, None)
+            self._answer(task.result_to, end.value, None)
             return
         except Exception as wrong:
-            self._end(task, None, wrong)
+            self._answer(task.result_to, None, wrong)
             return
-        batch = task.batch = _Batch(task, [_PENDING] * len(needs))
-        for place, need in enumerate(needs):
+        answers = task.answers = [_PENDING] * len(needs)
+        for number, need in enumerate(needs):
+            slot = _Slot(task, answers, number)
             if isinstance(need, Generator):
-                self._go_on(_Task(need, (*task.urgency, place), (batch, place)))
+                self._go_on(_Task(need, (*task.urgency, number), slot))
             else:
-                self.waiting.append((batch, place, need))
-            if task.batch is not batch:
+                self.waiting.append((slot, need))
+            if not slot.wanted:
                 return
         if not needs:
             self._go_on(task)
         self.waiting.sort(key=lambda each: each[0].task.urgency)
 
-    def _end(self, task: _Task, value: Any, error: BaseException | None) -> None:
-        task.batch = None  # answers that are still to come are for nobody
-        if task.asked_by is not None:
-            self._answer(*task.asked_by, value, error)
-        elif error is not None:
-            raise error
-        else:
-            self.results[task.urgency[0]] = value
-
-    def _answer(self, batch: _Batch, place: int, answer: Any, error: BaseException | None) -> None:
-        task = batch.task
-        if task.batch is not batch:
-            return
-        batch.answers[place] = answer
-        if error is not None:
-            self.waiting = [each for each in self.waiting if batch not in _line(each[0])]
-            self._go_on(task, error)
-        elif not any(each is _PENDING for each in batch.answers):
-            self._go_on(task)
+    def _answer(self, slot: _Slot | None, answer: Any, error: BaseException | None) -> None:
+        if slot is None:  # the end of all
+            if error is not None:
+                raise error
+            self.result = answer
+        elif slot.wanted:
+            slot.answers[slot.number] = answer
+            if error is not None:
+                slot.task.answers = None
+                self.waiting = [each for each in self.waiting if each[0].wanted]
+                self._go_on(slot.task, error)
+            elif not any(each is _PENDING for each in slot.answers):
+                self._go_on(slot.task)
 
     def end(self) -> None:
-        for pipe, (_, _, process, _) in self.running.items():
+        for pipe, (_, process, _) in self.running.items():
             with contextlib.suppress(OSError):  # the search may have been ended while an answer was read
                 os.close(pipe)
             with contextlib.suppress(ProcessLookupError, ChildProcessError):
                 os.kill(process, signal.SIGKILL)
                 os.waitpid(process, 0)
-
-
-def _line(batch: _Batch) -> Iterator[_Batch]:
-    """Yield a batch, the one that waits for its task, and so on."""
-    yield batch
-    while (asked_by := batch.task.asked_by) is not None:
-        batch = asked_by[0]
-        yield batch
 
 
 _PENDING = object()
