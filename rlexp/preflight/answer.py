@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -15,11 +14,12 @@ from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.checks.sharing import shares
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, LayoutName
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
+from rlexp.config.with_values import with_values
 from rlexp.launch.preflight_check import print_line
-from rlexp.preflight.changes import Change, cost, pass_before, singles
+from rlexp.preflight.changes import Change, cheapest_alone, singles
 from rlexp.preflight.children import Calls, Watch, at_once
 from rlexp.preflight.epoch import rows_at_hand
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
@@ -67,9 +67,7 @@ class Answer:
         """The change that fits and takes the least time; None if the run fits, or no single change makes it fit.
 
         One that trains other weights is the last."""
-        fitting = [change for change in self.changes if change.fits(self.limit)]
-        price = functools.partial(cost, before=pass_before(self.cfg, self.prediction))
-        return None if self.fits else min(fitting, key=price, default=None)
+        return None if self.fits else cheapest_alone(self.changes, self.cfg, self.prediction, self.limit)
 
 
 def answer(overrides: Sequence[str], extras: Extras, watch: Watch | None = None) -> Answer:
@@ -109,7 +107,8 @@ def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
 
     A task of `children.at_once`.
     """
-    sizes = list(_ring_sizes(cfg))
+    possible = (size for size in divisors(cfg.parallel.world_size) if size.bit_count() == 1)
+    sizes = [size for size in possible if size != cfg.parallel.ring_size]
     composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
     return dict(zip(sizes, composed, strict=True))
 
@@ -168,20 +167,11 @@ def shared_out(cfg: Config, model: Any, ring: Log, one: Log) -> Sharding:
 
 def alone(cfg: Config) -> Config:
     """Return the configuration of one replica on a ring of one."""
-    parallel = dataclasses.replace(cfg.parallel, ring_size=1, world_size=cfg.parallel.dp_size, ulysses_size=None)
-    if cfg.parallel.layout.value in ("hybrid", "ulysses", "auto"):
-        parallel = dataclasses.replace(parallel, layout=type(cfg.parallel.layout).zigzag)
-    train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens_of_ring(cfg))
-    return dataclasses.replace(cfg, parallel=parallel, train=train)
-
-
-def _ring_sizes(cfg: Config) -> Iterator[int]:
-    """Yield the other ring sizes that the ranks could have."""
-    size, world = 1, cfg.parallel.world_size
-    while size <= world:
-        if size in divisors(world) and size != cfg.parallel.ring_size:
-            yield size
-        size *= 2
+    layout = cfg.parallel.layout
+    layout = LayoutName.zigzag if layout.value in ("hybrid", "ulysses", "auto") else layout
+    ranks = cfg.parallel.dp_size
+    one = with_values(cfg, "parallel", ring_size=1, world_size=ranks, ulysses_size=None, layout=layout)
+    return with_values(one, "train", max_tokens_per_micro_batch=tokens_of_ring(cfg))
 
 
 def _composed(overrides: Sequence[str], *words: str) -> Config | str:

@@ -7,9 +7,10 @@ learning rate: it is named after all others, with what it is, and never taken fo
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +27,7 @@ from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
 from rlexp.config.vllm_memory import uses_vllm
+from rlexp.config.with_values import with_values
 from rlexp.preflight.host import COPIES, HostBytes
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller
@@ -97,6 +99,12 @@ def seconds(prediction: Prediction | None) -> float | None:
     return prediction.seconds
 
 
+def cheapest_alone(changes: Sequence[Change], cfg: Config, asked: Prediction, limit: int) -> Change | None:
+    """Return the change that fits and takes the least time; None if none fits."""
+    price = functools.partial(cost, before=pass_before(cfg, asked))
+    return min((change for change in changes if change.fits(limit)), key=price, default=None)
+
+
 def needed(prediction: Prediction) -> str:
     return "more than " * prediction.build_alone + size(prediction.peak.bytes)
 
@@ -109,35 +117,46 @@ def engines_for(cfg: Config) -> list[Config]:
 
 def with_engine(cfg: Config, name: str) -> Config | None:
     """Return the configuration with another engine; None if that engine cannot do what is asked."""
-    engine = dataclasses.replace(cfg.engine, name=EngineName(name), chosen=None)
-    return _checked(dataclasses.replace(cfg, engine=engine))
+    return _checked(with_values(cfg, "engine", name=EngineName(name), chosen=None))
+
+
+def one(cfg: Config, key: str, value: Any) -> tuple[str, Config]:
+    """Return the change of one key, as words and as the configuration."""
+    match value:
+        case bool():
+            written = str(value).lower()
+        case float():
+            written = f"{value:g}"
+        case _:
+            written = str(getattr(value, "value", value))
+    group, _, name = key.partition(".")
+    return f"{key}={written}", with_values(cfg, group, **{name: value})
 
 
 def singles(cfg: Config, *, engines: bool = True, short: HostBytes | None = None) -> Iterator[tuple[str, Config]]:
     """Yield single changes. Without `engines` the engine stays: all were tried. `short` is a machine with less memory
     than the run needs there."""
+    on_gpu, name = cfg.launch.device is not Device.cpu, cfg.engine.name.value
     for less in LESS_KEPT[cfg.memory.recomputed]:
-        memory = dataclasses.replace(cfg.memory, checkpointing=less.value)
-        yield f"memory.checkpointing={less.value}", dataclasses.replace(cfg, memory=memory)
+        yield one(cfg, "memory.checkpointing", less.value)
     double = 2 * cfg.parallel.ring_size
     if cfg.parallel.world_size % double == 0 and (wider := _checked(_with_ring(cfg, double))) is not None:
         # On CPU the number of ranks follows the ring unless it is given.
-        ranks = f" launch.nproc={cfg.launch.nproc}" if cfg.launch.device is Device.cpu else ""
-        yield f"parallel.ring_size={double}{ranks}", wider
-    name = cfg.engine.name.value
+        yield f"parallel.ring_size={double}{'' if on_gpu else f' launch.nproc={cfg.launch.nproc}'}", wider
     held = CHEAPEST.index(name) if name in CHEAPEST else -1
     for engine in CHEAPEST[held + 1 :] if engines else ():
         if (other := with_engine(cfg, engine)) is not None:
             yield f"engine={engine}", other
     if cfg.engine.offload is Offload.none and "optimizer" in ENGINES[name].offload:
-        offloaded = dataclasses.replace(cfg.engine, offload=Offload.optimizer)
-        yield "engine.offload=optimizer", dataclasses.replace(cfg, engine=offloaded)
+        yield one(cfg, "engine.offload", Offload.optimizer)
     yield from _with_less_at_once(cfg)
-    for words in smaller(cfg):
-        key, _, value = words.removeprefix("rollout.").partition("=")
-        changed: dict[str, Any] = {key: int(value)}
-        yield words, dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, **changed))
-    yield from _of_vllm(cfg)
+    for key, count in smaller(cfg):
+        yield one(cfg, key, count)
+    if uses_vllm(cfg) and on_gpu:  # other shares of a GPU: what training leaves, and none while the ranks train
+        if cfg.rollout.vllm_memory != AUTO:
+            yield one(cfg, VLLM_MEMORY, AUTO)
+        if not cfg.rollout.vllm_sleep:
+            yield one(cfg, "rollout.vllm_sleep", True)
     yield from _of_reference(cfg)
     if short is not None:
         yield from _for_machine(cfg, short)
@@ -145,33 +164,17 @@ def singles(cfg: Config, *, engines: bool = True, short: HostBytes | None = None
         yield from _with_adapter(cfg)
 
 
-def _of_vllm(cfg: Config) -> Iterator[tuple[str, Config]]:
-    """Yield other shares of a GPU for vLLM: what training leaves, and none while the ranks train."""
-    if not uses_vllm(cfg) or cfg.launch.device is Device.cpu:
-        return
-    rollout = cfg.rollout
-    if rollout.vllm_memory != AUTO:
-        auto = dataclasses.replace(rollout, vllm_memory=AUTO)
-        yield f"{VLLM_MEMORY}={AUTO}", dataclasses.replace(cfg, rollout=auto)
-    if not rollout.vllm_sleep:
-        yield SLEEP, dataclasses.replace(cfg, rollout=dataclasses.replace(rollout, vllm_sleep=True))
-
-
 def _of_reference(cfg: Config) -> Iterator[tuple[str, Config]]:
     """Yield other ways to the same reference."""
     reference = cfg.reference
     if not compares(cfg.loss):
         return
-    for name in (ReferenceName.adapter, ReferenceName.precompute):
-        if reference.name not in (name, ReferenceName.precompute):
-            words, changed = _compared_with(cfg, name)
-            if (other := _checked(changed)) is not None:
-                yield words, other
+    others = [_compared_with(cfg, name) for name in (ReferenceName.adapter, ReferenceName.precompute)
+              if reference.name not in (name, ReferenceName.precompute)]  # fmt: skip
     on_gpu = cfg.launch.device is not Device.cpu and cfg.engine.offload is not Offload.all
     if reference.name is ReferenceName.model and not reference.offload and on_gpu:
-        kept = dataclasses.replace(cfg, reference=dataclasses.replace(reference, offload=True))
-        if (other := _checked(kept)) is not None:
-            yield KEPT, other
+        others.append(one(cfg, "reference.offload", True))
+    yield from ((words, changed) for words, changed in others if _checked(changed) is not None)
 
 
 def _for_machine(cfg: Config, host: HostBytes) -> Iterator[tuple[str, Config]]:
@@ -179,15 +182,11 @@ def _for_machine(cfg: Config, host: HostBytes) -> Iterator[tuple[str, Config]]:
     copies = host.by_kind[COPIES]
     left = max((host.limit or 0) - host.counted + copies, host.ranks * LEAST_COPIES)
     if left < copies:
-        gib = max(math.floor(left / GIB * 100) / 100, 0.01)
-        checkpoint = dataclasses.replace(cfg.checkpoint, host_memory_gib=gib)
-        yield f"checkpoint.host_memory_gib={gib:g}", dataclasses.replace(cfg, checkpoint=checkpoint)
+        yield one(cfg, "checkpoint.host_memory_gib", max(math.floor(left / GIB * 100) / 100, 0.01))
     if cfg.reference.offload:
-        reference = dataclasses.replace(cfg.reference, offload=False)
-        yield "reference.offload=false", dataclasses.replace(cfg, reference=reference)
+        yield one(cfg, "reference.offload", False)
     if cfg.engine.offload is not Offload.none:
-        engine = dataclasses.replace(cfg.engine, offload=Offload.none)
-        yield "engine.offload=none", dataclasses.replace(cfg, engine=engine)
+        yield one(cfg, "engine.offload", Offload.none)
 
 
 def _with_adapter(cfg: Config) -> Iterator[tuple[str, Config]]:
@@ -203,7 +202,7 @@ def _with_adapter(cfg: Config) -> Iterator[tuple[str, Config]]:
 
 def _compared_with(cfg: Config, name: ReferenceName) -> tuple[str, Config]:
     words = f"reference={name.value}" + " reference.offload=false" * cfg.reference.offload
-    return words, dataclasses.replace(cfg, reference=dataclasses.replace(cfg.reference, name=name, offload=False))
+    return words, with_values(cfg, "reference", name=name, offload=False)
 
 
 def pairs(cfg: Config, *, engines: bool = True, short: HostBytes | None = None) -> dict[Words, Config]:
@@ -223,11 +222,9 @@ def key_of(words: str) -> str:
 
 
 def _with_ring(cfg: Config, size: int) -> Config:
-    replicas = cfg.parallel.world_size // size
-    parallel = dataclasses.replace(cfg.parallel, ring_size=size, dp_size=replicas)
-    samples = cfg.train.micro_batch_size
+    replicas, samples = cfg.parallel.world_size // size, cfg.train.micro_batch_size
     batches = cfg.train.batch_size // (samples * replicas) if isinstance(samples, int) else None
-    return dataclasses.replace(cfg, parallel=parallel, train=dataclasses.replace(cfg.train, grad_acc=batches))
+    return with_values(with_values(cfg, "parallel", ring_size=size, dp_size=replicas), "train", grad_acc=batches)
 
 
 def _with_less_at_once(cfg: Config) -> Iterator[tuple[str, Config]]:
@@ -235,8 +232,7 @@ def _with_less_at_once(cfg: Config) -> Iterator[tuple[str, Config]]:
     samples, batches = cfg.train.micro_batch_size, cfg.train.grad_acc
     if isinstance(samples, int) and samples > 1 and samples % 2 == 0:
         assert batches is not None
-        train = dataclasses.replace(cfg.train, micro_batch_size=samples // 2, grad_acc=2 * batches)
-        yield f"train.micro_batch_size={samples // 2}", dataclasses.replace(cfg, train=train)
+        yield one(with_values(cfg, "train", grad_acc=2 * batches), "train.micro_batch_size", samples // 2)
     else:
         yield from itertools.islice(fewer_tokens(cfg), 1)
 
@@ -246,8 +242,7 @@ def fewer_tokens(cfg: Config) -> Iterator[tuple[str, Config]]:
     tokens, least = at_once(cfg).tokens, longest_sample(cfg)
     while tokens is not None and tokens > least:
         tokens = max(tokens // 2, least)
-        train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens)
-        yield f"{BUDGET}={tokens}", dataclasses.replace(cfg, train=train)
+        yield one(cfg, BUDGET, tokens)
 
 
 def _checked(cfg: Config) -> Config | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rlexp.base.byte_counts import GIB
 from rlexp.config.checks.micro_batches import longest_sample
 from rlexp.config.schema import Config
+from rlexp.config.with_values import with_values
 from rlexp.preflight.children import Calls
 from rlexp.preflight.predict import Found, Prediction, predict, predict_again, predict_fuller
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES, VLLM
@@ -111,17 +111,13 @@ class Longest:
 
 def with_length(cfg: Config, length: int) -> Config:
     """Change the length of prompt and answer together. An answer keeps its own, unless no prompt had room then."""
-    rollout, tokens = cfg.rollout, cfg.rollout.micro_batch_tokens
-    rollout = dataclasses.replace(
-        rollout,
-        max_new_tokens=min(rollout.max_new_tokens, length - 1),
-        micro_batch_tokens=None if tokens is None else max(tokens, length),
-    )
-    longer = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, max_length=length), rollout=rollout)
+    answer, tokens = min(cfg.rollout.max_new_tokens, length - 1), cfg.rollout.micro_batch_tokens
+    at_once = None if tokens is None else max(tokens, length)
+    longer = with_values(cfg, "rollout", max_new_tokens=answer, micro_batch_tokens=at_once)
+    longer = with_values(longer, "data", max_length=length)
     if (given := cfg.train.max_tokens_per_micro_batch) is None:
         return longer
-    tokens = max(given, longest_sample(longer))
-    return dataclasses.replace(longer, train=dataclasses.replace(cfg.train, max_tokens_per_micro_batch=tokens))
+    return with_values(longer, "train", max_tokens_per_micro_batch=max(given, longest_sample(longer)))
 
 
 def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, outcome: Found | None = None) -> Calls:
@@ -147,11 +143,11 @@ def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
     """Find the longest pair whose answers share a prompt, and have `ANSWERS` tokens each. `alone` is the longest that
     shares nothing. A task of `children.at_once`.
     """
-    one = dataclasses.replace(cfg.train, micro_batch_size=1, max_tokens_per_micro_batch=None,
-                              grad_acc=-(-cfg.train.batch_size // cfg.parallel.dp_size))  # fmt: skip
+    one = with_values(cfg, "train", micro_batch_size=1, max_tokens_per_micro_batch=None,
+                      grad_acc=-(-cfg.train.batch_size // cfg.parallel.dp_size))  # fmt: skip
     granule = STEP * cfg.parallel.ring_size
     tokens = max(2 * (alone.tokens or cfg.data.max_length) - ANSWERS, granule + ANSWERS)  # as many in all
-    first = with_length(dataclasses.replace(cfg, train=one), -(-tokens // granule) * granule)
+    first = with_length(one, -(-tokens // granule) * granule)
     outcome = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
     longest: Longest = yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS)
     return longest

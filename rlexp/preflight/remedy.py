@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import os
 from collections.abc import Sequence
@@ -17,13 +16,12 @@ from rlexp.preflight.changes import (
     OTHERWISE,
     Change,
     Words,
-    cost,
+    cheapest_alone,
     engines_for,
     fewer_tokens,
     needed,
     offloads,
     pairs,
-    pass_before,
     seconds,
     singles,
     trains_otherwise,
@@ -114,8 +112,8 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
     Pairs are tried in the order of the time that their two changes take one by one. A change that trains other weights
     is returned only if no other change fits, and no pair of others.
     """
-    limit, price = room(taken.cfg), functools.partial(cost, before=pass_before(taken.cfg, asked))
-    best = min((change for change in single if change.fits(limit)), key=price, default=None)
+    limit = room(taken.cfg)
+    best = cheapest_alone(single, taken.cfg, asked, limit)
     if best is not None and not trains_otherwise(best.words):
         return best
     base = seconds(asked) or math.inf
@@ -135,8 +133,8 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
             some = several[start : start + at_a_time]
             results = tried([options[words] for words in some], model, limit)
             both = [Change.of(" ".join(words), result) for words, result in zip(some, results, strict=True)]
-            if fitting := [change for change in both if change.fits(limit)]:
-                return min(fitting, key=price)
+            if (fitting := cheapest_alone(both, taken.cfg, asked, limit)) is not None:
+                return fitting
         return None
 
     return first_of(alike) or best or first_of(together[len(alike) :])

@@ -17,6 +17,7 @@ from rlexp.base.byte_counts import GIB, size
 from rlexp.base.host_memory import host_memory
 from rlexp.config.schema import Config, Device
 from rlexp.config.vllm_memory import KEY, Holding, held_by_vllm, requests, share_of_sampling, uses_vllm
+from rlexp.config.with_values import with_values
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.training.model.loading import random_model
 
@@ -79,19 +80,11 @@ class VllmShare:
     def plain(self) -> dict[str, Any]:
         holds = self.holds
         return {
-            "share": holds.share,
-            "auto": self.auto,
-            "sleeps": self.sleeps,
-            "bytes": holds.bytes,
-            "weights_bytes": holds.weights,
-            "working_bytes_assumed": holds.working,
-            "keys_bytes": holds.keys,
-            "bytes_of_a_token": holds.token,
-            "tokens": holds.tokens,
-            "answers_at_once": holds.at_once,
-            "least_bytes": holds.least,
-            "estimated_seconds": self.seconds,
-        }
+            "share": holds.share, "auto": self.auto, "sleeps": self.sleeps, "bytes": holds.bytes,
+            "weights_bytes": holds.weights, "working_bytes_assumed": holds.working, "keys_bytes": holds.keys,
+            "bytes_of_a_token": holds.token, "tokens": holds.tokens, "answers_at_once": holds.at_once,
+            "least_bytes": holds.least, "estimated_seconds": self.seconds,
+        }  # fmt: skip
 
     @property
     def suffices(self) -> bool:
@@ -125,16 +118,15 @@ def share_of(cfg: Config, model: Any) -> VllmShare | None:
     if not uses_vllm(cfg):
         return None
     on_cpu = cfg.launch.device is Device.cpu
-    memory = _of_machine(cfg) if on_cpu else int(cfg.hardware.memory_gib * GIB)
+    machine = host_memory() if on_cpu else None
+    gib = cfg.hardware.host_memory_gib if on_cpu else cfg.hardware.memory_gib
+    memory = machine.total if machine is not None else int(gib * GIB)
     parameters, answers = count_parameters(model), requests(cfg)
+    new = cfg.rollout.max_new_tokens
     rollout = Rollout(
-        answers=answers,
-        prompts=-(-answers // cfg.rollout.n_samples),
-        new=cfg.rollout.max_new_tokens,
-        read=cfg.data.max_length - cfg.rollout.max_new_tokens,
-        parameters=parameters,
-        rates=Rates.of(cfg, cfg.parallel.ring_size),
-    )
+        answers=answers, prompts=-(-answers // cfg.rollout.n_samples), new=new, read=cfg.data.max_length - new,
+        parameters=parameters, rates=Rates.of(cfg, cfg.parallel.ring_size),
+    )  # fmt: skip
     return VllmShare(
         held_by_vllm(cfg, model.to_dict(), parameters, memory), rollout, room(cfg), memory,
         auto=isinstance(cfg.rollout.vllm_memory, str), sleeps=cfg.rollout.vllm_sleep, on_cpu=on_cpu,
@@ -145,7 +137,7 @@ def too_little_to_sample(cfg: Config, model: Any) -> str | None:
     """Say why vLLM cannot start on a rank that only samples; None if it can."""
     rollout, best = cfg.rollout, share_of_sampling(cfg)
     auto, memory = isinstance(rollout.vllm_memory, str), int(cfg.hardware.memory_gib * GIB)
-    with_number = dataclasses.replace(cfg, rollout=dataclasses.replace(rollout, vllm_memory=best)) if auto else cfg
+    with_number = with_values(cfg, "rollout", vllm_memory=best) if auto else cfg
     holds = held_by_vllm(with_number, model.to_dict(), count_parameters(model), memory)
     if holds.bytes >= (holds.least if auto else holds.counted):
         return None
@@ -155,11 +147,6 @@ def too_little_to_sample(cfg: Config, model: Any) -> str | None:
         f"{KEY}={'auto' if auto else f'{holds.share:g}'}: on a rank that samples, vLLM has {size(holds.bytes)} of "
         f"{size(memory)}, and needs {holds.needs()}. Use {larger}, {NATIVE}."
     )
-
-
-def _of_machine(cfg: Config) -> int:
-    known = host_memory()
-    return known.total if known is not None else int(cfg.hardware.host_memory_gib * GIB)
 
 
 def room(cfg: Config) -> int:

@@ -119,14 +119,11 @@ def test_changes_that_make_a_rollout_smaller_are_named() -> None:
     words = ("launch.nproc=4", "parallel=ring2", "loss=grpo", *REWARD)
     cfg = elsewhere(*words, "rollout.batch_size=32", "rollout.score_batch_size=8")
     assert drawn_at_once(cfg) == 16
-    assert list(smaller(cfg)) == [
-        "rollout.micro_batch_size=8",
-        "rollout.micro_batch_size=1",
-        "rollout.score_batch_size=4",
-    ]
+    drawn, scored = "rollout.micro_batch_size", "rollout.score_batch_size"
+    assert list(smaller(cfg)) == [(drawn, 8), (drawn, 1), (scored, 4)]
     tight = elsewhere(*words, "rollout.micro_batch_tokens=1100", "rollout.score_batch_size=2")
     assert drawn_at_once(tight) == 2  # of 512 tokens
-    assert list(smaller(tight)) == ["rollout.micro_batch_size=1", "rollout.score_batch_size=1"]
+    assert list(smaller(tight)) == [(drawn, 1), (scored, 1)]
     assert list(smaller(elsewhere("launch.nproc=4"))) == []
 
 

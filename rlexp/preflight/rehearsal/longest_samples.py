@@ -115,15 +115,15 @@ def scored_at_once(cfg: Config) -> int:
     return max(1, longest_lengths(cfg, scoring_at_once(cfg)).count(cfg.data.max_length))
 
 
-def smaller(cfg: Config) -> Iterator[str]:
-    """Yield changes by which drawing or scoring a rollout needs less memory."""
+def smaller(cfg: Config) -> Iterator[tuple[str, int]]:
+    """Yield keys with values by which drawing or scoring a rollout needs less memory."""
     if not cfg.loss.draws:
         return
     rows = 1 if uses_vllm(cfg) else drawn_at_once(cfg)
     for fewer in sorted({rows // 2, 1}, reverse=True) if rows > 1 else ():
-        yield f"rollout.micro_batch_size={fewer}"
+        yield "rollout.micro_batch_size", fewer
     if (scored := min(scored_at_once(cfg), per_rank(cfg) * cfg.parallel.ring_size)) > 1:
-        yield f"rollout.score_batch_size={scored // 2}"
+        yield "rollout.score_batch_size", scored // 2
 
 
 # ---- drawing ----

@@ -16,6 +16,7 @@ from torch import Tensor
 from rlexp.base.engine_facts import ENGINES
 from rlexp.config.schema import Config, Device, ModelConfig
 from rlexp.config.schema.rollouts import RolloutEngine
+from rlexp.config.with_values import with_values
 from rlexp.preflight.host import Held, power_of_two
 from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
@@ -109,7 +110,8 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
     phases = LoggedPhases(device, log)
     around = Rehearsed(plan, device, mode)
     with phases("build"):
-        task = build(as_native(plan.cfg), phases, around=around)
+        # vLLM is not rehearsed: its drawer is another part of the run.
+        task = build(with_values(plan.cfg, "rollout", engine=RolloutEngine.native), phases, around=around)
         engine = task.run.engine
         gc.collect()  # engines and modules refer to each other
         held = of_host(mode, task)  # makes the moments, as the first optimizer step does
@@ -133,11 +135,6 @@ def take_steps(plan: RehearsalPlan, device: torch.device, mode: Counting) -> Non
                     pass
     log.held = dataclasses.replace(held, beside=log.host_peak - built)
     log.closed = True
-
-
-def as_native(cfg: Config) -> Config:
-    """Return the configuration without vLLM, which is not rehearsed: its drawer is another part of the run."""
-    return dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, engine=RolloutEngine.native))
 
 
 def of_host(mode: Counting, task: Task) -> Held:
