@@ -109,22 +109,15 @@ def _around_a_line(smaller: Stretch, larger: Stretch, periods: float) -> list[Gr
     before = _alike(a, b, min(others, most))
     behind = _alike(a[::-1], b[::-1], min(others, most - before))
     (one, low, end), (other, high, last) = (_cut(run, before, len(run.sizes) - behind) for run in (smaller, larger))
-    return [_growth(one, other), Line(high, _slope(pass_of(low), pass_of(high))), _growth(end, last)]
+    return [_growth(one, other), Line(high, pass_of(high).plus(pass_of(low), -1)), _growth(end, last)]
 
 
 def _cut(run: Stretch, start: int, stop: int) -> tuple[Stretch, Stretch, Stretch]:
     """Cut a phase in three. The one in the middle has its counts."""
 
-    def part(of: slice, counts: Counts) -> Stretch:
-        return Stretch(run.phase, run.sizes[of], run.kinds[of], counts)
-
-    return part(slice(start), Counts()), part(slice(start, stop), run.counts), part(slice(stop, None), Counts())
-
-
-def _slope(one: Pass, other: Pass) -> Pass:
-    highest = {kind: other.highest[kind] - one.highest[kind] for kind in STORAGE_KINDS}
-    net = {kind: other.net[kind] - one.net[kind] for kind in STORAGE_KINDS}
-    return Pass(other.phase, highest, net, other.counts - one.counts)
+    first, middle, last = (Stretch(run.phase, run.sizes[of], run.kinds[of], Counts())
+                           for of in (slice(start), slice(start, stop), slice(stop, None)))  # fmt: skip
+    return first, dataclasses.replace(middle, counts=run.counts), last
 
 
 def _ordered(run: Stretch) -> Stretch:
@@ -247,7 +240,7 @@ def _stands_twice(tokens: Array, start: int, stop: int) -> bool:
 def _grown(growth: Growth | Line, times: int) -> Pass:
     run = growth.run
     if isinstance(growth, Line):
-        return _further(pass_of(run), growth.slope, times)
+        return pass_of(run).plus(growth.slope, times)
     parts: list[tuple[Array, Array]] = []
     done = 0
     for piece in growth.pieces:
@@ -261,9 +254,3 @@ def _grown(growth: Growth | Line, times: int) -> Pass:
     parts.append((run.sizes[done:], run.kinds[done:]))
     sizes, kinds = (np.concatenate(each) for each in zip(*parts, strict=True))
     return pass_of(Stretch(run.phase, sizes, kinds, run.counts + growth.counts.times(times)))
-
-
-def _further(start: Pass, slope: Pass, times: int) -> Pass:
-    highest = {kind: start.highest[kind] + times * slope.highest[kind] for kind in STORAGE_KINDS}
-    net = {kind: start.net[kind] + times * slope.net[kind] for kind in STORAGE_KINDS}
-    return Pass(start.phase, highest, net, start.counts + slope.counts.times(times))

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rlexp.base.byte_counts import GIB, MIB
 from rlexp.config.schema import Collectives, Config, HardwareConfig
 
-MIB = 1 << 20
 # Driver, kernels and the heap of printf of a process, since kernels are loaded lazily (CUDA 11.7): 300 MB and more are
 # reported (pytorch/pytorch#107667).
 CONTEXT = 512 * MIB
@@ -85,4 +85,4 @@ def beside(cfg: Config, groups: Mapping[str, RankGroup]) -> OutsideTensors:
     assumed = {"CUDA context": CONTEXT, "cuBLAS workspaces": CUBLAS}
     for number, group in enumerate(several, 1):
         assumed[f"communicator {number}, {group.in_words()}"] = group.bytes(cfg.hardware)
-    return OutsideTensors(assumed, int(cfg.hardware.reserve_gib * 1024 * MIB))
+    return OutsideTensors(assumed, int(cfg.hardware.reserve_gib * GIB))

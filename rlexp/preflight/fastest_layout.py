@@ -43,9 +43,8 @@ def choosing(cfg: Config, heads: Heads | None) -> Calls:
     possible = [each for each in candidates(cfg, heads) if fits_reference(cfg, each)]
     if len(possible) == 1:
         only = possible[0]
-        return dataclasses.replace(
-            only, reason=only.reason or "no other layout fits the models, the ring and the transport"
-        )
+        reason = only.reason or "no other layout fits the models, the ring and the transport"
+        return dataclasses.replace(only, reason=reason)
     assert heads is not None
     seconds = yield [(seconds_of, (cfg, heads, choice)) for choice in possible]
     ranked = sorted(zip(possible, seconds, strict=True), key=lambda item: item[1])

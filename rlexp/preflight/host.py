@@ -74,7 +74,7 @@ class HostBytes:
 def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
     """Return what the ranks of one machine hold. `peak` is a rank's on its device: on CPU, that is the host."""
     ranks = ranks_of_machine(cfg)
-    on_cpu = cfg.launch.device is Device.cpu
+    on_cpu, gib = cfg.launch.device is Device.cpu, cfg.hardware.host_memory_gib
     copied = _copied(cfg, held, ranks)
     return HostBytes(
         ranks,
@@ -86,14 +86,9 @@ def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
             COPIES: ranks * copied,
             EXPORT: min(SHARD, held.elements * _exported(cfg)) if cfg.checkpoint.export else 0,
         },
-        limit_of(cfg),
+        int(gib * GIB * (1 - FREE)) if gib else None,
         assumed=() if on_cpu else (PROCESSES,),
     )
-
-
-def limit_of(cfg: Config) -> int | None:
-    gib = cfg.hardware.host_memory_gib
-    return int(gib * GIB * (1 - FREE)) if gib else None
 
 
 def in_words(host: HostBytes) -> str:
@@ -112,14 +107,10 @@ def told_short(host: HostBytes, cfg: Config) -> str:
     )
 
 
-def saves(cfg: Config) -> bool:
-    return cfg.checkpoint.save_every is not None or cfg.checkpoint.on_exit or cfg.checkpoint.keep_best > 0
-
-
 def _copied(cfg: Config, held: Held, ranks: int) -> int:
-    if not saves(cfg):
+    checkpoint, most = cfg.checkpoint, cfg.checkpoint.host_memory_gib
+    if checkpoint.save_every is None and not checkpoint.on_exit and checkpoint.keep_best <= 0:
         return 0
-    most = cfg.checkpoint.host_memory_gib
     piece, count = sizes(held.state, None if most is None else int(most * GIB / ranks))
     return piece * count
 

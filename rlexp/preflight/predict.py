@@ -66,13 +66,6 @@ class Prediction:
         """The machine, where it has less memory than the run needs there."""
         return None if self.host is None or self.host.fits else self.host
 
-    def on(self, cfg: Config, held: Held, log: Log) -> Prediction:
-        """Return the prediction with what a machine holds, of which a rank holds so much in the host's memory, and with
-        the groups of the log."""
-        nccl = beside(cfg, log.groups)
-        vllm = self.vllm and dataclasses.replace(self.vllm, kept=max(nccl.bytes - nccl.reserve, 0))
-        return dataclasses.replace(self, host=host_of(cfg, held, self.peak.bytes), groups=log.groups, vllm=vllm)
-
     @cached_property
     def peaks(self) -> dict[str, Peak]:
         """The peak of each phase."""
@@ -89,11 +82,10 @@ class Prediction:
 
     def _first(self) -> list[bool]:
         """Say which passes are of the first micro-batch, and so stand for those that are not rehearsed."""
-        phases = [each.phase for each in self.passes]
-        begin = phases.index("forward") if "forward" in phases else len(phases)
-        backward = phases.index("backward") if "backward" in phases else len(phases)
-        end = next((at for at in range(backward, len(phases)) if phases[at] != "backward"), len(phases))
-        return [begin <= at < end for at in range(len(phases))]
+        phases = [*(each.phase for each in self.passes), "forward", "backward", ""]
+        begin, backward = phases.index("forward"), phases.index("backward")
+        end = next(at for at in range(backward, len(phases)) if phases[at] != "backward")
+        return [begin <= at < end for at in range(len(self.passes))]
 
     @property
     def peak(self) -> Peak:
@@ -190,17 +182,27 @@ def predict(
             grows = Grows(few + cycle.period, cycle.period, growth)
             held = logs[few].held.grown(logs[few + cycle.period].held, grows.times(model))
             grows = dataclasses.replace(grows, held=held)
-            passed = grown(growth, grows.times(model))
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
-            vllm = share_of(cfg, model)
-            prediction = Prediction(passed, layers, micro_batches(cfg), rank=ranks[0], vllm=vllm)
-            return Found(prediction.on(cfg, held, logs[few]), again, logs[few])
+            return found(cfg, model, ranks[0], grown(growth, grows.times(model)), logs[few], again, held)
     plans = [dataclasses.replace(plan_of(cfg, model, each, None, answers), limit=limit) for each in ranks]
     whole = yield from rehearsals(plans)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
-    vllm = share_of(cfg, model)
-    prediction = Prediction(passes(log), layers, micro_batches(cfg), log.build_alone, rank, vllm=vllm)
-    return Found(prediction if log.build_alone else prediction.on(cfg, log.held, log), None, log)
+    return found(cfg, model, rank, passes(log), log, None, log.held)
+
+
+def found(
+    cfg: Config, model: Any, rank: int, passed: Sequence[Pass], log: Log, grows: Grows | None, held: Held
+) -> Found:
+    """Return the prediction of these passes, with the groups of the log, and what a machine holds, of which a rank
+    holds so much in the host's memory."""
+    layers, vllm = int(model.num_hidden_layers), share_of(cfg, model)
+    prediction = Prediction(passed, layers, micro_batches(cfg), log.build_alone, rank, vllm=vllm)
+    if not log.build_alone:
+        nccl = beside(cfg, log.groups)
+        vllm = vllm and dataclasses.replace(vllm, kept=max(nccl.bytes - nccl.reserve, 0))
+        host = host_of(cfg, held, prediction.peak.bytes)
+        prediction = dataclasses.replace(prediction, host=host, groups=log.groups, vllm=vllm)
+    return Found(prediction, grows, log)
 
 
 def fullest(cfg: Config) -> list[int]:
@@ -250,9 +252,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers, answers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
-            layers, vllm = int(model.num_hidden_layers), share_of(cfg, model)
-            prediction = Prediction(passed, layers, micro_batches(cfg), rank=rank, vllm=vllm)
-            return Found(prediction.on(cfg, grows.held, log), grows, log)
+            return found(cfg, model, rank, passed, log, grows, grows.held)
     outcome: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
     return outcome
 

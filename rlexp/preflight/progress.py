@@ -25,18 +25,14 @@ class Progress:
         if now - self.last < EVERY:
             return
         self.last = now
-        say(f"rehearses {doing(running)}; {done} done, {duration(now - self.since)} so far")
-
-
-def say(text: str) -> None:
-    sys.stderr.write(fitted(f"rlexp preflight: {text}\n", sys.stderr))
-    sys.stderr.flush()
+        line = f"rehearses {doing(running)}; {done} done, {duration(now - self.since)} so far"
+        sys.stderr.write(fitted(f"rlexp preflight: {line}\n", sys.stderr))
+        sys.stderr.flush()
 
 
 def doing(running: Sequence[Call]) -> str:
     """Name the calls that run, the first of each kind."""
-    named = dict.fromkeys(named_call(call) for call in running)
-    return ", and ".join(named)
+    return ", and ".join(dict.fromkeys(map(named_call, running)))
 
 
 def named_call(call: Call) -> str:

@@ -20,7 +20,7 @@ from rlexp.preflight.epoch import steps_of_epoch
 from rlexp.preflight.host import KINDS, HostBytes, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import Peak, Prediction
-from rlexp.preflight.rehearsal.log import STORAGE_KINDS, Counts
+from rlexp.preflight.rehearsal.log import STORAGE_KINDS
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.preflight.vllm import VllmShare
@@ -38,12 +38,15 @@ HEADS = ("weights", "grads", "optim.", "ref.", "saved", "cache", "temp.", "comm.
 def text(answer: Answer, *, verbose: bool = False) -> str:
     """Return the verdict, then what could be changed, then the memory; with `verbose` what the sums are made of."""
     vllm = answer.prediction.vllm
-    lists = [[*_verdict(answer), *_time(answer)], [*_changes_of(answer)], [*_fitting(answer)],
+    steps = None if answer.rows is None else steps_of_epoch(answer.cfg, answer.rows)
+    changes = _changes(answer.changes, answer.prediction, steps)
+    lists = [[*_verdict(answer), *_time(answer, steps)], [*changes], [*_fitting(answer)],
              [*_memory(answer.prediction)], [] if vllm is None else [*_vllm(vllm)], [*_tight(answer)]]  # fmt: skip
     if verbose:
         host = answer.prediction.host
+        alone = ["sharding: a ring of one has nothing to share out."]
         lists += [[] if host is None else [*_host(host)], [*_beside_tensors(answer)], [*_work(answer)]]
-        lists += [[*_sharding(answer)]]
+        lists += [alone if answer.sharding is None else in_words(answer.sharding)]
     more = ["--verbose"] * (not verbose) + ["--longest"] * (not answer.rings)
     lists += [[f"{' and '.join(more)} show{'s' * (len(more) == 1)} more."]] if more else []
     return "\n".join([*_head(answer), "", *(line for part in lists if part for line in (*part, ""))])
@@ -68,23 +71,15 @@ def _head(answer: Answer) -> Iterator[str]:
         f"  {batch_in_words(cfg)}{f', {micro_batches(cfg)} a step' if train.grad_acc is None else ''}; "
         f"every sequence {cfg.data.max_length:,} tokens, {longest_in_words(cfg)}"
     )
-    yield from _rollout(cfg)
+    if cfg.loss.draws:
+        rollout, steps = cfg.rollout, plural(cfg.rollout.epochs * cfg.rollout.minibatches, "step")
+        drawn = "by vLLM" if uses_vllm(cfg) else f"by native decoding {drawn_at_once(cfg)} at once on a rank"
+        yield f"  rollout of {rollout.batch_size} prompts × {rollout.n_samples} answers for {steps}, drawn {drawn}"
 
 
 def _shared(cfg: Config) -> str:
     each = cfg.launch.ranks_per_gpu
     return f" for {each} ranks: {cfg.hardware.memory_gib / each:.4g} for each" if each > 1 else ""
-
-
-def _rollout(cfg: Config) -> Iterator[str]:
-    if cfg.loss.draws:
-        rollout = cfg.rollout
-        steps = rollout.epochs * rollout.minibatches
-        drawn = "by vLLM" if uses_vllm(cfg) else f"by native decoding {drawn_at_once(cfg)} at once on a rank"
-        yield (
-            f"  rollout of {rollout.batch_size} prompts × {rollout.n_samples} answers for {steps} "
-            f"step{'s' * (steps > 1)}, drawn {drawn}"
-        )
 
 
 def table(prediction: Prediction) -> str:
@@ -146,9 +141,8 @@ def _tight(answer: Answer) -> Iterator[str]:
 
 def _host(host: HostBytes) -> Iterator[str]:
     """Say what one machine holds in the host's memory."""
-    ranks = f"{host.ranks} rank{'s' * (host.ranks > 1)}"
     known = "" if host.limit is None else f", of {host.limit / GIB:,.1f} that a run may take"
-    yield f"the host's memory on one machine, with {ranks}, GiB"
+    yield f"the host's memory on one machine, with {plural(host.ranks, 'rank')}, GiB"
     for kind in KINDS:
         if count := host.by_kind[kind]:
             yield f"  {kind:35}{count / GIB:9,.2f}{', assumed: it refuses no run' if kind in host.assumed else ''}"
@@ -197,27 +191,17 @@ def _otherwise(answer: Answer) -> str:
     return f"These do: {', '.join(would)}. Else try {more}." if would else f"Try {more}."
 
 
-def _time(answer: Answer) -> Iterator[str]:
-    """Say how long a step takes, and an epoch of the rows that are at hand."""
+def _time(answer: Answer, steps: int | None) -> Iterator[str]:
+    """Say how long a step takes, and an epoch of so many steps, of the rows that are at hand."""
     took = seconds(answer.prediction)
     if took is None:
         return
-    cfg, rows = answer.cfg, answer.rows
-    yield f"a step takes about {duration(took, fine=True)}, if every sequence has {cfg.data.max_length:,} tokens."
-    if rows is None:
-        return
-    steps = steps_of_epoch(cfg, rows)
-    if not steps:
-        yield f"the data has {plural(rows, 'row')} to train on, less than one batch."
-        return
-    yield (
-        f"an epoch of {plural(rows, 'row')} has {plural(steps, 'step')}: at most {duration(took * steps, fine=True)}."
-    )
-
-
-def _changes_of(answer: Answer) -> Iterator[str]:
-    steps = None if answer.rows is None else steps_of_epoch(answer.cfg, answer.rows)
-    yield from _changes(answer.changes, answer.prediction, steps)
+    length, rows = answer.cfg.data.max_length, plural(answer.rows or 0, "row")
+    yield f"a step takes about {duration(took, fine=True)}, if every sequence has {length:,} tokens."
+    if steps:
+        yield f"an epoch of {rows} has {plural(steps, 'step')}: at most {duration(took * steps, fine=True)}."
+    elif steps is not None:
+        yield f"the data has {rows} to train on, less than one batch."
 
 
 def _fitting(answer: Answer) -> Iterator[str]:
@@ -309,63 +293,46 @@ def _work(answer: Answer) -> Iterator[str]:
 
 def _waiting(answer: Answer) -> Iterator[str]:
     """Say where the host waits for the device."""
-    inside = answer.prediction.counts("data", "forward", "reference", "backward")
+    inside = answer.prediction.counts("data", "forward", "reference", "backward").syncs.total()
     syncs = answer.prediction.counts().syncs
-    yield f"  host waits      {sum(syncs.values())} times a step, {_between(inside)} of them in micro-batches"
+    yield f"  host waits      {syncs.total()} times a step, {inside} of them in micro-batches"
     for place, count in sorted(syncs.items(), key=lambda item: (-item[1], item[0])):
         yield f"    {count:>4} × {place}"
 
 
-def _between(counts: Counts) -> int:
-    return sum(counts.syncs.values())
-
-
-def _sharding(answer: Answer) -> Iterator[str]:
-    sharding = answer.sharding
-    if sharding is None:
-        yield "sharding: a ring of one has nothing to share out."
-        return
-    yield from in_words(sharding)
-
-
 def plain(answer: Answer) -> dict[str, Any]:
-    """Return the answer for --json."""
-    counts = answer.prediction.counts()
+    """Return the answer for --json. The remedy has a key of its own where it trains other weights."""
+    asked, remedy, counts = answer.prediction, answer.remedy, answer.prediction.counts()
+    words, others = (None if remedy is None else remedy.words), remedy is not None and trains_otherwise(remedy.words)
     return {
         "fits": answer.fits,
         "room_gib": answer.limit / GIB,
-        "rank": answer.prediction.rank,
-        "peak_gib": answer.prediction.peak.bytes / GIB,
-        "peak_phase": answer.prediction.peak.phase,
-        "peaks_bytes": {phase: peak.by_kind for phase, peak in answer.prediction.peaks.items() if phase},
-        "beside_bytes": dict(beside(answer.cfg, answer.prediction.groups).assumed),
-        "vllm": None if answer.prediction.vllm is None else answer.prediction.vllm.plain(),
-        "host_bytes": {} if answer.prediction.host is None else dict(answer.prediction.host.by_kind),
-        "host_room_bytes": None if answer.prediction.host is None else answer.prediction.host.limit,
+        "rank": asked.rank,
+        "peak_gib": asked.peak.bytes / GIB,
+        "peak_phase": asked.peak.phase,
+        "peaks_bytes": {phase: peak.by_kind for phase, peak in asked.peaks.items() if phase},
+        "beside_bytes": dict(beside(answer.cfg, asked.groups).assumed),
+        "vllm": None if asked.vllm is None else asked.vllm.plain(),
+        "host_bytes": {} if asked.host is None else dict(asked.host.by_kind),
+        "host_room_bytes": None if asked.host is None else asked.host.limit,
         "longest": {str(size): _plain_longest(longest) for size, longest in answer.rings.items()},
-        "longest_sharing": {str(size): _plain_longest(longest) for size, longest in answer.sharing.items()},
+        "longest_sharing": {str(size): longest.plain() for size, longest in answer.sharing.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
-        **_plain_remedy(answer.remedy),
+        "remedy": None if others else words,
+        "remedy_of_other_weights": words if others else None,
         "step": {
             "flops": counts.flops,
             "bytes": counts.bytes,
             "sent_bytes": dict(counts.sent),
             "launches": counts.launches,
             "host_waits": dict(counts.syncs),
-            "estimated_seconds": seconds(answer.prediction),
+            "estimated_seconds": seconds(asked),
             "estimated_exposed_seconds": counts.waited,
             "estimated_launching_seconds": counts.launching,
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
     }
-
-
-def _plain_remedy(remedy: Change | None) -> dict[str, str | None]:
-    """Return the words of the remedy: apart, where it trains other weights."""
-    words = None if remedy is None else remedy.words
-    other = remedy is not None and trains_otherwise(remedy.words)
-    return {"remedy": None if other else words, "remedy_of_other_weights": words if other else None}
 
 
 def _plain_longest(longest: Longest | str) -> dict[str, Any]:
@@ -375,7 +342,4 @@ def _plain_longest(longest: Longest | str) -> dict[str, Any]:
 def _plain_change(change: Change) -> dict[str, Any]:
     if change.prediction is None:
         return {"refused": change.refused}
-    return {
-        "peak_gib": change.prediction.peak.bytes / GIB,
-        "estimated_seconds": seconds(change.prediction),
-    }
+    return {"peak_gib": change.prediction.peak.bytes / GIB, "estimated_seconds": seconds(change.prediction)}

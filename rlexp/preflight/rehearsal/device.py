@@ -144,6 +144,18 @@ def _converted(parameter: nn.Parameter, fn: Any) -> nn.Parameter:
 
 
 @contextlib.contextmanager
+def replaced(holder: Any, **functions: Any) -> Iterator[None]:
+    before = {name: getattr(holder, name) for name in functions}
+    for name, function in functions.items():
+        setattr(holder, name, function)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(holder, name, function)
+
+
+@contextlib.contextmanager
 def conversions() -> Iterator[None]:
     """Let modules be cast and moved. torch swaps the contents of fake parameters, which fails if anything else knows
     them, an optimizer or another mode; here their data are set, as those of other parameters are."""
@@ -159,10 +171,5 @@ def conversions() -> Iterator[None]:
                     module._buffers[name] = fn(buffer)
         return self
 
-    before = nn.Module._apply, torch.Tensor.record_stream
-    nn.Module._apply = _apply  # type: ignore[method-assign]
-    torch.Tensor.record_stream = lambda *_: None  # type: ignore[method-assign]
-    try:
+    with replaced(nn.Module, _apply=_apply), replaced(torch.Tensor, record_stream=lambda *_: None):
         yield
-    finally:
-        nn.Module._apply, torch.Tensor.record_stream = before  # type: ignore[method-assign]

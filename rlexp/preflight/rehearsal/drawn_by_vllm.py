@@ -26,15 +26,9 @@ class GivenDrawer:
     """Gives samples, as long as they may be. `most` is how many it returns, and `None` stands for all of them."""
 
     def __init__(
-        self,
-        *,
-        vocabulary: int,
-        most: int | None,
-        cfg: RolloutConfig,
-        device: torch.device,
-        dtype: np.dtype[Any],
+        self, *, vocabulary: int, most: int | None, cfg: RolloutConfig, device: torch.device, dtype: np.dtype[Any],
         **_: Any,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._vocabulary, self._most = vocabulary, most
         self._cfg, self._device, self._dtype = cfg, device, dtype
         self._notes = Notes(cfg.max_new_tokens, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -53,26 +53,21 @@ class Counts:
 
     def _with(self, other: Counts, factor: float) -> Counts:
         """Add a multiple of other counts."""
-        result = Counts()
-        for each in fields(Counts):
-            ours, theirs = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(ours, Counter):
-                total: Any = Counter({key: ours[key] + factor * theirs[key] for key in {*ours, *theirs}})
-            else:
-                total = ours + factor * theirs
-            setattr(result, each.name, total)
-        return result
+        sums = {each.name: _sum(getattr(self, each.name), getattr(other, each.name), factor) for each in fields(Counts)}
+        return Counts(**sums)
 
     def rounded(self) -> Counts:
         """Return whole numbers again, after counts were multiplied by halves."""
-        whole = Counts()
-        for each in fields(Counts):
-            exact = getattr(self, each.name)
-            value: Any = (
-                Counter({key: round(count) for key, count in exact.items()}) if isinstance(exact, Counter) else exact
-            )
-            setattr(whole, each.name, round(exact) if each.name in ("flops", "bytes", "launches") else value)
-        return whole
+        whole: dict[str, Any] = {name: round(getattr(self, name)) for name in ("flops", "bytes", "launches")}
+        for name in ("sent", "syncs"):
+            whole[name] = Counter({key: round(count) for key, count in getattr(self, name).items()})
+        return replace(self, **whole)
+
+
+def _sum(one: Any, other: Any, factor: float) -> Any:
+    if isinstance(one, Counter):
+        return Counter({key: one[key] + factor * other[key] for key in {*one, *other}})
+    return one + factor * other
 
 
 @dataclass(frozen=True)
@@ -108,9 +103,7 @@ class Log:
     times: float = 1  # of the sections that begin from now on
     host_live: int = 0  # bytes of floating-point tensors of the host, where the device is another
     host_peak: int = 0  # since the build
-    groups: dict[str, RankGroup] = field(
-        default_factory=dict
-    )  # of ranks that the device's collectives go over, by name
+    groups: dict[str, RankGroup] = field(default_factory=dict)  # over which the device's collectives go, by name
     held: Held = field(default_factory=Held)  # in the host's memory
 
     def __post_init__(self) -> None:
@@ -195,13 +188,17 @@ class Pass:
     def rise(self) -> int:
         return sum(self.highest.values())
 
+    def plus(self, other: Pass, times: int) -> Pass:
+        """Add a multiple of another pass."""
+        highest, net = ({kind: ours[kind] + times * theirs[kind] for kind in STORAGE_KINDS}
+                        for ours, theirs in ((self.highest, other.highest), (self.net, other.net)))  # fmt: skip
+        return Pass(self.phase, highest, net, self.counts + other.counts.times(times))
+
 
 def kinds_of(log: Log) -> list[str]:
     """Return the kind of each event's storage: as labelled, or else by when it was made and freed."""
-    phases = np.repeat(
-        [section.phase for section in log.sections],
-        np.diff([*(section.first for section in log.sections), len(log.sizes)]),
-    )
+    events = np.diff([*(section.first for section in log.sections), len(log.sizes)])
+    phases = np.repeat([section.phase for section in log.sections], events)
     made: dict[int, str] = {}
     freed: dict[int, str] = {}
     held: defaultdict[int, int] = defaultdict(int)
@@ -231,15 +228,8 @@ def runs(log: Log) -> list[Stretch]:
     kinds = np.array([STORAGE_KINDS.index(kind) for kind in kinds_of(log)], dtype=np.int64)
     sizes = np.array(log.sizes, dtype=np.int64)
     ends = [*(section.first for section in log.sections[1:]), len(sizes)]
-    return [
-        Stretch(
-            section.phase,
-            sizes[section.first : end],
-            kinds[section.first : end],
-            section.counts.times(section.times),
-        )
-        for section, end in zip(log.sections, ends, strict=True)
-    ]
+    stretches = ((section, slice(section.first, end)) for section, end in zip(log.sections, ends, strict=True))
+    return [Stretch(each.phase, sizes[at], kinds[at], each.counts.times(each.times)) for each, at in stretches]
 
 
 def peak_of(log: Log) -> int:

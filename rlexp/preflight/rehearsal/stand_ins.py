@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -13,25 +12,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rlexp.preflight.rehearsal.device import NAME
+from rlexp.preflight.rehearsal.device import NAME, replaced
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import calling_line
 
 aten = torch.ops.aten
 HALF = (torch.bfloat16, torch.float16)
 HOPPER = 9  # from this generation on, torch prefers cuDNN's attention, which takes masks and grouped heads
-
-
-@contextlib.contextmanager
-def replaced(holder: Any, **functions: Any) -> Iterator[None]:
-    before = {name: getattr(holder, name) for name in functions}
-    for name, function in functions.items():
-        setattr(holder, name, function)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(holder, name, function)
 
 
 def uncounted_objects() -> contextlib.AbstractContextManager[None]:
