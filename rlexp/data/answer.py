@@ -46,7 +46,7 @@ def preview(cfg: Config, samples: int) -> Preview:
         return Preview(**facts, problems=tuple(problems))
     copies = cfg.rollout.n_samples if rows.kind is Kind.prompts else rows.lengths.shape[1] - 1
     facts |= {
-        "lengths": _lengths(rows, cfg.data.max_length - _room(cfg, rows.kind)),
+        "lengths": _lengths(rows, cfg.data.max_length - cfg.rollout.max_new_tokens * (rows.kind is Kind.prompts)),
         "sharing": sharing_of(rows.hashes, rows.lengths, copies),
     }
     try:
@@ -63,10 +63,6 @@ def preview(cfg: Config, samples: int) -> Preview:
         "samples": _samples(rows, sampler.batch(1).indices[:samples], tokenizer),
     }
     return Preview(**facts, problems=tuple(problems))
-
-
-def _room(cfg: Config, kind: Kind) -> int:
-    return cfg.rollout.max_new_tokens if kind is Kind.prompts else 0
 
 
 def _problems(cfg: Config, rows: Rows) -> list[str]:

@@ -22,14 +22,8 @@ from rlexp.data.visible import one_line, visible
 WIDTH = 110  # where there is no terminal
 LINES = 40  # of a part of a sample, at most
 BLOCKS = " ▁▂▃▄▅▆▇█"
-LEAST = {
-    "5 %": 3,
-    "25 %": 2,
-    "75 %": 2,
-    "99 %": 1,
-    "ranks": 3,
-    "replicas": 2,
-}  # columns that a narrow terminal leaves out, the highest first
+# Columns that a narrow terminal leaves out, the highest first.
+LEAST = {"5 %": 3, "25 %": 2, "75 %": 2, "99 %": 1, "ranks": 3, "replicas": 2}
 TRAINED, SPECIAL, UNTRAINED = "bold green", "magenta", "dim"
 
 
@@ -94,21 +88,19 @@ def lengths(facts: Preview, width: int) -> list[RenderableType]:
     graphs = []
     room = max(len(each.part) for each in facts.lengths)
     for each in facts.lengths:
-        bars, edge = sparkline(each, max(8, width - room - 24))
+        bars = sparkline(each, max(8, width - room - 24))
         graphs.append(Text.assemble(f"{each.part.rjust(room)} ", (f"{each.edges[0]:,} ", "dim"), (bars, "cyan"),
-                                    (f" {edge}", "dim")))  # fmt: skip
+                                    (f" {each.end}", "dim")))  # fmt: skip
     return [drawn(tables.lengths(facts), width), *graphs, Text(tables.limits(facts))]
 
 
-def sparkline(each: Lengths, width: int) -> tuple[str, str]:
-    """Return a line of bars, and what stands at its end. Every bar that counts something is seen."""
+def sparkline(each: Lengths, width: int) -> str:
+    """Return a line of bars. Every bar that counts something is seen."""
     bars = list(each.bars)
     fold = -(-len(bars) // width)
     bars = [sum(bars[place : place + fold]) for place in range(0, len(bars), fold)]
     most = max(bars)
-    line = "".join(BLOCKS[0 if not bar else max(1, round(8 * bar / most))] for bar in bars)
-    longer = each.percentiles["max"] >= each.edges[-1]
-    return line, f"{each.edges[-2]:,} and more" if longer else f"{each.edges[-1]:,}"
+    return "".join(BLOCKS[0 if not bar else max(1, round(8 * bar / most))] for bar in bars)
 
 
 def drawn(table: Table, width: int) -> RichTable:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.row_kinds import ROWS_OF, Kind
 
 
@@ -50,6 +51,16 @@ class Lengths:
     bars: tuple[int, ...]  # the last one also counts what is longer
     at_limit: int | None = None  # sequences that have all tokens that they may have
     limit: int | None = None
+
+    @property
+    def longer(self) -> bool:
+        """Whether the last bar counts lengths beyond its edge."""
+        return self.percentiles["max"] >= self.edges[-1]
+
+    @property
+    def end(self) -> str:
+        """What stands at the end of the histogram."""
+        return f"{self.edges[-2]:,} and more" if self.longer else f"{self.edges[-1]:,}"
 
 
 @dataclass(frozen=True)
@@ -156,8 +167,8 @@ class Preview:
         examples = sum(each.per_epoch or 0 for each in self.sources)
         rows = ROWS_OF[Kind(self.kind)]
         return (
-            f"loss={self.loss} trains on {examples:,} {rows} an epoch: {counted(steps.per_epoch, 'step')} of "
-            f"{steps.batch:,}, and {counted(steps.run, 'step')} in this run ({epochs(steps.epochs)})."
+            f"loss={self.loss} trains on {examples:,} {rows} an epoch: {plural(steps.per_epoch, 'step')} of "
+            f"{steps.batch:,}, and {plural(steps.run, 'step')} in this run ({epochs(steps.epochs)})."
         )
 
 
@@ -171,8 +182,3 @@ def plain(facts: Preview) -> dict[str, Any]:
 
 def epochs(number: float) -> str:
     return f"{number:.3g} epoch{'' if number == 1 else 's'}"
-
-
-def counted(number: int, noun: str) -> str:
-    """`1 step`, `1,234 steps`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"

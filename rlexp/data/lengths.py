@@ -20,29 +20,17 @@ def lengths_of(part: str, lengths: np.ndarray, limit: int | None = None) -> Leng
     }
     edges = edges_of(percentiles)
     last = np.minimum(lengths, edges[-1] - 1)  # the last bar counts what is longer too
-    bars = np.histogram(last, bins=edges)[0]
-    return Lengths(
-        part,
-        len(lengths),
-        float(lengths.mean()),
-        percentiles,
-        edges,
-        tuple(int(bar) for bar in bars),
-        None if limit is None else int(np.count_nonzero(lengths >= limit)),
-        limit,
-    )
+    bars = tuple(map(int, np.histogram(last, bins=edges)[0]))
+    at_limit = None if limit is None else int(np.count_nonzero(lengths >= limit))
+    return Lengths(part, len(lengths), float(lengths.mean()), percentiles, edges, bars, at_limit, limit)
 
 
 def edges_of(percentiles: dict[str, int]) -> tuple[int, ...]:
     """Return round edges, up to the longest; a few that are far longer than all others do not squeeze the rest."""
     low, most, usual = percentiles["min"], percentiles["max"], percentiles["99"]
     high = most if most <= 2 * usual else usual
-    width = next(
-        factor * 10**power
-        for power in range(19)
-        for factor in (1, 2, 5)
-        if (high - low) / (factor * 10**power) < BARS - 1
-    )
+    widths = (factor * 10**power for power in range(19) for factor in (1, 2, 5))
+    width = next(width for width in widths if (high - low) / width < BARS - 1)
     first = low // width * width
     edges = range(first, high + width + 1, width)
     missing = max(0, LEAST - len(edges))  # where all are nearly of one length, that one stands in the middle

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.resources import files
 from string import Template
 
 from rlexp.compare.page import asset, content_policy
 from rlexp.data import tables
-from rlexp.data.facts import Lengths, Piece, Preview, RingFacts, RowPart, ShownSample, SourceFacts
+from rlexp.data.facts import Lengths, Piece, Preview, RowPart, ShownSample
 from rlexp.data.markup import Markup, element, joined
 from rlexp.data.tables import Table, share
 from rlexp.data.visible import one_line, visible
@@ -84,12 +84,8 @@ def _tiles(facts: Preview) -> Markup:
     if own is not None:
         used = own.packed if facts.packing else own.padded
         tiles.append((share(used or 0.0, 1), f"of a pack is real tokens, at ring {own.size}"))
-    return element(
-        "dl",
-        *(element("div", element("dt", name), element("dd", value), class_="tile") for value, name in tiles),
-        class_="tiles",
-        data_testid="tiles",
-    )
+    drawn = (element("div", element("dt", name), element("dd", value), class_="tile") for value, name in tiles)
+    return element("dl", *drawn, class_="tiles", data_testid="tiles")
 
 
 def _sources(facts: Preview) -> Iterator[Markup]:
@@ -97,10 +93,11 @@ def _sources(facts: Preview) -> Iterator[Markup]:
     several = sum(not each.held_out for each in facts.sources) > 1
     for each in facts.sources:
         name, shape, *rest = (line.strip() for line in tables.source_lines(each, epoch, several=several))
-        bar = _share_bar(each, epoch) if several and each.per_epoch is not None else None
+        shown = several and each.per_epoch is not None
+        bar = _bar([("fill", (each.per_epoch or 0) / max(1, epoch), None)], "share of an epoch's samples")
         yield element(
             "div", element("h3", name, class_="name"), element("p", *_code(shape), class_="shape"),
-            *_lines(rest, "muted"), bar, class_="source",
+            *_lines(rest, "muted"), bar if shown else None, class_="source",
         )  # fmt: skip
 
 
@@ -108,10 +105,6 @@ def _code(shape: str) -> Iterator[Markup]:
     """Write what stands between backticks as code."""
     for place, text in enumerate(shape.split("`")):
         yield element("code", text) if place % 2 else joined(text)
-
-
-def _share_bar(source: SourceFacts, epoch: int) -> Markup:
-    return _bar([("fill", (source.per_epoch or 0) / max(1, epoch), None)], "share of an epoch's samples")
 
 
 def _bar(parts: Sequence[tuple[str, float, str | None]], label: str) -> Markup:
@@ -138,20 +131,23 @@ def _tokens(facts: Preview) -> Markup:
     return element("div", bar, element("ul", *keys, class_="keys"), class_="tokens")
 
 
-def _table(table: Table, text: Sequence[int] = (0,)) -> Markup:
-    def cells(row: Sequence[str], name: str) -> list[Markup]:
-        return [
-            element("th" if place == 0 and name == "td" else name, cell, scope="row" if place == 0 and name == "td"
-                    else None, class_=None if place in text else "number")
-            for place, cell in enumerate(row)
-        ]  # fmt: skip
+def _table(
+    table: Table, text: Sequence[int] = (0,), bars: Sequence[Mapping[str, Markup]] = (), kind: str = ""
+) -> Markup:
+    """Draw a table, with `bars` under cells, by row and column. Columns that are no `text` are numbers."""
+
+    def cells(row: Sequence[str], name: str, under: Mapping[str, Markup]) -> Iterator[Markup]:
+        for place, (column, cell) in enumerate(zip(table.head, row, strict=True)):
+            names = place == 0 and name == "td"
+            yield element("th" if names else name, cell, under.get(column), scope="row" if names else None,
+                          class_=None if place in text else "number")  # fmt: skip
 
     rows = [
-        element("tr", *cells(row, "td"), class_="own" if place == table.strong else None)
+        element("tr", *cells(row, "td", bars[place] if bars else {}), class_="own" if place == table.strong else None)
         for place, row in enumerate(table.rows)
     ]
-    inside = element("table", element("thead", element("tr", *cells(table.head, "th"))), element("tbody", *rows))
-    return element("div", inside, class_="scroll framed")
+    inside = element("table", element("thead", element("tr", *cells(table.head, "th", {}))), element("tbody", *rows))
+    return element("div", inside, class_=f"scroll framed{kind}")
 
 
 def _histogram(each: Lengths) -> Markup:
@@ -161,71 +157,51 @@ def _histogram(each: Lengths) -> Markup:
     bars = []
     for place, bar in enumerate(each.bars):
         high = max(HIGH * bar / most, 1.5) if bar else 0.0
-        last = place + 1 == count and each.percentiles["max"] >= each.edges[-1]
+        last = place + 1 == count and each.longer
         upto = "and more" if last else f"– {each.edges[place + 1] - 1:,}"
         title = element("title", f"{each.edges[place]:,} {upto} tokens: {bar:,}")
         bars.append(element("rect", title, class_="fill", x=f"{place * width + 0.5:.2f}", y=f"{HIGH - high:.2f}",
                             width=f"{max(width - 1, 0.5):.2f}", height=f"{high:.2f}"))  # fmt: skip
-    longer = each.percentiles["max"] >= each.edges[-1]
     span = each.edges[-1] - each.edges[0]
     middle = WIDE * min(1.0, (each.percentiles["50"] + 0.5 - each.edges[0]) / span)
     line = element("line", element("title", f"median: {each.percentiles['50']:,}"), class_="median", x1=f"{middle:.2f}",
                    x2=f"{middle:.2f}", y1=0, y2=HIGH)  # fmt: skip
     ground = element("line", class_="ground", x1=0, x2=WIDE, y1=HIGH, y2=HIGH)
     low = element("text", f"{each.edges[0]:,}", x=0, y=HIGH + BELOW - 4)
-    end = f"{each.edges[-2]:,} and more" if longer else f"{each.edges[-1]:,}"
-    high_ = element("text", end, x=WIDE, y=HIGH + BELOW - 4, text_anchor="end")
+    high_ = element("text", each.end, x=WIDE, y=HIGH + BELOW - 4, text_anchor="end")
     drawing = element("svg", *bars, line, ground, low, high_, viewBox=f"0 0 {WIDE} {HIGH + BELOW}", role="img",
                       aria_label=f"histogram of the tokens of {each.part}")  # fmt: skip
-    half = each.percentiles["50"]
-    caption = element("figcaption", element("strong", each.part), element("span", f"median {half:,}", class_="muted"))
+    half = element("span", f"median {each.percentiles['50']:,}", class_="muted")
+    caption = element("figcaption", element("strong", each.part), half)
     return element("figure", caption, drawing, class_="graph")
 
 
 def _rings(facts: Preview) -> Markup:
-    """Draw the table of rings, with a bar under each share of real tokens."""
-    table = tables.rings(facts)
-    rows = []
-    for place, (ring, cells) in enumerate(zip(facts.rings, table.rows, strict=True)):
-        drawn = []
-        for name, cell in zip(table.head, cells, strict=True):
-            value = _packing(ring, name)
-            kind = "fill" if (name == "packed") is facts.packing else "fill-copies"  # the run's own way, or the other
-            bar = _bar([(kind, value, None)], name) if value else None
-            drawn.append(element("th" if name == "ring" else "td", cell, bar, class_="number",
-                                 scope="row" if name == "ring" else None))  # fmt: skip
-        rows.append(element("tr", *drawn, class_="own" if place == table.strong else None))
-    head = element("tr", *(element("th", name, class_="number") for name in table.head))
-    inside = element("table", element("thead", head), element("tbody", *rows))
-    return element("div", inside, class_="scroll framed rings")
-
-
-def _packing(ring: RingFacts, column: str) -> float | None:
-    return {"packed": ring.packed, "padded": ring.padded}.get(column)
+    """Draw the table of rings, with a bar under each share of real tokens: of the run's own way, or of the other."""
+    own, other = ("packed", "padded") if facts.packing else ("padded", "packed")
+    bars = [{name: _bar([(fill, share, None)], name) for name, fill in ((own, "fill"), (other, "fill-copies"))
+             if (share := getattr(ring, name))} for ring in facts.rings]  # fmt: skip
+    return _table(tables.rings(facts), (), bars, " rings")
 
 
 # ---- samples ----
 
 
 def _legend() -> Markup:
-    example = (
-        element("span", "trained on", class_="t on"),
-        " ",
-        element("span", "special token", class_="t special"),
-        " ",
-        element("span", "not trained on", class_="t"),
-    )
-    tip = element("span", "Point at a token to see its id; shades show where one ends.", class_="muted")
-    return element("p", *example, " ", tip, class_="legend")
+    texts = (("trained on", "t on"), ("special token", "t special"), ("not trained on", "t"),
+             ("Point at a token to see its id; shades show where one ends.", "muted"))  # fmt: skip
+    spans = [part for text, kind in texts for part in (" ", element("span", text, class_=kind))]
+    return element("p", *spans[1:], class_="legend")
 
 
 def _sample(number: int, sample: ShownSample) -> Markup:
-    label = None if sample.label is None else f"label: {str(sample.label).lower()}"
-    expected = None if sample.expected is None else f"expected answer: {one_line(sample.expected)}"
-    margin = None if sample.margin is None else f"margin: {sample.margin:g}"
-    about = [element("p", text, class_="muted") for text in (label, expected, margin) if text is not None]
+    about = [] if sample.label is None else [f"label: {str(sample.label).lower()}"]
+    about += [] if sample.expected is None else [f"expected answer: {one_line(sample.expected)}"]
+    about += [] if sample.margin is None else [f"margin: {sample.margin:g}"]
     name = element("h3", f"{number}. {one_line(sample.origin)}", class_="name")
-    return element("article", name, *about, *map(_part, sample.parts), class_="sample", data_testid="sample")
+    return element(
+        "article", name, *_lines(about, "muted"), *map(_part, sample.parts), class_="sample", data_testid="sample"
+    )
 
 
 def _part(part: RowPart) -> Markup:
@@ -239,5 +215,5 @@ def _token(piece: Piece) -> Markup:
     if piece.hidden:
         return element("span", f"… {piece.hidden:,} tokens …", class_="gap")
     kind = "t" + " on" * piece.trained + " special" * piece.special
-    ids = "id " + ", ".join(map(str, piece.ids)) if len(piece.ids) == 1 else "ids " + ", ".join(map(str, piece.ids))
+    ids = f"id{'s' * (len(piece.ids) != 1)} {', '.join(map(str, piece.ids))}"
     return element("span", visible(piece.text), class_=kind, title=ids)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -90,15 +89,16 @@ def _stored(cfg: Config, data: RowsDataConfig, needs: Kind, tokenizer: Any) -> R
                    for out in (False, True))  # fmt: skip
     whole = len(train) == len(sources)
     examples = examples_of(data, train, held, weights_of(sources) if whole else None)
-    sizes = _sizes(examples.train)
+    assert isinstance(examples.train, Joined)
+    sizes, places = examples.train.sizes(), examples.train.places
     counts = iter(zip(sizes, examples.mixture.counts if examples.mixture is not None else sizes, strict=True))
-    taken = _taken(examples.train)
+    taken: Any = slice(None) if places is None else np.delete(np.arange(places.total), places.out)
     return Rows(
         kind,
         examples,
         np.concatenate([store.lengths() for store in train] or [np.zeros((0, PARTS[kind]), np.int64)])[taken],
         np.concatenate([hashes(blocks_of(store, ids_of), PARTS[kind]) for store in train]
-                       or [np.zeros((0, 2), np.uint64)])[taken],
+                       or [np.zeros((0, 2), np.int64)])[taken],
         tuple(_source(each, *((0, None) if each.held_out or each.store.kind is not kind else next(counts)))
               for each in opened),
         tuple(reason for each in opened for reason in _reasons(each)),
@@ -121,17 +121,6 @@ def _store(
     return store_of(folder, key, work)
 
 
-def _sizes(examples: Sequence[Any]) -> tuple[int, ...]:
-    assert isinstance(examples, Joined)
-    return examples.sizes()
-
-
-def _taken(examples: Sequence[Any]) -> Any:
-    """Return which examples of all stores are trained on: all, or those that are not held out."""
-    assert isinstance(examples, Joined)
-    return slice(None) if examples.places is None else np.delete(np.arange(examples.places.total), examples.places.out)
-
-
 def _source(opened: _Opened, taken: int, per_epoch: int | None) -> SourceFacts:
     split, store = opened.split, opened.store
     path = split.path if split.split in (None, "train") else f"{split.path}[{split.split}]"
@@ -146,14 +135,8 @@ def _reasons(opened: _Opened) -> list[Reason]:
     store, reasons = opened.store, []
     for what, count in store.facts.counts.items():
         file, row = map(int, store.facts.firsts[what])
-        listed = what == UNUSABLE
-        reasons.append(
-            Reason(
-                opened.split.source.key, opened.held_out, what, count, store.origin(file, row),
-                str(store.folder / "bad") if listed else None,
-                tuple(islice(store.bad_rows(), SAID)) if listed else (),
-            )
-        )  # fmt: skip
+        listed = (str(store.folder / "bad"), tuple(islice(store.bad_rows(), SAID))) if what == UNUSABLE else ()
+        reasons.append(Reason(opened.split.source.key, opened.held_out, what, count, store.origin(file, row), *listed))
     return reasons
 
 

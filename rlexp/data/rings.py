@@ -15,8 +15,9 @@ from rlexp.config.checks.layout import choose, heads_of
 from rlexp.config.checks.micro_batches import size_in_words
 from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import Config, LayoutName
+from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.data.facts import RingFacts, counted
+from rlexp.data.facts import RingFacts
 from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit
@@ -65,8 +66,7 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
     own = cfg.parallel.ring_size
     shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
     batches = _batches(cfg, rows, sampler)
-    rings = []
-    seen = {size: _Seen() for size, shape in shapes.items() if isinstance(shape, _Shape)}
+    seen = {size: _Seen() for size in shapes}
     for batch, example_of in batches:
         examples = [example_of(index) for index in batch.indices]
         units = [_unit(cfg, place, example) for place, example in enumerate(examples)]
@@ -79,11 +79,9 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
             seen[each.size].packs += len(dealt.packs[0])
             for places in chain.from_iterable(dealt.packs):
                 _look(cfg, each, [examples[place] for place in places], seen[each.size])
-    for size, shape in shapes.items():
-        if isinstance(shape, str):
-            rings.append(RingFacts(size, size == own, why=shape))
-        else:
-            rings.append(_ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing))
+    rings = (RingFacts(size, size == own, why=shape) if isinstance(shape, str) else
+             _ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing)
+             for size, shape in shapes.items())  # fmt: skip
     return tuple(rings), _words(cfg, rows.kind, batches)
 
 
@@ -124,7 +122,7 @@ def _all_batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Ba
             places = np.array(batch.indices)
             copies = rows.lengths.shape[1] - 1
             tokens = int(rows.lengths[places, 0].sum()) * copies + int(rows.lengths[places, 1:].sum())
-            yield batch, lambda index: examples[index], tokens
+            yield batch, examples.__getitem__, tokens
         return
     rollout = cfg.rollout
     steps_each = rollout.epochs * rollout.minibatches
@@ -148,9 +146,7 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
             continue
-        works = {
-            window: shape.layout.work(pack.segments, shape.size, window) for window in dict.fromkeys(shape.windows)
-        }
+        works = {window: shape.layout.work(pack.segments, shape.size, window) for window in set(shape.windows)}
         work = np.mean([works[window] for window in shape.windows], axis=0)  # of a layer
         real = shape.layout.place(pack.segments, shape.size).real
         seen.sequences += sum(pack.lengths)
@@ -178,25 +174,15 @@ def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing:
 
 
 def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> RingFacts:
-    return RingFacts(
-        shape.size,
-        own,
-        shape.name,
-        shape.size * shape.replicas,
-        shape.replicas,
-        seen.packs / steps,
-        seen.real[True] / seen.held[True],
-        seen.real[False] / seen.held[False],
-        1 - seen.real[packing] / seen.sequences,
-        seen.most_work / seen.mean_work,
-        seen.most_tokens / seen.mean_tokens,
-    )
+    packed, padded = (seen.real[each] / seen.held[each] for each in (True, False))
+    shared = 1 - seen.real[packing] / seen.sequences
+    uneven = seen.most_work / seen.mean_work, seen.most_tokens / seen.mean_tokens
+    return RingFacts(shape.size, own, shape.name, shape.size * shape.replicas, shape.replicas, seen.packs / steps,
+                     packed, padded, shared, *uneven)  # fmt: skip
 
 
 def _words(cfg: Config, kind: Kind, batches: Sequence[tuple[Batch, Callable[[int], Example]]]) -> str:
     samples = sum(len(batch.indices) for batch, _ in batches)
     long = f", each answer with rollout.max_new_tokens={cfg.rollout.max_new_tokens}" if kind is Kind.prompts else ""
     auto = "; parallel.layout=auto is chosen when the run starts" if cfg.parallel.layout is LayoutName.auto else ""
-    return (
-        f"the first {counted(len(batches), 'step')}: {counted(samples, 'sample')} in {size_in_words(cfg)}{long}{auto}"
-    )
+    return f"the first {plural(len(batches), 'step')}: {plural(samples, 'sample')} in {size_in_words(cfg)}{long}{auto}"

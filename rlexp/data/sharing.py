@@ -17,7 +17,7 @@ Block = tuple[np.ndarray, np.ndarray]  # tokens, and where among them each part 
 def hashes(blocks: Iterable[Block], parts: int) -> np.ndarray:
     """Return (examples, 2): a hash of each prompt, and of each whole row."""
     arrays = [_hashed(*block, parts) for block in blocks]
-    return np.concatenate(arrays) if arrays else np.zeros((0, 2), np.uint64)
+    return np.concatenate(arrays) if arrays else np.zeros((0, 2), np.int64)
 
 
 def blocks_of(examples: Store | Sequence[Any], parts: Any) -> Iterator[Block]:
@@ -30,25 +30,9 @@ def blocks_of(examples: Store | Sequence[Any], parts: Any) -> Iterator[Block]:
 
 
 def _hashed(tokens: np.ndarray, ends: np.ndarray, parts: int) -> np.ndarray:
-    """Hash each part as the sum of a random number for each (token, place); modulo 2^64."""
-    starts = np.concatenate(([0], ends[:-1]))
-    lengths = (ends - starts).astype(np.uint64)
-    places = np.arange(len(tokens)) - np.repeat(starts, ends - starts)
-    numbers = _mixed(tokens.astype(np.uint64) << np.uint64(32) | places.astype(np.uint64))
-    sums = np.concatenate((np.zeros(1, np.uint64), np.cumsum(numbers, dtype=np.uint64)))
-    of_parts = _mixed(sums[ends] - sums[starts] + lengths).reshape(-1, parts)
-    of_rows = of_parts[:, 0]
-    for place in range(1, parts):
-        of_rows = _mixed(of_rows + _mixed(of_parts[:, place] + np.uint64(place)))
-    return np.stack((of_parts[:, 0], of_rows), axis=1)
-
-
-def _mixed(numbers: np.ndarray) -> np.ndarray:
-    """Scramble 64-bit numbers (the finalizer of SplitMix64)."""
-    numbers = numbers + np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
-    return numbers ^ (numbers >> np.uint64(31))
+    of_parts = [hash(part.tobytes()) for part in np.split(tokens, ends)[:-1]]
+    rows = (of_parts[first : first + parts] for first in range(0, len(of_parts), parts))
+    return np.array([(row[0], hash(tuple(row))) for row in rows], np.int64).reshape(-1, 2)
 
 
 def sharing_of(digests: np.ndarray, lengths: np.ndarray, copies: int) -> Sharing:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlexp.data.facts import Preview, Reason, SourceFacts, counted, epochs
+from rlexp.config.schema.cadence import plural
+from rlexp.data.facts import Preview, Reason, RingFacts, SourceFacts, epochs
 from rlexp.data.visible import one_line
 
 KEPT = "kept, but "
@@ -35,8 +35,8 @@ def source_lines(source: SourceFacts, epoch: int, *, several: bool) -> list[str]
     lines = [
         f"{source.key}{role}: {one_line(source.path)}",
         f"  {one_line(source.shape)}",
-        f"  {counted(source.read, 'row')} read, {source.kept:,} kept ({share(source.kept, source.read)}), "
-        f"{counted(source.tokens, 'token')}",
+        f"  {plural(source.read, 'row')} read, {source.kept:,} kept ({share(source.kept, source.read)}), "
+        f"{plural(source.tokens, 'token')}",
     ]
     if source.per_epoch is not None and source.taken != source.kept:
         lines.append(
@@ -101,34 +101,24 @@ def sharing(facts: Preview) -> list[str]:
     tally = facts.sharing
     assert tally is not None
     of = "of all tokens" if facts.kind != "prompts" else "of the prompts' tokens"
-    if facts.kind == "prompts":
-        held = (
-            f"Each prompt is in {counted(tally.copies, 'sample')}: {tally.prompt_tokens:,} tokens of prompts, "
-            f"beside the answers that are generated."
-        )
-    else:
-        times = f"{tally.copies} copies of its prompt, one for each answer" if tally.copies > 1 else "its prompt once"
-        held = (
-            f"Each example holds {times}: prompts take {share(tally.prompt_tokens, tally.tokens)} of "
-            f"{tally.tokens:,} tokens."
-        )
+    times = f"{tally.copies} copies of its prompt, one for each answer" if tally.copies > 1 else "its prompt once"
     lines = [
-        f"{tally.examples:,} examples have {counted(tally.prompts, 'different prompt')}; {tally.sharing:,} examples "
+        f"{tally.examples:,} examples have {plural(tally.prompts, 'different prompt')}; {tally.sharing:,} examples "
         f"({share(tally.sharing, tally.examples)}) have a prompt that another one has too.",
-        held,
+        f"Each prompt is in {plural(tally.copies, 'sample')}: {tally.prompt_tokens:,} tokens of prompts, "
+        f"beside the answers that are generated."
+        if facts.kind == "prompts"
+        else f"Each example holds {times}: prompts take {share(tally.prompt_tokens, tally.tokens)} of "
+        f"{tally.tokens:,} tokens.",
     ]
-    if tally.copies > 1:
-        lines.append(
-            f"One copy for each example has {tally.saved_within:,} tokens less, "
-            f"{share(tally.saved_within, tally.tokens)} {of}."
-        )
-    if tally.saved_across > tally.saved_within:
-        lines.append(
-            f"One copy for all examples with the same prompt has {tally.saved_across:,} tokens less, "
-            f"{share(tally.saved_across, tally.tokens)} {of}."
-        )
+    for which, saved, shown in (
+        ("each example", tally.saved_within, tally.copies > 1),
+        ("all examples with the same prompt", tally.saved_across, tally.saved_across > tally.saved_within),
+    ):
+        if shown:
+            lines.append(f"One copy for {which} has {saved:,} tokens less, {share(saved, tally.tokens)} {of}.")
     lines.append(
-        f"{counted(tally.duplicates, 'example')} ({share(tally.duplicates, tally.examples)}) "
+        f"{plural(tally.duplicates, 'example')} ({share(tally.duplicates, tally.examples)}) "
         f"{'has' if tally.duplicates == 1 else 'have'} the same tokens as an earlier one."
     )
     return lines
@@ -139,10 +129,10 @@ def steps(facts: Preview) -> list[str]:
     assert plan is not None
     drawn = facts.kind == "prompts"
     sample, noun, whole = ("prompt", "rollout", "rollout") if drawn else ("sample", "step", "batch")
-    left = f"; the last {counted(plan.left_out, sample)} fill no {whole}" if plan.left_out else ""
+    left = f"; the last {plural(plan.left_out, sample)} fill no {whole}" if plan.left_out else ""
     return [
-        f"{counted(plan.per_epoch, 'step')} an epoch, of {counted(plan.batch, 'sample')} each{left}.",
-        f"{counted(plan.run, 'step')} in this run, {epochs(plan.epochs)}.",
+        f"{plural(plan.per_epoch, 'step')} an epoch, of {plural(plan.batch, 'sample')} each{left}.",
+        f"{plural(plan.run, 'step')} in this run, {epochs(plan.epochs)}.",
         f"Tokens of a {noun}: {plan.tokens_mean:,.0f} on average, {plan.tokens_most:,} at most; "
         f"{plan.tokens_per_epoch:,} an epoch ({plan.measured}).",
     ]
@@ -150,18 +140,16 @@ def steps(facts: Preview) -> list[str]:
 
 def rings(facts: Preview) -> Table:
     head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens")
-    rows: list[Sequence[str]] = []
-    for ring in facts.rings:
-        if ring.why is not None:
-            rows.append((f"{ring.size}", *["–"] * 8))
-            continue
-        shares = (f"{100 * (share or 0.0):.1f} %" for share in (ring.packed, ring.padded, ring.shared))
-        rows.append(
-            (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc:.3g}", *shares, f"{ring.work:.3f}",
-             f"{ring.tokens:.3f}")
-        )  # fmt: skip
     own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
-    return Table(head, tuple(map(tuple, rows)), own, left=0)
+    return Table(head, tuple(map(_ring, facts.rings)), own, left=0)
+
+
+def _ring(ring: RingFacts) -> tuple[str, ...]:
+    if ring.why is not None:
+        return (f"{ring.size}", *["–"] * 8)
+    shares = (f"{100 * (share or 0.0):.1f} %" for share in (ring.packed, ring.padded, ring.shared))
+    return (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc:.3g}", *shares, f"{ring.work:.3f}",
+            f"{ring.tokens:.3f}")  # fmt: skip
 
 
 def about_rings(facts: Preview) -> list[str]:
