@@ -28,6 +28,11 @@ from rlexp.run_files.curve_distance import SCORE, Column, Steps, compared, on_st
 DRAWN = 1000  # the most steps of a metric on the page; a longer curve is thinned out
 KNOTS = 400  # of a run's clock
 FROM_SWEEP = ("logger.run_name", "logger.group", "logger.axes", "logger.baseline")
+IN_SUMMARY = (
+    *("name", "label", "status", "reason", "baseline", "family", "path", "sizes", "steps", "last_loss"),
+    *("last_score", "worst_difference", "compared_upto", "tokens_per_second", "step_seconds", "efficiency"),
+    *("predicted_bytes", "peak_bytes", "peak_phase", "peak_rank", "tensors", "memory"),
+)
 FIRST = (*("train/loss", SCORE, "eval/loss", "train/rewards/margins", "train/rewards/accuracies", "train/grad_norm"),)
 
 
@@ -123,11 +128,8 @@ def card(run: LoggedRun, report: Report) -> page.RunCard:
         tokens_per_second=speed(run),
         step_seconds=step_seconds(run),
         efficiency=efficiency(run, baseline),
-        memory=[
-            page.RankMemory(line["rank"], line["peaks"], line.get("tensors", {}))
-            for line in run.memory
-            if line["peaks"]
-        ],
+        memory=[page.RankMemory(each["rank"], each["peaks"], each.get("tensors", {}))
+                for each in run.memory if each["peaks"]],
         peak_bytes=peak.bytes if peak else None,
         peak_rank=peak.rank if peak else None,
         peak_phase=peak.phase if peak else None,
@@ -135,7 +137,7 @@ def card(run: LoggedRun, report: Report) -> page.RunCard:
         predicted_bytes=run.predicted,
         lengths=lengths(run),
         clock=clock(run),
-    )
+    )  # fmt: skip
 
 
 def lengths(run: LoggedRun) -> list[page.LengthPart]:
@@ -231,17 +233,10 @@ def metric(name: str, report: Report) -> page.MetricCurves:
             known = floor_of(family, name, steps)
             floor, kind = known.values, known.kind
     kept = telling(steps, [v for v in values if v is not None], [g for g in gaps if g is not None])
-    return page.MetricCurves(
-        name,
-        compared(name),
-        len(steps),
-        steps[kept],
-        [value[kept] if not np.isnan(value).all() else None for value in values],
-        [None if gap is None else gap[kept] for gap in gaps],
-        None if floor is None else floor[kept],
-        kind,
-        worst,
-    )
+    drawn = [value[kept] if not np.isnan(value).all() else None for value in values]
+    differences = [None if gap is None else gap[kept] for gap in gaps]
+    floor = None if floor is None else floor[kept]
+    return page.MetricCurves(name, compared(name), len(steps), steps[kept], drawn, differences, floor, kind, worst)
 
 
 def telling(steps: Steps, values: Sequence[Column], gaps: Sequence[Column]) -> Steps:
@@ -332,18 +327,9 @@ def family_summary(family: Family) -> dict[str, Any]:
 
 
 def run_summary(run: LoggedRun, known: page.RunCard) -> dict[str, Any]:
-    shown = {
-        key: getattr(known, key)
-        for key in (
-            *("name", "label", "status", "reason", "baseline", "family", "path", "sizes", "steps", "last_loss"),
-            *("last_score", "worst_difference", "compared_upto", "tokens_per_second", "step_seconds", "efficiency"),
-            *("predicted_bytes", "peak_bytes", "peak_phase", "peak_rank"),
-        )
-    }
-    shown["tensors"] = None if known.tensors is None else asdict(known.tensors)
+    card = asdict(known)
     finite = {name: value for name in run.columns if (value := last(run, name)) is not None and math.isfinite(value)}
-    return shown | {
-        "memory": [asdict(each) for each in known.memory],
+    return {key: card[key] for key in IN_SUMMARY} | {
         "last": finite,
         "precision": run.precision if run.config else None,
         "identity": run.identity,

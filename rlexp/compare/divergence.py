@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -81,14 +82,8 @@ class Conclusion:
 def between(run: LoggedRun, baseline: LoggedRun, metric: str) -> Difference:
     """Compare one metric of two runs, up to the first sample that rounding may have changed."""
     flipped = excused(run, baseline)
-    return difference(
-        run.steps,
-        run.column(metric),
-        baseline.steps,
-        baseline.column(metric),
-        upto=None if flipped is None else flipped.step - 1,
-        least=least_size(metric, run.columns),
-    )
+    upto, least = None if flipped is None else flipped.step - 1, least_size(metric, run.columns)
+    return difference(run.steps, run.column(metric), baseline.steps, baseline.column(metric), upto=upto, least=least)
 
 
 def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
@@ -114,13 +109,15 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
 
 def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
     """Whether a run has its baseline's layout, with another micro-batch or packing."""
-    same = all(run.sizes.get(key) == baseline.sizes.get(key) for key in ("world_size", "ring_size"))
-    precision = run.precision == baseline.precision
-    engine = run.config.get("engine") == baseline.config.get("engine")
-    layout = run.config.get("parallel") == baseline.config.get("parallel")
-    micro = any(run.sizes.get(key) != baseline.sizes.get(key) for key in MICRO)
+
+    def of(each: LoggedRun, *sizes: str) -> list[Any]:
+        return [each.sizes.get(key) for key in sizes]
+
+    same = of(run, "world_size", "ring_size") == of(baseline, "world_size", "ring_size")
+    same &= run.precision == baseline.precision
+    same &= all(run.config.get(group) == baseline.config.get(group) for group in ("engine", "parallel"))
     packing = run.settings_of("data").get("packing") != baseline.settings_of("data").get("packing")
-    return bool(run.sizes) and same and precision and engine and layout and (micro or packing)
+    return bool(run.sizes) and same and (packing or of(run, *MICRO) != of(baseline, *MICRO))
 
 
 def outcome_of(families: Families) -> Conclusion:

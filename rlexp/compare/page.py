@@ -13,7 +13,7 @@ import hashlib
 import html
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.resources import files
 from string import Template
 from typing import Any, Literal
@@ -132,8 +132,8 @@ class MetricCurves:
     compared: bool  # False: a metric of the layout itself, like speed and memory
     total_steps: int
     steps: Integers
-    values: list[Floats | None]  # per run
-    differences: list[Floats | None]  # per run, relative; 0 is equal to the bit; None for a baseline
+    values: Sequence[Floats | None]  # per run
+    differences: Sequence[Floats | None]  # per run, relative; 0 is equal to the bit; None for a baseline
     floor: Floats | None = None  # the noise floor
     floor_kind: str = ""  # measured or estimated, and from what
     worst: Worst | None = None
@@ -220,11 +220,9 @@ def _head(payload: Payload) -> dict[str, Any]:
 
 
 def _run_head(run: RunCard) -> dict[str, Any]:
-    apart = ("clock", "memory", "tensors", "lengths")
-    known = {name: value for name, value in vars(run).items() if name not in apart}
-    tensors = None if run.tensors is None else asdict(run.tensors)
-    lists = {"memory": [asdict(rank) for rank in run.memory], "lengths": [asdict(part) for part in run.lengths]}
-    return known | lists | {"tensors": tensors}
+    known = asdict(replace(run, clock=None))
+    del known["clock"]
+    return known
 
 
 def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:

@@ -103,11 +103,7 @@ class RunReader:
             return self._sweep(path)
         if is_run(path):
             return Group(path.name, [self.run(path)])
-        if not path.is_dir():
-            return None
-        inside = sorted(each for each in path.iterdir() if each.is_dir())
-        ours = [each for each in inside if is_run(each) or (each / sweep.FILE).exists()]
-        groups = [group for each in ours if (group := self.group(each)) is not None]
+        groups = [group for each in runs_in(path) if (group := self.group(each)) is not None]
         if not groups:
             return None
         merged = merge(groups)
@@ -157,6 +153,15 @@ def is_run(path: Path) -> bool:
     return any((path / name).is_file() for name in (METRICS, "run.json"))
 
 
+def runs_in(path: Path) -> list[Path]:
+    """Return the folder itself if it is a run's or a sweep's, else those of runs and sweeps in it."""
+
+    def ours(folder: Path) -> bool:
+        return is_run(folder) or (folder.is_dir() and (folder / sweep.FILE).exists())
+
+    return [path] if ours(path) else sorted(filter(ours, path.iterdir())) if path.is_dir() else []
+
+
 def merge(groups: Iterable[Group]) -> Group:
     """Merge groups into one. A run given twice appears once, and every run gets a name and a label of its own."""
     groups = list(groups)
@@ -185,33 +190,19 @@ def merge(groups: Iterable[Group]) -> Group:
 
 def read_run(path: Path) -> LoggedRun:
     """Read a run's folder, as far as its files are there and whole."""
-    known = run_folder.read(path)
+    known, prediction = run_folder.read(path), preflight_check.read(path)
     notes: list[str] = []
-    where = str(path)
     steps, columns = read_columns(path / METRICS, notes)
     config = read_config(path / CONFIG, notes)
     if not known:
-        notes.append(f"{where}: has no run.json, so what its curve depends on is not known")
+        notes.append(f"{path}: has no run.json, so what its curve depends on is not known")
     status, reason = ended(known)
-    prediction = preflight_check.read(path)
     return LoggedRun(
-        shown(path.name),
-        shown(path.resolve().name),
-        path,
-        status,
-        reason,
-        steps,
-        columns,
-        config,
-        known.get("identity", {}),
-        known.get("sizes", {}),
-        rank_progress.read(path),
-        notes=notes,
-        predicted=None if prediction is None else prediction.peak,
-        cores=known.get("cores"),
-        total_steps=known.get("steps"),
-        warmup_steps=known.get("warmup_steps"),
-    )
+        shown(path.name), shown(path.resolve().name), path, status, reason, steps, columns, config,
+        known.get("identity", {}), known.get("sizes", {}), rank_progress.read(path),
+        predicted=None if prediction is None else prediction.peak, cores=known.get("cores"),
+        total_steps=known.get("steps"), warmup_steps=known.get("warmup_steps"), notes=notes,
+    )  # fmt: skip
 
 
 def shown(name: str) -> str:

@@ -14,34 +14,25 @@ WIDTH = 110
 
 def table(payload: Payload, width: int | None = None) -> str:
     """Return the table and the verdict. Columns that do not fit a terminal's width stand below the others."""
-    sampled = any(run.last_score is not None for run in payload.runs)
-    scores: list[tuple[str, Callable[[RunCard], str]]] = (
-        [("last score", lambda run: number(run.last_score, "{:.4f}"))] if sampled else []
-    )
-    predictions: list[tuple[str, Callable[[RunCard], str]]] = (
-        [("predicted", lambda run: number(run.predicted_bytes, "{:.3g} GB", 1e-9))]
-        if any(run.predicted_bytes is not None for run in payload.runs)
-        else []
-    )
-    held_out: list[tuple[str, Callable[[RunCard], str]]] = (
-        [("held-out rows", lambda run: run.held_out or "–")] if any(run.held_out for run in payload.runs) else []
-    )
-    columns: list[tuple[str, Callable[[RunCard], str]]] = [
-        ("run", lambda run: run.label),
-        ("ring × dp", layout),
-        ("status", lambda run: run.status),
-        ("steps", lambda run: str(run.steps) if run.steps else "–"),
-        ("last loss", lambda run: number(run.last_loss, "{:.6f}")),
-        *scores,
-        *held_out,
-        ("difference", difference),
-        ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}")),
-        ("step", lambda run: number(run.step_seconds, "{:.3g} s")),
-        ("efficiency", lambda run: number(run.efficiency, "{:.0%}")),
-        *predictions,
-        *memory_columns(payload),
-    ]
-    rows = [[name for name, _ in columns], *([printable(cell(run)) for _, cell in columns] for run in payload.runs)]
+    runs = payload.runs
+    columns: list[tuple[str, Callable[[RunCard], str], bool]] = [  # with whether any run has a value
+        ("run", lambda run: run.label, True),
+        ("ring × dp", layout, True),
+        ("status", lambda run: run.status, True),
+        ("steps", lambda run: str(run.steps) if run.steps else "–", True),
+        ("last loss", lambda run: number(run.last_loss, "{:.6f}"), True),
+        ("last score", lambda run: number(run.last_score, "{:.4f}"), any(run.last_score is not None for run in runs)),
+        ("held-out rows", lambda run: run.held_out or "–", any(run.held_out for run in runs)),
+        ("difference", difference, True),
+        ("tokens/s", lambda run: number(run.tokens_per_second, "{:,.0f}"), True),
+        ("step", lambda run: number(run.step_seconds, "{:.3g} s"), True),
+        ("efficiency", lambda run: number(run.efficiency, "{:.0%}"), True),
+        ("predicted", lambda run: number(run.predicted_bytes, "{:.3g} GB", 1e-9),
+         any(run.predicted_bytes is not None for run in runs)),
+        *((name, cell, True) for name, cell in memory_columns(payload)),
+    ]  # fmt: skip
+    shown = [(name, cell) for name, cell, known in columns if known]
+    rows = [[name for name, _ in shown], *([printable(cell(run)) for _, cell in shown] for run in runs)]
     lines = [line for block in blocks(rows, width) for line in ["", *block]][1:]
     least = min(WIDTH, width or WIDTH)
     notes = [f"! compared by force: {line}" for line in payload.forced] + [brief(note) for note in payload.notes]
@@ -97,13 +88,11 @@ def memory_columns(payload: Payload) -> list[tuple[str, Callable[[RunCard], str]
     resident = ("peak memory", lambda run: peak(run.peak_bytes, run.peak_phase, run.peak_rank))
     if all(run.tensors is None for run in payload.runs):
         return [resident]
-    return [
-        (
-            "peak tensors",
-            lambda run: peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–",
-        ),
-        ("peak resident", lambda run: peak(run.peak_bytes)),
-    ]
+
+    def tensors(run: RunCard) -> str:
+        return peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–"
+
+    return [("peak tensors", tensors), ("peak resident", lambda run: peak(run.peak_bytes))]
 
 
 def peak(size: int | None, phase: str | None = None, rank: int | None = None) -> str:

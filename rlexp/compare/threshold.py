@@ -100,9 +100,8 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
         for one, other in pairs:
             yield from _excess_of_two(one, other, name, limit)
     else:
-        yield from _excess_of_all(
-            family.runs, name, limit, steps[~missing.any(axis=0)], values[:, ~missing.any(axis=0)]
-        )
+        whole = ~missing.any(axis=0)
+        yield from _excess_of_all(family.runs, name, limit, steps[whole], values[:, whole])
 
 
 def _excess_of_all(

@@ -47,33 +47,28 @@ BARS = Column("", lambda row: " " * BAR, 5, right=False)  # noqa: ARG005
 
 def columns(look: Look, *, bars: bool) -> list[Column]:
     """Return the columns that have a value for some row."""
-    chosen_columns = [
-        Column("run", lambda row: row.label, 0, right=False),
-        Column("status", status, 0, right=False),
-        Column("steps", steps, 1),
-        *([BARS] if bars else []),
-        Column("last loss", lambda row: number(row.curve.loss, "{:.6f}"), 3),
-        Column("last score", lambda row: number(row.curve.score, "{:.4f}"), 4),
-        Column("held-out rows", lambda row: evaluations.in_words(row.held_out) or "–", 5),
-        Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7),
-        Column("peak tensors", lambda row: memory(row.tensors), 8),
-        Column("peak memory", lambda row: memory(row.peak), 8),
-        Column("time left", lambda row: time_of(row.seconds_left), 2),
+    rows = look.rows
+    slurm = any(row.job_id for row in rows)
+    scored, held_out = any(row.curve.score is not None for row in rows), any(row.held_out for row in rows)
+    counted_tensors, requeued = any(row.tensors is not None for row in rows), any(row.requeues for row in rows)
+    every = [
+        (True, Column("run", lambda row: row.label, 0, right=False)),
+        (True, Column("status", status, 0, right=False)),
+        (True, Column("steps", steps, 1)),
+        (bars, BARS),
+        (True, Column("last loss", lambda row: number(row.curve.loss, "{:.6f}"), 3)),
+        (scored, Column("last score", lambda row: number(row.curve.score, "{:.4f}"), 4)),
+        (held_out, Column("held-out rows", lambda row: evaluations.in_words(row.held_out) or "–", 5)),
+        (True, Column("tokens/s", lambda row: number(row.curve.tokens_per_second, "{:,.0f}"), 7)),
+        (counted_tensors, Column("peak tensors", lambda row: memory(row.tensors), 8)),
+        (True, Column("peak memory", lambda row: memory(row.peak), 8)),
+        (True, Column("time left", lambda row: time_of(row.seconds_left), 2)),
+        (requeued, Column("requeued", lambda row: f"{len(row.requeues)} ×" if row.requeues else "–", 10)),
+        (slurm, Column("Slurm's limit", lambda row: time_of(limit(row)), 6)),
+        (slurm, Column("job", lambda row: row.job_id or "–", 9)),
+        (slurm, Column("nodes", lambda row: (row.slurm.nodes if row.slurm else "") or "–", 11, right=False)),
     ]
-    slurm = [
-        Column("Slurm's limit", lambda row: time_of(limit(row)), 6),
-        Column("job", lambda row: row.job_id or "–", 9),
-        Column("nodes", lambda row: (row.slurm.nodes if row.slurm else "") or "–", 11, right=False),
-    ]
-    if all(row.curve.score is None for row in look.rows):
-        chosen_columns = [column for column in chosen_columns if column.name != "last score"]
-    if not any(row.held_out for row in look.rows):
-        chosen_columns = [column for column in chosen_columns if column.name != "held-out rows"]
-    if all(row.tensors is None for row in look.rows):
-        chosen_columns = [column for column in chosen_columns if column.name != "peak tensors"]
-    if any(row.requeues for row in look.rows):
-        chosen_columns.append(Column("requeued", lambda row: f"{len(row.requeues)} ×" if row.requeues else "–", 10))
-    return chosen_columns + (slurm if any(row.job_id for row in look.rows) else [])
+    return [column for known, column in every if known]
 
 
 def status(row: JobRow) -> str:
@@ -212,12 +207,8 @@ def last_seen(ranks: Sequence[dict[str, Any]]) -> str:
     for rank in ranks:
         died = f", where it died: {rank['died']}" if "died" in rank else ""
         doing.setdefault(f"{rank_progress.seen(rank)}{died}", []).append(rank["rank"])
-    parts = [
-        f"ranks {ranges(alike)} {what.replace('in its', 'in their', 1)}"
-        if len(alike) > 1
-        else f"rank {alike[0]} {what}"
-        for what, alike in doing.items()
-    ]
+    parts = [f"ranks {ranges(alike)} {what.replace('in its', 'in their', 1)}" if len(alike) > 1 else
+             f"rank {alike[0]} {what}" for what, alike in doing.items()]  # fmt: skip
     return f"last seen: {'; '.join(parts)}" if parts else ""
 
 
@@ -241,39 +232,18 @@ def text(look: Look) -> str:
 
 
 def plain(look: Look) -> dict[str, Any]:
-    return {
-        "folder": look.title,
-        "live": look.live,
-        "slurm_gave_no_answer": look.silent or None,
-        "jobs": [_plain(row) for row in look.rows],
-    }
+    jobs = [_plain(row) for row in look.rows]
+    return {"folder": look.title, "live": look.live, "slurm_gave_no_answer": look.silent or None, "jobs": jobs}
 
 
 def _plain(row: JobRow) -> dict[str, Any]:
-    peak, phase, rank = row.peak or (None, None, None)
-    tensors, tensors_phase, tensors_rank = row.tensors or (None, None, None)
+    peaks = {f"{kind}peak_{name}": value for kind, peak in (("", row.peak), ("tensors_", row.tensors))
+             for name, value in zip(("bytes", "phase", "rank"), peak or (None, None, None), strict=True)}  # fmt: skip
     return {
-        "label": row.label,
-        "folder": str(row.folder),
-        "status": row.state,
-        "reason": row.why or None,
-        "step": row.curve.step,
-        "steps": row.steps,
-        "last_loss": row.curve.loss,
-        "last_score": row.curve.score,
-        "held_out": dict(row.held_out),
-        "tokens_per_second": row.curve.tokens_per_second,
-        "step_seconds": row.curve.step_seconds,
-        "seconds_left": row.seconds_left,
-        "seconds_quiet": row.quiet,
-        "peak_bytes": peak,
-        "peak_phase": phase,
-        "peak_rank": rank,
-        "tensors_peak_bytes": tensors,
-        "tensors_peak_phase": tensors_phase,
-        "tensors_peak_rank": tensors_rank,
-        "ranks": row.ranks,
-        "requeues": row.requeues,
-        "job_id": row.job_id,
+        "label": row.label, "folder": str(row.folder), "status": row.state, "reason": row.why or None,
+        "step": row.curve.step, "steps": row.steps, "last_loss": row.curve.loss, "last_score": row.curve.score,
+        "held_out": dict(row.held_out), "tokens_per_second": row.curve.tokens_per_second,
+        "step_seconds": row.curve.step_seconds, "seconds_left": row.seconds_left, "seconds_quiet": row.quiet,
+        **peaks, "ranks": row.ranks, "requeues": row.requeues, "job_id": row.job_id,
         "slurm": None if row.slurm is None else dataclasses.asdict(row.slurm),
-    }
+    }  # fmt: skip

@@ -34,6 +34,7 @@ class Evidence:
     """What is known about a job."""
 
     folder: Path
+    label: str = ""
     known: dict[str, Any] = field(default_factory=dict)  # run.json
     lives: bool | None = None  # whether the run's processes live; None: cannot be seen
     job: Job | None = None  # its entry in the sweep's ledger

@@ -66,13 +66,8 @@ def _curve(rows: Sequence[dict[str, Any]]) -> Curve:
     timed = [row for row in steady if _number(row.get("train/step_seconds"))]
     seconds = sum(row["train/step_seconds"] for row in timed)
     tokens = sum(row["train/tokens"] for row in timed if _number(row.get("train/tokens")))
-    return Curve(
-        rows[-1]["step"],
-        _latest(rows[-1:], "train/loss"),
-        _latest(rows, SCORE),
-        tokens / seconds if tokens and seconds else None,
-        seconds / len(timed) if timed else None,
-    )
+    speed, pace = tokens / seconds if tokens and seconds else None, seconds / len(timed) if timed else None
+    return Curve(rows[-1]["step"], _latest(rows[-1:], "train/loss"), _latest(rows, SCORE), speed, pace)
 
 
 def _latest(rows: Sequence[dict[str, Any]], name: str) -> float | None:

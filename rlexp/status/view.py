@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.printable import printable
-from rlexp.compare.runs import LIVE, is_run, shown
+from rlexp.compare.runs import LIVE, runs_in, shown
 from rlexp.launch import rank_progress, run_folder, sweep
 from rlexp.launch.slurm import queue
 from rlexp.launch.slurm.queue import Known, Silent
@@ -28,16 +28,6 @@ QUIET, STEPS = 300.0, 10  # a run is reported as silent after so many seconds an
 
 class StatusError(ConfigError):
     """A folder without a run, or an option that makes no sense."""
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A job as the folder shows it."""
-
-    label: str
-    folder: Path
-    job: Job | None = None
-    sweeps: bool | None = None  # its sweep's launcher lives
 
 
 @dataclass(frozen=True)
@@ -70,12 +60,8 @@ class JobRow:
         return self._largest("tensors")
 
     def _largest(self, kind: str) -> tuple[int, str, int] | None:
-        peaks = [
-            (peak, phase, rank["rank"])
-            for rank in self.ranks
-            if isinstance(rank.get(kind), dict)
-            for phase, peak in rank[kind].items()
-        ]
+        counted = (rank for rank in self.ranks if isinstance(rank.get(kind), dict))
+        peaks = [(peak, phase, rank["rank"]) for rank in counted for phase, peak in rank[kind].items()]
         return max(peaks, key=lambda each: each[0], default=None)
 
 
@@ -104,17 +90,9 @@ class StatusView:
         entries = list(_entries(self.path, locks))
         if not entries:
             raise _nothing(self.path)
-        runs = [run_folder.read(entry.folder) for entry in entries]
-        jobs = [_job_id(entry, known) for entry, known in zip(entries, runs, strict=True)]
-        slurm, silent = self._ask([job for job in jobs if job is not None])
-        rows = []
-        for entry, known, job in zip(entries, runs, jobs, strict=True):
-            evidence = Evidence(
-                entry.folder, known, locks.alive(entry.folder, known), entry.job, entry.sweeps, job,
-                slurm.get(job or ""), answered=not silent,
-            )  # fmt: skip
-            rows.append(_row(entry, evidence))
-        return Look(shown(self.path.resolve().name), rows, silent)
+        slurm, silent = self._ask([each.job_id for each in entries if each.job_id is not None])
+        seen = [replace(each, slurm=slurm.get(each.job_id or ""), answered=not silent) for each in entries]
+        return Look(shown(self.path.resolve().name), list(map(_row, seen)), silent)
 
     def _ask(self, jobs: Sequence[str]) -> tuple[dict[str, Known], str]:
         try:
@@ -126,27 +104,22 @@ class StatusView:
         return self._recalled | queued, ""
 
 
-def _entries(path: Path, locks: Locks) -> Iterator[Entry]:
-    """Yield the jobs of a sweep, a run, or a folder of them."""
-    if (path / sweep.FILE).exists():
-        yield from _swept(path, locks)
-    elif is_run(path):
-        yield Entry(shown(path.resolve().name), path)
-    elif path.is_dir():
-        for inside in sorted(path.iterdir()):
-            if (inside / sweep.FILE).exists():
-                for entry in _swept(inside, locks):
-                    label = f"{shown(inside.name)} {entry.label}"
-                    yield Entry(label, entry.folder, entry.job, entry.sweeps)
-            elif is_run(inside):
-                yield Entry(shown(inside.name), inside)
+def _entries(path: Path, locks: Locks) -> Iterator[Evidence]:
+    """Yield the jobs of a sweep, a run, or a folder of them, as their folders show them."""
+    for folder in runs_in(path):
+        name = shown((path.resolve() if folder is path else folder).name)
+        if not (folder / sweep.FILE).exists():
+            yield _seen(folder, name, locks)
+            continue
+        sweeps = locks.alive(folder, sweep.plain(folder))
+        for job in sweep.read(folder):
+            label = job.label if folder is path else f"{name} {job.label}"
+            yield _seen(folder / job.folder, label, locks, job, sweeps)
 
 
-def _swept(path: Path, locks: Locks) -> Iterator[Entry]:
-    plain = sweep.plain(path)
-    sweeps = locks.alive(path, plain)
-    for job in sweep.read(path):
-        yield Entry(job.label, path / job.folder, job, sweeps)
+def _seen(folder: Path, label: str, locks: Locks, job: Job | None = None, sweeps: bool | None = None) -> Evidence:
+    known = run_folder.read(folder)
+    return Evidence(folder, label, known, locks.alive(folder, known), job, sweeps, _job_id(job, known))
 
 
 def _nothing(path: Path) -> StatusError:
@@ -160,35 +133,35 @@ def _nothing(path: Path) -> StatusError:
     )
 
 
-def _job_id(entry: Entry, known: dict[str, Any]) -> str | None:
+def _job_id(job: Job | None, known: dict[str, Any]) -> str | None:
     """Return Slurm's job id. Without a cluster, a ledger's ids are process ids, and have no token."""
-    listed = entry.job.job_id if entry.job is not None and entry.job.token is not None else None
+    listed = job.job_id if job is not None and job.token is not None else None
     job_id = listed or known.get("job_id")
     return job_id if isinstance(job_id, str) and re.fullmatch(r"\d+(_\d+)?", job_id) else None
 
 
-def _row(entry: Entry, seen: Evidence) -> JobRow:
+def _row(seen: Evidence) -> JobRow:
     state, why = state_of(seen)
-    curve, steps = tail.read(entry.folder / METRICS), seen.known.get("steps")
+    curve, steps = tail.read(seen.folder / METRICS), seen.known.get("steps")
     steps = steps if type(steps) is int else None
     left = None
     if state == "running" and steps is not None and curve.step_seconds is not None:
         left = max(0, steps - curve.step) * curve.step_seconds
     requeues = seen.known.get("requeues")
     return JobRow(
-        label=printable(entry.label),
-        folder=entry.folder,
+        label=printable(seen.label),
+        folder=seen.folder,
         state=printable(state),
         why=printable(why),
         curve=curve,
         held_out=evaluations.values_of(seen.known.get("evaluated") or {}),
         steps=steps,
         seconds_left=left,
-        ranks=[_printable(each) for each in rank_progress.read(entry.folder)],
+        ranks=[_printable(each) for each in rank_progress.read(seen.folder)],
         requeues=[_printable(each) for each in requeues or []],
         job_id=seen.job_id,
         slurm=seen.slurm,
-        quiet=_quiet(entry.folder, curve) if state == "running" else None,
+        quiet=_quiet(seen.folder, curve) if state == "running" else None,
         live=state in LIVE or (seen.slurm is not None and seen.slurm.alive) or _to_be_run(seen),
     )
 
