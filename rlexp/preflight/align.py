@@ -27,20 +27,12 @@ class NotAlikeError(Exception):
 
 
 @dataclass(frozen=True)
-class Repeated:
-    """Events of the larger log that every further layer has again."""
+class Piece:
+    """Events of the larger log that every further layer has again, or whose sizes grow with it."""
 
     start: int
     stop: int
-
-
-@dataclass(frozen=True)
-class Larger:
-    """Events of the larger log whose sizes grow by so many bytes with every further layer."""
-
-    start: int
-    stop: int
-    growth: Array
+    growth: Array | None = None  # bytes by which each event grows; None: it is there again
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,7 @@ class Growth:
     """What further layers change in one phase."""
 
     run: Stretch  # of the larger log
-    pieces: Sequence[Repeated | Larger]
+    pieces: Sequence[Piece]
     counts: Counts
     ordered: bool = False  # the events are compared, and stand here, in order of size
 
@@ -138,16 +130,16 @@ def _moved(run: Stretch, growth: Growth | Line) -> Growth:
     more = len(run.sizes) - len(growth.run.sizes)
     tokens, signs, before = _tokens(run), np.sign(run.sizes), np.sign(growth.run.sizes)
 
-    def stands(piece: Repeated | Larger, by: int) -> bool:
+    def stands(piece: Piece, by: int) -> bool:
         start, stop = piece.start + by, piece.stop + by
         around = (signs[:stop], before[:stop]) if by == 0 else (signs[start:], before[piece.start :])
         if start < 0 or not np.array_equal(*around):
             return False
-        if isinstance(piece, Repeated):
+        if piece.growth is None:
             return _stands_twice(tokens, start, stop)
         return np.array_equal(run.sizes[start:stop], growth.run.sizes[piece.start : piece.stop])
 
-    pieces: list[Repeated | Larger] = []
+    pieces: list[Piece] = []
     for piece in growth.pieces:
         by = next((by for by in (0, more) if stands(piece, by)), None)
         if by is None:
@@ -158,19 +150,19 @@ def _moved(run: Stretch, growth: Growth | Line) -> Growth:
 
 def _growth(smaller: Stretch, larger: Stretch) -> Growth:
     a, b = _paired(_tokens(smaller), _tokens(larger))
-    pieces: list[Repeated | Larger] = []
+    pieces: list[Piece] = []
     for what, (i, k), (j, m) in _differences(a, b):
         if what == "insert":
             blocks = _blocks(b, j, m)
             if not blocks:
                 raise NotAlikeError(f"{larger.phase}: {m - j} events stand once")
-            pieces.extend(Repeated(*block) for block in blocks)
+            pieces.extend(Piece(*block) for block in blocks)
         elif k - i != m - j:
             raise NotAlikeError(f"{larger.phase}: {k - i} events for {m - j}")
         elif (growth := larger.sizes[j:m] - smaller.sizes[i:k]).any():
             if not np.array_equal(np.sign(larger.sizes[j:m]), np.sign(smaller.sizes[i:k])):
                 raise NotAlikeError(f"{larger.phase}: what is made in one is freed in the other")
-            pieces.append(Larger(j, m, growth))
+            pieces.append(Piece(j, m, growth))
     return Growth(larger, pieces, larger.counts - smaller.counts)
 
 
@@ -246,7 +238,7 @@ def _grown(growth: Growth | Line, times: int) -> Pass:
     for piece in growth.pieces:
         parts.append((run.sizes[done : piece.start], run.kinds[done : piece.start]))
         sizes, kinds = run.sizes[piece.start : piece.stop], run.kinds[piece.start : piece.stop]
-        if isinstance(piece, Repeated):
+        if piece.growth is None:
             parts.append((np.tile(sizes, times + 1), np.tile(kinds, times + 1)))
         else:
             parts.append((sizes + times * piece.growth, kinds))

@@ -115,9 +115,7 @@ class Link:
     rate: float
 
     def leaving(self, size: int) -> float:
-        clock = self.log.clock
-        clock.link_free = max(clock.link_free, clock.now) + size / self.rate
-        return clock.link_free
+        return self.log.clock.send(size, self.rate)
 
     def awaited(self, ticket: float) -> None:
         self.log.awaited(ticket)

@@ -153,13 +153,9 @@ class Found:
 
 
 def predict(
-    cfg: Config,
-    model: Any,
-    rank: int | None = None,
-    known: Grows | None = None,
-    limit: float = math.inf,
+    cfg: Config, model: Any, rank: int | None = None, known: Grows | None = None, limit: float = math.inf,
     answers: int | None = None,
-) -> Calls:
+) -> Calls:  # fmt: skip
     """Rehearse a few layers, and tell all others from them, or all layers if they differ.
 
     `rank` is the one that holds most if it is not given, and `known` says how many layers were enough at another

@@ -12,20 +12,8 @@ from typing import Any
 from rlexp.base.byte_counts import size
 from rlexp.config.checks.layout import heads_in, with_layout
 from rlexp.config.schema import Config, LayoutName
-from rlexp.preflight.changes import (
-    OTHERWISE,
-    Change,
-    Words,
-    cheapest_alone,
-    engines_for,
-    fewer_tokens,
-    needed,
-    offloads,
-    pairs,
-    seconds,
-    singles,
-    trains_otherwise,
-)
+from rlexp.preflight import changes
+from rlexp.preflight.changes import OTHERWISE, Change, Words, cheapest_alone, needed, pairs, singles, trains_otherwise
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.fastest_layout import choosing
 from rlexp.preflight.predict import Found, Prediction, predict
@@ -55,41 +43,35 @@ def first_that_fits(cfg: Config, model: Any) -> Calls:
 
     A task of `children.at_once`; the result is a `Taken`.
     """
-    fewer = [each for _, each in fewer_tokens(cfg)] if cfg.train.max_tokens_per_micro_batch is None else []
-    if not fewer:
-        return (yield from _first_engine(cfg, model))
+    fewer = [each for _, each in changes.fewer_tokens(cfg)] if cfg.train.max_tokens_per_micro_batch is None else []
     limit = room(cfg)
-    taken: Taken = yield from _predicted(cfg, model)
+    taken: Taken = yield from _first_engine(cfg, model, predicted=bool(fewer))
+    if not fewer:
+        return taken
     if taken.outcome is None or taken.fits(limit):  # None: what is built is too large by itself
         return taken
-    taken = yield from _predicted(fewer[-1], model)
+    taken = yield from _first_engine(fewer[-1], model, predicted=True)
     if not taken.fits(limit):
         return taken
     more = [dataclasses.replace(each, engine=taken.cfg.engine) for each in fewer[:-1]]
     results: Sequence[Result] = yield [attempt(each, model, limit) for each in more]
-    tried = zip(more, map(whole, results), strict=True)
-    several = [dataclasses.replace(taken, cfg=each, outcome=outcome) for each, outcome in tried]
+    several = [dataclasses.replace(taken, cfg=each, outcome=whole(result))
+               for each, result in zip(more, results, strict=True)]  # fmt: skip
     return next((each for each in several if each.fits(limit)), taken)
 
 
-def _predicted(cfg: Config, model: Any) -> Calls:
-    """Return the run with the engine that it takes, and its prediction where its build alone fits."""
-    if cfg.engine.chosen is not None:
-        return (yield from _first_engine(cfg, model))
-    (result,) = yield [attempt(cfg, model, room(cfg))]
-    outcome = whole(result)
-    return Taken(cfg, outcome=None if outcome.prediction.build_alone else outcome)
-
-
-def _first_engine(cfg: Config, model: Any) -> Calls:
+def _first_engine(cfg: Config, model: Any, *, predicted: bool) -> Calls:
     """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest.
 
-    A task of `children.at_once`; the result is a `Taken`.
+    A named one is `predicted` only on request. A task of `children.at_once`; the result is a `Taken`.
     """
-    if cfg.engine.chosen is None:
+    named, limit = cfg.engine.chosen is None, room(cfg)
+    if named and not predicted:
         return Taken(cfg)
-    options, limit = engines_for(cfg), room(cfg)
+    options = [cfg] if named else changes.engines_for(cfg)
     (first,) = yield [attempt(options[0], model, limit)]
+    if named:
+        return Taken(cfg, outcome=None if whole(first).prediction.build_alone else first)
     if whole(first).prediction.fits_devices(limit):
         return Taken(options[0], "the default, and it fits", (), first)
     rest = yield [attempt(each, model, limit) for each in options[1:]]
@@ -116,12 +98,12 @@ def cheapest(taken: Taken, asked: Prediction, single: Sequence[Change], model: A
     best = cheapest_alone(single, taken.cfg, asked, limit)
     if best is not None and not trains_otherwise(best.words):
         return best
-    base = seconds(asked) or math.inf
-    slower = {each.words: took / base for each in single if (took := seconds(each.prediction)) is not None}
+    base = changes.seconds(asked) or math.inf
+    slower = {each.words: took / base for each in single if (took := changes.seconds(each.prediction)) is not None}
 
     def guess(words: Words) -> tuple[bool, bool, float]:
         added = math.prod(slower.get(each, 2.0) for each in words)
-        return any(map(trains_otherwise, words)), any(map(offloads, words)), added
+        return any(map(trains_otherwise, words)), any(map(changes.offloads, words)), added
 
     options = pairs(taken.cfg, engines=taken.chosen is None, short=asked.short)
     together = sorted(options, key=guess)

@@ -91,26 +91,23 @@ class VllmShare:
         """Whether vLLM can start, by what is counted. On CPU, that was decided before."""
         return self.on_cpu or self.holds.bytes >= self.holds.counted
 
-    @property
-    def asked(self) -> str:
-        return f"{KEY}={'auto' if self.auto else f'{self.holds.share:g}'}"
-
     def refused(self, most: int, phase: str) -> str | None:
         """Say why vLLM and the rank's own tensors, so many bytes in the phase that has most, do not both fit."""
         holds, share = self.holds, self.left(most)
+        asked = f"{KEY}={'auto' if self.auto else f'{holds.share:g}'}"
         apart = "" if self.on_cpu else "rollout=pipelined, where vLLM has GPUs of its own, "
         less = f"Use a change that needs less memory beside it, {apart}{NATIVE}"
         fits = not self.on_cpu and share * self.memory >= holds.least
         if not self.suffices:
             least = math.ceil(100 * holds.least / self.memory) / 100
             use = f"Use {KEY}={least:g} to {share:g}, or auto" if fits else less
-            return f"{self.asked}: vLLM has {size(holds.bytes)}, and needs {holds.needs()}. {use}"
+            return f"{asked}: vLLM has {size(holds.bytes)}, and needs {holds.needs()}. {use}"
         if most + holds.bytes <= self.room:
             return None
         own = f"the rank itself holds {size(most)} ({phase}) of the {size(self.room)} that it may take"
         if fits:
-            return f"{self.asked}: vLLM takes {size(holds.bytes)}, and {own}. Use {KEY}={share:g} or less, or auto"
-        return f"{self.asked}: vLLM needs {holds.needs()}; {own}. {less}"
+            return f"{asked}: vLLM takes {size(holds.bytes)}, and {own}. Use {KEY}={share:g} or less, or auto"
+        return f"{asked}: vLLM needs {holds.needs()}; {own}. {less}"
 
 
 def share_of(cfg: Config, model: Any) -> VllmShare | None:

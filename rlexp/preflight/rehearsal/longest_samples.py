@@ -80,9 +80,9 @@ class LongestSamples(Unprobed):
         most = scored_at_once(self.cfg) if self.short else None
         if uses_vllm(self.cfg):
             return GivenDrawer(**parts, vocabulary=self.vocabulary, most=most)
-        return (
-            LoggedDrawer(**parts, mode=self.mode) if most is None else ShortDrawer(**parts, mode=self.mode, most=most)
-        )
+        if most is None:
+            return LoggedDrawer(**parts, mode=self.mode)
+        return ShortDrawer(**parts, mode=self.mode, most=most)
 
     def scorer(self, **parts: Any) -> Scorer:
         if not self.short:
@@ -90,9 +90,9 @@ class LongestSamples(Unprobed):
         return ShortScorer(**parts, log=self.mode.log, samples=per_rank(self.cfg) * self.cfg.parallel.ring_size)
 
     def rollouts(self, **parts: Any) -> Rollouts:
-        return (
-            AlikeRollouts(**parts, lengths=fullest_micro_batch(self.cfg)) if self.short else super().rollouts(**parts)
-        )
+        if not self.short:
+            return super().rollouts(**parts)
+        return AlikeRollouts(**parts, lengths=fullest_micro_batch(self.cfg))
 
     def host(self, world: World) -> Host:
         return Host(world.size, dist.group.WORLD if world.size > 1 else None) if self.short else super().host(world)

@@ -242,12 +242,7 @@ def _takes_scalars(func: Any) -> bool:
     return torch.Tag.pointwise in func.tags and func._schema.name != "aten::where"
 
 
-_INNER = (
-    "/torch/",
-    "/typing_extensions.py",
-    "/rlexp/preflight/",
-    "/metrics/live_tensors.py",
-)  # files that are no place
+_INNER = ("/torch/", "/typing_extensions.py", "/rlexp/preflight/", "/metrics/live_tensors.py")  # they are no place
 
 
 def calling_line() -> str:

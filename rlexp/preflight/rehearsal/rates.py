@@ -108,7 +108,6 @@ class DeviceClock:
     rates: Rates | None
     now: float = 0.0
     link_free: float = 0.0
-    waited: float = 0.0  # for bytes that were not there yet
 
     @property
     def launch(self) -> float:
@@ -124,10 +123,10 @@ class DeviceClock:
         self.now += seconds
         return seconds
 
-    def send(self, size: int) -> float:
+    def send(self, size: int, rate: float | None = None) -> float:
         """Put bytes on the link behind those that are on it; return when they have arrived."""
         if self.rates is not None:
-            self.link_free = max(self.link_free, self.now) + size / self.rates.link
+            self.link_free = max(self.link_free, self.now) + size / (rate or self.rates.link)
         return self.link_free
 
     def wait(self, until: float) -> float:

@@ -68,9 +68,8 @@ def fused_attention(log: Log, generation: int) -> contextlib.AbstractContextMana
         bias = None if attn_mask is None else torch.where(attn_mask, 0.0, query.new_full((), -torch.inf))
         log.attended(4 * query.numel() * key.shape[2])
         # The operator for CPUs has the results that all of them have, and no numbers to compute here.
-        out: Tensor = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias, scale=scale)[
-            0
-        ]
+        out: Tensor
+        out, *_ = aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, attn_mask=bias, scale=scale)
         return out
 
     return replaced(nn.functional, scaled_dot_product_attention=attention)
