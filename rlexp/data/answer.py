@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,56 +30,40 @@ def preview(cfg: Config, samples: int) -> Preview:
     needs = cfg.loss.rows
     tokenizer = load_tokenizer(cfg.model)
     rows = read_rows(cfg, tokenizer)
-    problems = _problems(cfg, rows)
-    facts: dict[str, Any] = {
-        "loss": cfg.loss.name,
-        "needs": needs.value,
-        "kind": rows.kind.value,
-        "data": f"data={cfg.data.name}",
-        "model": called(cfg.model),
-        "max_length": cfg.data.max_length,
-        "packing": cfg.data.packing,
-        "sources": rows.sources,
-        "reasons": rows.reasons,
-    }
+    facts = Preview(
+        cfg.loss.name, needs.value, rows.kind.value, f"data={cfg.data.name}", called(cfg.model), cfg.data.max_length,
+        cfg.data.packing, rows.sources, rows.reasons, problems=_problems(cfg, rows),
+    )  # fmt: skip
     if not len(rows.lengths):
-        problems.append(f"No {EXAMPLE[rows.kind]} is left to train on.")
-        return Preview(**facts, problems=tuple(problems))
+        return replace(facts, problems=(*facts.problems, f"No {EXAMPLE[rows.kind]} is left to train on."))
     copies = cfg.rollout.n_samples if rows.kind is Kind.prompts else rows.lengths.shape[1] - 1
-    facts |= {
-        "lengths": _lengths(rows, cfg.data.max_length - cfg.rollout.max_new_tokens * (rows.kind is Kind.prompts)),
-        "sharing": sharing_of(rows.hashes, rows.lengths, copies),
-    }
+    lengths = _lengths(rows, cfg.data.max_length - cfg.rollout.max_new_tokens * (rows.kind is Kind.prompts))
+    facts = replace(facts, lengths=lengths, sharing=sharing_of(rows.hashes, rows.lengths, copies))
     try:
         sampler = sampler_of(cfg, rows.kind, len(rows.examples.train), rows.examples.mixture)
     except ConfigError as error:  # fewer than a batch
         first = range(min(samples, len(rows.lengths)))
         shown = _samples(rows, tuple(first), tokenizer)
-        return Preview(**facts, samples=shown, problems=tuple(problems or [str(error)]))
+        return replace(facts, samples=shown, problems=facts.problems or (str(error),))
     rings, sampled = rings_of(cfg, rows, sampler)
-    facts |= {
-        "steps": _steps(cfg, rows, sampler),
-        "rings": rings,
-        "sampled": sampled,
-        "samples": _samples(rows, sampler.batch(1).indices[:samples], tokenizer),
-    }
-    return Preview(**facts, problems=tuple(problems))
+    shown = _samples(rows, sampler.batch(1).indices[:samples], tokenizer)
+    return replace(facts, steps=_steps(cfg, rows, sampler), rings=rings, sampled=sampled, samples=shown)
 
 
-def _problems(cfg: Config, rows: Rows) -> list[str]:
+def _problems(cfg: Config, rows: Rows) -> tuple[str, ...]:
     needs = kind_read(cfg) if isinstance(cfg.data, RowsDataConfig) else cfg.loss.rows
     other = [source for source in rows.sources if source.kind != needs.value]
     if not other:
         whole = (rows.examples.train, rows.examples.held_out) if rows.kind is not Kind.prompts else ()
-        return [each for each in (unfit(cfg, rows.examples), without_room(cfg, *whole)) if each is not None]
+        return tuple(each for each in (unfit(cfg, rows.examples), without_room(cfg, *whole)) if each is not None)
     named = ", ".join(dict.fromkeys(f"{source.key} ({source.path})" for source in other))
     kinds = " and ".join(dict.fromkeys(source.kind for source in other))
     halves = needs is Kind.unpaired and kinds == Kind.pairs.value
     remedy = "Read each pair as two answers (data.unpair=true), give" if halves else "Give"
-    return [
+    return (
         f"loss={cfg.loss.name} cannot train on the rows of {named}: they are {kinds}, and it needs {ROWS_OF[needs]}. "
-        f"{remedy} other rows or another loss, or name the columns: data.columns."
-    ]
+        f"{remedy} other rows or another loss, or name the columns: data.columns.",
+    )
 
 
 def _lengths(rows: Rows, most: int) -> tuple[Lengths, ...]:

@@ -6,6 +6,7 @@ import itertools
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from rich import box
 from rich.cells import cell_len
@@ -116,8 +117,8 @@ def drawn(table: Table, width: int) -> RichTable:
     if table.strong is not None:
         grid.add_column("", no_wrap=True)
     for place in kept:
-        left = place < table.left
-        grid.add_column(table.head[place], justify="left" if left else "right", header_style="", overflow="fold")
+        justify: Any = "left" if place in table.text else "right"
+        grid.add_column(table.head[place], justify=justify, header_style="", overflow="fold")
     for number, row in enumerate(table.rows):
         mark = [] if table.strong is None else [Text("▸" if number == table.strong else "")]
         grid.add_row(*mark, *(Text(row[place]) for place in kept), style="bold" if number == table.strong else "")

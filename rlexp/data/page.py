@@ -37,7 +37,7 @@ def _body(facts: Preview) -> Markup:
     if facts.reasons:
         listed = [element("li", line) for line in tables.lists(facts)]
         about = [element("ul", *listed, class_="lines muted")] if listed else []
-        parts.append(_section("Not taken as read", _table(tables.reasons(facts), text=(0, 2)), *about))
+        parts.append(_section("Not taken as read", _table(tables.reasons(facts)), *about))
     if facts.lengths:
         graphs = element("div", *map(_histogram, facts.lengths), class_="graphs")
         note = element("p", tables.limits(facts), class_="muted note")
@@ -131,16 +131,14 @@ def _tokens(facts: Preview) -> Markup:
     return element("div", bar, element("ul", *keys, class_="keys"), class_="tokens")
 
 
-def _table(
-    table: Table, text: Sequence[int] = (0,), bars: Sequence[Mapping[str, Markup]] = (), kind: str = ""
-) -> Markup:
-    """Draw a table, with `bars` under cells, by row and column. Columns that are no `text` are numbers."""
+def _table(table: Table, bars: Sequence[Mapping[str, Markup]] = (), kind: str = "") -> Markup:
+    """Draw a table, with `bars` under cells, by row and column."""
 
     def cells(row: Sequence[str], name: str, under: Mapping[str, Markup]) -> Iterator[Markup]:
         for place, (column, cell) in enumerate(zip(table.head, row, strict=True)):
             names = place == 0 and name == "td"
             yield element("th" if names else name, cell, under.get(column), scope="row" if names else None,
-                          class_=None if place in text else "number")  # fmt: skip
+                          class_=None if place in table.text else "number")  # fmt: skip
 
     rows = [
         element("tr", *cells(row, "td", bars[place] if bars else {}), class_="own" if place == table.strong else None)
@@ -181,7 +179,7 @@ def _rings(facts: Preview) -> Markup:
     own, other = ("packed", "padded") if facts.packing else ("padded", "packed")
     bars = [{name: _bar([(fill, share, None)], name) for name, fill in ((own, "fill"), (other, "fill-copies"))
              if (share := getattr(ring, name))} for ring in facts.rings]  # fmt: skip
-    return _table(tables.rings(facts), (), bars, " rings")
+    return _table(tables.rings(facts), bars, " rings")
 
 
 # ---- samples ----

@@ -40,14 +40,9 @@ def sharing_of(digests: np.ndarray, lengths: np.ndarray, copies: int) -> Sharing
     prompts, rows = digests[:, 0], digests[:, 1]
     distinct, firsts, counts = np.unique(prompts, return_index=True, return_counts=True)
     of_prompts = int(lengths[:, 0].sum())
+    every = of_prompts * copies
     return Sharing(
-        examples=len(rows),
-        prompts=len(distinct),
-        sharing=int(counts[counts > 1].sum()),
-        duplicates=len(rows) - len(np.unique(rows)),
-        copies=copies,
-        tokens=of_prompts * copies + int(lengths[:, 1:].sum()),
-        prompt_tokens=of_prompts * copies,
-        saved_within=of_prompts * (copies - 1),
-        saved_across=of_prompts * copies - int(lengths[firsts, 0].sum()),
-    )
+        examples=len(rows), prompts=len(distinct), sharing=int(counts[counts > 1].sum()),
+        duplicates=len(rows) - len(np.unique(rows)), copies=copies, tokens=every + int(lengths[:, 1:].sum()),
+        prompt_tokens=every, saved_within=every - of_prompts, saved_across=every - int(lengths[firsts, 0].sum()),
+    )  # fmt: skip

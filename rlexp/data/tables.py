@@ -16,7 +16,7 @@ class Table:
     head: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     strong: int | None = None  # the row that is the run's own
-    left: int = 1  # columns of text; the others are numbers
+    text: tuple[int, ...] = (0,)  # columns of text; the others are numbers
 
 
 def share(part: float, whole: float) -> str:
@@ -58,7 +58,7 @@ def reasons(facts: Preview) -> Table:
         (_what(reason, named=several), f"{reason.count:,}", "–" if reason.first is None else one_line(reason.first))
         for reason in sorted(facts.reasons, key=lambda each: (each.held_out, each.what.startswith(KEPT), -each.count))
     ]
-    return Table(("rows that were", "count", "the first one"), tuple(rows), left=1)
+    return Table(("rows that were", "count", "the first one"), tuple(rows), text=(0, 2))
 
 
 def _what(reason: Reason, *, named: bool) -> str:
@@ -141,7 +141,7 @@ def steps(facts: Preview) -> list[str]:
 def rings(facts: Preview) -> Table:
     head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens")
     own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
-    return Table(head, tuple(map(_ring, facts.rings)), own, left=0)
+    return Table(head, tuple(map(_ring, facts.rings)), own, text=())
 
 
 def _ring(ring: RingFacts) -> tuple[str, ...]:
