@@ -38,12 +38,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m rlexp.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "sources", nargs="+", metavar="FOLDER", help="a sweep, a run, a folder of runs, or ENTITY/PROJECT"
-    )
-    parser.add_argument(
-        "--out", type=Path, help="the report's folder; default: the given folder, or ./comparison for several"
-    )
+    parser.add_argument("sources", nargs="+", metavar="FOLDER",
+                        help="a sweep, a run, a folder of runs, or ENTITY/PROJECT")  # fmt: skip
+    parser.add_argument("--out", type=Path,
+                        help="the report's folder; default: the given folder, or ./comparison for several")  # fmt: skip
     parser.add_argument("--baseline", metavar="RUN", help="compare the others with this run")
     parser.add_argument("--force", action="store_true", help="compare different experiments too; the report says so")
     parser.add_argument("--fail-above", type=float, metavar="X", help="exit with code 1 if two runs are further apart")

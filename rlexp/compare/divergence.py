@@ -12,20 +12,8 @@ import numpy.typing as npt
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import LoggedRun
 from rlexp.compare.samples import coarsest, excused, inexcusable, named, remark
-from rlexp.run_files.curve_distance import (
-    EARLY,
-    LOSSES,
-    MARGIN,
-    Column,
-    Difference,
-    Steps,
-    compared,
-    difference,
-    estimated_floor,
-    least_size,
-    measured_floor,
-    within_rounding,
-)
+from rlexp.run_files import curve_distance
+from rlexp.run_files.curve_distance import EARLY, LOSSES, MARGIN, Column, Difference, Steps, within_rounding
 from rlexp.run_files.rollouts_jsonl import Apart
 
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")  # sizes that move no curve beyond rounding
@@ -82,8 +70,10 @@ class Conclusion:
 def between(run: LoggedRun, baseline: LoggedRun, metric: str) -> Difference:
     """Compare one metric of two runs, up to the first sample that rounding may have changed."""
     flipped = excused(run, baseline)
-    upto, least = None if flipped is None else flipped.step - 1, least_size(metric, run.columns)
-    return difference(run.steps, run.column(metric), baseline.steps, baseline.column(metric), upto=upto, least=least)
+    upto, least = None if flipped is None else flipped.step - 1, curve_distance.least_size(metric, run.columns)
+    return curve_distance.difference(
+        run.steps, run.column(metric), baseline.steps, baseline.column(metric), upto=upto, least=least
+    )
 
 
 def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
@@ -95,10 +85,10 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     baseline = family.baseline
     assert baseline is not None
     precision = coarsest(family.runs)
-    estimate = estimated_floor(metric, precision, steps)
+    estimate = curve_distance.estimated_floor(metric, precision, steps)
     noise = [run for run in family.others() if is_noise(run, baseline)]
     names = LOSSES if metric in LOSSES else (metric,)  # both losses together: the held-out loss has few values
-    measured = measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
+    measured = curve_distance.measured_floor([between(run, baseline, name) for run in noise for name in names], steps)
     if measured is None:
         nowhere = np.zeros(len(steps), dtype=np.bool_)
         return Floor(estimate, f"estimated: {precision} rounding of a small model, growing with the steps", nowhere)
@@ -122,12 +112,8 @@ def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
 
 def outcome_of(families: Families) -> Conclusion:
     """Compare every run with the baseline of its family."""
-    agreements = [
-        agreement_of(run, family)
-        for family in families.families
-        for run in family.others()
-        if family.baseline is not None and len(run.steps)
-    ]
+    compared_runs = [(run, family) for family in families.families if family.baseline for run in family.others()]
+    agreements = [agreement_of(run, family) for run, family in compared_runs if len(run.steps)]
     if not agreements:
         return Conclusion(NONE, "There is nothing to compare: each run is an experiment of its own.", [])
     status = next((s for s in (APART, UNPROVEN, NONE) if any(each.status == s for each in agreements)), AGREE)
@@ -179,7 +165,7 @@ def agreement_of(run: LoggedRun, family: Family) -> Agreement:
     assert baseline is not None
     precision = coarsest([run, baseline])
     precise = precision == "fp64"
-    names = [name for name in run.columns if name in baseline.columns and compared(name)]
+    names = [name for name in run.columns if name in baseline.columns and curve_distance.compared(name)]
     gaps = {name: between(run, baseline, name) for name in names if precise or name in LOSSES}
     shared = max((len(gap.steps) for gap in gaps.values()), default=0)
     flipped, other = excused(run, baseline), inexcusable(run, baseline)

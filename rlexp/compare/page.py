@@ -164,28 +164,18 @@ class Payload:
 def render(payload: Payload) -> str:
     """Return the whole page as text."""
     uplot = f"/*! uPlot {UPLOT_VERSION}\n\n{asset('uPlot.LICENSE.txt')}*/\n{asset('uPlot.iife.min.js')}"
-    script = _script()
+    parts = "\n".join(asset(f"report/{name}.js") for name in SCRIPTS)
+    script = f'(() => {{\n"use strict";\n\n{parts}}})();\n'  # in a scope of their own
     style = f"{asset('uPlot.min.css')}\n{asset('base.css')}\n{asset('report.css')}"
+    title, headline = (html.escape(utf8(text)) for text in (payload.title, payload.verdict.headline))
     return Template(asset("report.html")).substitute(
-        title=html.escape(utf8(payload.title)),
-        headline=html.escape(utf8(payload.verdict.headline)),
-        policy=content_policy((uplot, script), style),
-        style=style,
-        uplot=uplot,
-        script=script,
-        head=_json(_head(payload)),
-        blocks="\n".join(_blocks(payload)),
-    )
+        title=title, headline=headline, policy=content_policy((uplot, script), style), style=style, uplot=uplot,
+        script=script, head=_json(_head(payload)), blocks="\n".join(_blocks(payload)),
+    )  # fmt: skip
 
 
 def asset(name: str) -> str:
     return (files("rlexp.compare") / "assets" / name).read_text(encoding="utf-8")
-
-
-def _script() -> str:
-    """Join the page's scripts, in order, in a scope of their own."""
-    parts = "\n".join(asset(f"report/{name}.js") for name in SCRIPTS)
-    return f'(() => {{\n"use strict";\n\n{parts}}})();\n'
 
 
 def content_policy(scripts: Sequence[str], style: str) -> str:
@@ -205,24 +195,15 @@ def _head(payload: Payload) -> dict[str, Any]:
     """Return everything but the arrays, and which arrays there are."""
     count = len(payload.runs)
     assert all(len(row.values) == count for row in payload.config), "a configuration row has one value per run"
-    return {
-        "title": payload.title,
-        "made": payload.made,
-        "version": payload.version,
+    runs = [asdict(replace(run, clock=None)) for run in payload.runs]
+    own = {name: getattr(payload, name) for name in ("title", "made", "version", "notes", "forced")}
+    return own | {
         "watch": payload.watch_seconds,
         "verdict": asdict(payload.verdict),
-        "notes": payload.notes,
-        "forced": payload.forced,
-        "runs": [_run_head(run) for run in payload.runs],
+        "runs": [{name: value for name, value in run.items() if name != "clock"} for run in runs],
         "metrics": [_metric_head(metric, count) for metric in payload.metrics],
         "config": [asdict(row) for row in payload.config],
     }
-
-
-def _run_head(run: RunCard) -> dict[str, Any]:
-    known = asdict(replace(run, clock=None))
-    del known["clock"]
-    return known
 
 
 def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:

@@ -84,11 +84,8 @@ def draw_floor(families: Families, axes: Any, runs: Sequence[LoggedRun]) -> None
 
 
 def look(place: int, width: float) -> dict[str, Any]:
-    return {
-        "color": COLOURS[place % len(COLOURS)],
-        "linestyle": STYLES[place % len(STYLES)] if place else "-",
-        "linewidth": width,
-    }
+    line = STYLES[place % len(STYLES)] if place else "-"
+    return {"color": COLOURS[place % len(COLOURS)], "linestyle": line, "linewidth": width}
 
 
 def curve(steps: Steps, values: Column) -> tuple[Steps, Column]:

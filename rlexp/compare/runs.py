@@ -180,12 +180,9 @@ def merge(groups: Iterable[Group]) -> Group:
     for run in runs:
         if labels.count(run.label) > 1:
             run.label = run.name
-    return Group(
-        ", ".join(group.title for group in groups),
-        runs,
-        list(dict.fromkeys(axis for group in groups for axis in group.axes)),
-        [note for group in groups for note in group.notes],
-    )
+    axes = list(dict.fromkeys(axis for group in groups for axis in group.axes))
+    notes = [note for group in groups for note in group.notes]
+    return Group(", ".join(group.title for group in groups), runs, axes, notes)
 
 
 def read_run(path: Path) -> LoggedRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -98,7 +99,7 @@ def page(look: Look, width: int, *, lines: int | None = None, bars: bool = False
     """Draw a page of at most `lines` lines and `width` columns."""
     rows = chosen(look.rows, None if lines is None else max(1, lines - 4))
     left = [row for row in look.rows if row not in rows]
-    states = ", ".join(f"{count} {state}" for state, count in counted(left).items())
+    states = ", ".join(f"{count} {state}" for state, count in Counter(row.state for row in left).items())
     parts: list[RenderableType] = [table(look, rows, width, bars=bars)]
     if left:
         parts.append(Text(cut(f"… and {len(left)} more: {states}", width), "dim"))
@@ -160,11 +161,6 @@ def chosen(rows: Sequence[JobRow], room: int | None) -> list[JobRow]:
         return list(rows)
     first = sorted(rows, key=lambda row: FIRST.index(row.state) if row.state in FIRST else len(FIRST))[:room]
     return [row for row in rows if row in first]
-
-
-def counted(rows: Sequence[JobRow]) -> dict[str, int]:
-    states = [row.state for row in rows]
-    return {state: states.count(state) for state in dict.fromkeys(states)}
 
 
 def remarks(look: Look) -> list[str]:
