@@ -48,11 +48,11 @@ def preflight(options: argparse.Namespace) -> int:
     sys.stderr.write(f"rlexp preflight: imports torch, and reads config.json of {called(cfg.model)}{source}\n")
     quietly()
     from rlexp.preflight import report
-    from rlexp.preflight.answer import Extras, answer
+    from rlexp.preflight.answer import answer
     from rlexp.preflight.progress import Progress
 
-    extras = Extras(longest=options.longest, sharding=options.verbose or options.json is not None)
-    result = answer(options.overrides, extras, Progress(began))
+    sharding = options.verbose or options.json is not None
+    result = answer(options.overrides, longest=options.longest, sharding=sharding, watch=Progress(began))
     sys.stdout.write(fitted(report.text(result, verbose=options.verbose)))
     if options.json is not None:
         options.json.write_text(json.dumps(report.plain(result), indent=1) + "\n", encoding="utf-8")

@@ -163,7 +163,7 @@ def _growth(smaller: Stretch, larger: Stretch) -> Growth:
             if not np.array_equal(np.sign(larger.sizes[j:m]), np.sign(smaller.sizes[i:k])):
                 raise NotAlikeError(f"{larger.phase}: what is made in one is freed in the other")
             pieces.append(Piece(j, m, growth))
-    return Growth(larger, pieces, larger.counts - smaller.counts)
+    return Growth(larger, pieces, larger.counts + smaller.counts.times(-1))
 
 
 def _tokens(run: Stretch) -> Array:

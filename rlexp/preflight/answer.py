@@ -35,14 +35,6 @@ from rlexp.training.model.loading import load_config
 
 
 @dataclass(frozen=True)
-class Extras:
-    """What is asked for beside the prediction and what would change it."""
-
-    longest: bool = False  # the longest sequences that fit; else they are searched only if the run does not fit
-    sharding: bool = False  # whether each part of the model keeps its share of the sequence alone
-
-
-@dataclass(frozen=True)
 class Answer:
     cfg: Config
     parameters: int
@@ -70,19 +62,24 @@ class Answer:
         return None if self.fits else cheapest_alone(self.changes, self.cfg, self.prediction, self.limit)
 
 
-def answer(overrides: Sequence[str], extras: Extras, watch: Watch | None = None) -> Answer:
-    """Rehearse a configuration, then the same with single changes, and on other rings if that is asked for."""
+def answer(overrides: Sequence[str], *, longest: bool, sharding: bool, watch: Watch | None = None) -> Answer:
+    """Rehearse a configuration, then the same with single changes, and on other rings if that is asked for.
+
+    The `longest` sequences that fit are searched anyway where the run does not fit. `sharding`: whether each part of
+    the model keeps its share of the sequence alone.
+    """
     cfg = compose_elsewhere(overrides)
     model = load_config(cfg.model, cfg.data.max_length)
     print_line(note_on_loaded(cfg, model.to_dict()) or "")
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
     result: Answer
-    (result,) = at_once([answering(cfg, model, overrides, extras)], len(os.sched_getaffinity(0)), watch)
+    task = answering(cfg, model, overrides, longest=longest, sharding=sharding)
+    (result,) = at_once([task], len(os.sched_getaffinity(0)), watch)
     return dataclasses.replace(result, rows=rows_at_hand(cfg))
 
 
-def answering(composed: Config, model: Any, overrides: Sequence[str], extras: Extras) -> Calls:
+def answering(composed: Config, model: Any, overrides: Sequence[str], *, longest: bool, sharding: bool) -> Calls:
     """Return the answer. A task of `children.at_once`."""
     (engine,) = yield [first_that_fits(composed, model)]
     cfg = yield from laid_out(engine.cfg, model)
@@ -92,14 +89,14 @@ def answering(composed: Config, model: Any, overrides: Sequence[str], extras: Ex
     changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known.short))
     rank = known.rank if fits else None  # a change must fit only where the run does not
     (lengths, sharing), logs, *changed = yield [
-        lengths_that_fit(cfg, model, overrides, outcome, wanted=extras.longest or not fits),
-        logs_to_compare(cfg, model, outcome, wanted=extras.sharding),
+        lengths_that_fit(cfg, model, overrides, outcome, wanted=longest or not fits),
+        logs_to_compare(cfg, model, outcome, wanted=sharding),
         *(attempt(each, model, room(cfg), rank) for _, each in changes),
     ]
     predicted = zip(changes, changed, strict=True)
     tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
-    sharding = shared_out(cfg, model, *logs) if logs else None
-    return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, sharding, engine.chosen)
+    compared = shared_out(cfg, model, *logs) if logs else None
+    return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, compared, engine.chosen)
 
 
 def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:

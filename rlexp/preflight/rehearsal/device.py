@@ -45,19 +45,17 @@ def _register_copies() -> None:
 _LIBRARIES: list[Any] = []  # a library's operators go when it does
 
 
-class Stream:
-    """A stream on which nothing ever runs."""
+def _nothing(*_args: Any, **_kwargs: Any) -> None:
+    """Stand in for a method that waits for the device or changes it: nothing ever runs there."""
 
+
+class Stream:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
-    def wait_stream(self, _other: Any) -> None: ...
-
-    def wait_event(self, _event: Any) -> None: ...
+    wait_stream = wait_event = synchronize = _nothing
 
     def record_event(self, event: Any = None) -> Any:
         return event or Event()
-
-    def synchronize(self) -> None: ...
 
     def query(self) -> bool:
         return True
@@ -66,14 +64,8 @@ class Stream:
 class Event:
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
-    def record(self, _stream: Any = None) -> None: ...
-
-    def wait(self, _stream: Any = None) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
+    record = wait = synchronize = _nothing
+    query = Stream.query
 
 
 class Accelerator:
@@ -81,34 +73,26 @@ class Accelerator:
 
     Stream, Event = Stream, Event
     _only = Stream()
+    set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = empty_cache = _nothing
 
     def is_initialized(self) -> bool:
         return True
 
-    def is_available(self) -> bool:
-        return True
+    is_available = is_initialized
 
     def _is_in_bad_fork(self) -> bool:
         return False
 
-    def current_device(self) -> int:
+    def current_device(self, _device: Any = None) -> int:
         return 0
+
+    memory_allocated = current_device
 
     def device_count(self) -> int:
         return 1
 
-    def set_device(self, _device: Any) -> None: ...
-
-    def synchronize(self, _device: Any = None) -> None: ...
-
-    def manual_seed(self, _seed: int) -> None: ...
-
-    def manual_seed_all(self, _seed: int) -> None: ...
-
     def get_rng_state(self, _device: Any = None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
-
-    def set_rng_state(self, _state: Any, _device: Any = None) -> None: ...
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
@@ -118,18 +102,11 @@ class Accelerator:
 
     default_stream = current_stream
 
-    def memory_allocated(self, _device: Any = None) -> int:
-        return 0
-
-    def empty_cache(self) -> None: ...
-
     @contextlib.contextmanager
     def stream(self, stream: Any) -> Iterator[Any]:
         yield stream
 
-    @contextlib.contextmanager
-    def device(self, device: Any) -> Iterator[Any]:
-        yield device
+    device = stream
 
 
 def _converted(parameter: nn.Parameter, fn: Any) -> nn.Parameter:

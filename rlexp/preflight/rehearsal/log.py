@@ -45,9 +45,6 @@ class Counts:
     def __add__(self, other: Counts) -> Counts:
         return self._with(other, 1)
 
-    def __sub__(self, other: Counts) -> Counts:
-        return self._with(other, -1)
-
     def times(self, factor: float) -> Counts:
         return Counts()._with(self, factor)
 
