@@ -27,7 +27,7 @@ class NotAlikeError(Exception):
 
 
 @dataclass(frozen=True)
-class Piece:
+class GrowingEvents:
     """Events of the larger log that every further layer has again, or whose sizes grow with it."""
 
     start: int
@@ -40,7 +40,7 @@ class Growth:
     """What further layers change in one phase."""
 
     run: Stretch  # of the larger log
-    pieces: Sequence[Piece]
+    pieces: Sequence[GrowingEvents]
     counts: Counts
     ordered: bool = False  # the events are compared, and stand here, in order of size
 
@@ -130,7 +130,7 @@ def _moved(run: Stretch, growth: Growth | Line) -> Growth:
     more = len(run.sizes) - len(growth.run.sizes)
     tokens, signs, before = _tokens(run), np.sign(run.sizes), np.sign(growth.run.sizes)
 
-    def stands(piece: Piece, by: int) -> bool:
+    def stands(piece: GrowingEvents, by: int) -> bool:
         start, stop = piece.start + by, piece.stop + by
         around = (signs[:stop], before[:stop]) if by == 0 else (signs[start:], before[piece.start :])
         if start < 0 or not np.array_equal(*around):
@@ -139,7 +139,7 @@ def _moved(run: Stretch, growth: Growth | Line) -> Growth:
             return _stands_twice(tokens, start, stop)
         return np.array_equal(run.sizes[start:stop], growth.run.sizes[piece.start : piece.stop])
 
-    pieces: list[Piece] = []
+    pieces: list[GrowingEvents] = []
     for piece in growth.pieces:
         by = next((by for by in (0, more) if stands(piece, by)), None)
         if by is None:
@@ -150,19 +150,19 @@ def _moved(run: Stretch, growth: Growth | Line) -> Growth:
 
 def _growth(smaller: Stretch, larger: Stretch) -> Growth:
     a, b = _paired(_tokens(smaller), _tokens(larger))
-    pieces: list[Piece] = []
+    pieces: list[GrowingEvents] = []
     for what, (i, k), (j, m) in _differences(a, b):
         if what == "insert":
             blocks = _blocks(b, j, m)
             if not blocks:
                 raise NotAlikeError(f"{larger.phase}: {m - j} events stand once")
-            pieces.extend(Piece(*block) for block in blocks)
+            pieces.extend(GrowingEvents(*block) for block in blocks)
         elif k - i != m - j:
             raise NotAlikeError(f"{larger.phase}: {k - i} events for {m - j}")
         elif (growth := larger.sizes[j:m] - smaller.sizes[i:k]).any():
             if not np.array_equal(np.sign(larger.sizes[j:m]), np.sign(smaller.sizes[i:k])):
                 raise NotAlikeError(f"{larger.phase}: what is made in one is freed in the other")
-            pieces.append(Piece(j, m, growth))
+            pieces.append(GrowingEvents(j, m, growth))
     return Growth(larger, pieces, larger.counts + smaller.counts.times(-1))
 
 

@@ -179,14 +179,14 @@ def predict(
             held = logs[few].held.grown(logs[few + cycle.period].held, grows.times(model))
             grows = dataclasses.replace(grows, held=held)
             again = None if cfg.loss.draws else grows  # a layer's cache grows with the length
-            return found(cfg, model, ranks[0], grown(growth, grows.times(model)), logs[few], again, held)
+            return prediction_of(cfg, model, ranks[0], grown(growth, grows.times(model)), logs[few], again, held)
     plans = [dataclasses.replace(plan_of(cfg, model, each, None, answers), limit=limit) for each in ranks]
     whole = yield from rehearsals(plans)
     log, rank = max(zip(whole, ranks, strict=True), key=lambda each: (each[0].build_alone, peak_of(each[0])))
-    return found(cfg, model, rank, passes(log), log, None, log.held)
+    return prediction_of(cfg, model, rank, passes(log), log, None, log.held)
 
 
-def found(
+def prediction_of(
     cfg: Config, model: Any, rank: int, passed: Sequence[Pass], log: Log, grows: Grows | None, held: Held
 ) -> Found:
     """Return the prediction of these passes, with the groups of the log, and what a machine holds, of which a rank
@@ -248,7 +248,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers, answers)])
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
-            return found(cfg, model, rank, passed, log, grows, grows.held)
+            return prediction_of(cfg, model, rank, passed, log, grows, grows.held)
     outcome: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
     return outcome
 
