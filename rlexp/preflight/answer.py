@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,7 +74,7 @@ def answer(overrides: Sequence[str], *, longest: bool, sharding: bool, watch: Wa
     preload()  # rehearsals are forked from this process
     result: Answer
     task = answering(cfg, model, overrides, longest=longest, sharding=sharding)
-    (result,) = at_once([task], len(os.sched_getaffinity(0)), watch)
+    (result,) = at_once([task], watch=watch)
     return dataclasses.replace(result, rows=rows_at_hand(cfg))
 
 

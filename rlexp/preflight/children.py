@@ -25,12 +25,13 @@ Watch = Callable[[Sequence[Call], int], None]  # is given the calls that run, an
 ASKED_EVERY = 1.0  # seconds between two calls of it
 
 
-def at_once(tasks: Sequence[Calls], processes: int, watch: Watch | None = None) -> list[Any]:
-    """Run tasks that need calls in processes of their own, so many calls at a time; return each task's result."""
+def at_once(tasks: Sequence[Calls], processes: int | None = None, watch: Watch | None = None) -> list[Any]:
+    """Run tasks that need calls in processes of their own, so many calls at a time, or one on each core; return each
+    task's result."""
     frozen = gc.get_freeze_count()
     gc.collect()
     gc.freeze()  # DeepSpeed calls the collector again and again: it need not look at what was imported
-    pool = _Pool(processes, watch)
+    pool = _Pool(processes or len(os.sched_getaffinity(0)), watch)
     try:
         return pool.run(_all(tasks))
     finally:

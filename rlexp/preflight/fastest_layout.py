@@ -7,7 +7,6 @@ the rehearsal counts operators, kernel launches and the bytes that computing doe
 from __future__ import annotations
 
 import dataclasses
-import os
 
 import torch
 
@@ -34,7 +33,7 @@ DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precisi
 def fastest(cfg: Config, heads: Heads | None) -> Choice:
     """Choose the layout for a configuration with parallel.layout=auto."""
     choice: Choice
-    (choice,) = at_once([choosing(cfg, heads)], len(os.sched_getaffinity(0)))
+    (choice,) = at_once([choosing(cfg, heads)])
     return choice
 
 
@@ -75,7 +74,8 @@ def _seconds_of_rank(rank: int, window: int | None, cfg: Config, heads: Heads, c
     with joined(rank, ring_size), (mode := Rehearsing(log)):
         ring = watched(build_world(ring_size, inner_size=choice.ulysses_size).ring, cfg, log, mode)
         layout = get_layout(*choice.how)
-        segments = pair(cfg.data.max_length, layout.multiple(ring_size))
+        length, multiple = cfg.data.max_length, layout.multiple(ring_size)
+        segments = Segment(0, length, length), Segment(length, length, length + -2 * length % multiple)
         kernel = rehearsed_kernel(
             log, cfg.parallel.kernel.value, device.type, dtype, heads.size, Ask(1.0, window), tokens_of_rank(cfg),
             cfg.hardware.generation or None,
@@ -119,8 +119,3 @@ class Link:
 
     def awaited(self, ticket: float) -> None:
         self.log.awaited(ticket)
-
-
-def pair(length: int, multiple: int) -> tuple[Segment, Segment]:
-    """Return the pack of two sequences of this length."""
-    return Segment(0, length, length), Segment(length, length, length + -2 * length % multiple)

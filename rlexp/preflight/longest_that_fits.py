@@ -126,8 +126,7 @@ def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, outcome: Found 
     `slope` is a guess of the bytes that a token adds, and `outcome` the prediction, if they are known.
     """
     outcome = outcome or (yield from predict(cfg, model))
-    longest: Longest = yield from _longest(cfg, model, outcome, slope)
-    return outcome, longest
+    return outcome, (yield from _longest(cfg, model, outcome, slope))
 
 
 def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
@@ -135,8 +134,7 @@ def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
     token adds. A task of `children.at_once`.
     """
     first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
-    longest: Longest = yield from _longest(cfg, model, first, slope)
-    return longest
+    return (yield from _longest(cfg, model, first, slope))
 
 
 def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
@@ -149,8 +147,7 @@ def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
     tokens = max(2 * (alone.tokens or cfg.data.max_length) - ANSWERS, granule + ANSWERS)  # as many in all
     first = with_length(one, -(-tokens // granule) * granule)
     outcome = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
-    longest: Longest = yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS)
-    return longest
+    return (yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS))
 
 
 def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int | None = None) -> Calls:

@@ -249,8 +249,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
         with contextlib.suppress(NotAlikeError):
             passed = grown_like(log, grows.growth, grows.times(model))
             return prediction_of(cfg, model, rank, passed, log, grows, grows.held)
-    outcome: Found = yield from predict_fuller(cfg, model, rank, grows, limit, answers)
-    return outcome
+    return (yield from predict_fuller(cfg, model, rank, grows, limit, answers))
 
 
 def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls:

@@ -142,7 +142,7 @@ def changes_of(taken: Taken, asked: Prediction, model: Any) -> list[Change]:
 
 def tried(options: Sequence[Config], model: Any, limit: float = math.inf) -> list[Result]:
     """Predict configurations side by side; for one that fails, return the error."""
-    return at_once([attempt(cfg, model, limit) for cfg in options], len(os.sched_getaffinity(0)))
+    return at_once([attempt(cfg, model, limit) for cfg in options])
 
 
 def attempt(cfg: Config, model: Any, limit: float, rank: int | None = None) -> Calls:

@@ -116,7 +116,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
 
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
-    (taken,) = at_once([remedy.first_that_fits(cfg, model)], len(os.sched_getaffinity(0)))
+    (taken,) = at_once([remedy.first_that_fits(cfg, model)])
     asked = (taken.outcome or remedy.whole(remedy.tried([taken.cfg], model)[0])).prediction
     asked = asked.with_share()
     peak, limit = asked.peak, room(cfg)
