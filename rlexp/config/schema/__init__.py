@@ -1,7 +1,7 @@
 """The typed schema behind every configuration. The yaml files in `conf/` only choose values.
 
-A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind, listed in `KINDS`; the field
-`name` says which. Those of `data` and `loss` have files of their own; `models.py` has those of a run's models, and
+A group with several kinds (`model`, `data`, `loss`, `reward`) has one class for each kind; the field `name` says which,
+and `KINDS` finds it. Those of `data` and `loss` have files of their own; `models.py` has those of a run's models, and
 `rollouts.py` those of rollouts and rewards.
 
 What a key, or an option of an Enum, means is said once: in the comment behind its field, or in the comment lines
@@ -12,69 +12,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from types import ModuleType
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 
+from rlexp.config.schema import data, losses, models, rollouts
 from rlexp.config.schema.bounds import MANY, WEEK, number
-from rlexp.config.schema.data import (
-    ArithmeticDataConfig,
-    DataConfig,
-    HFDataConfig,
-    JsonlDataConfig,
-    SyntheticDataConfig,
-)
-from rlexp.config.schema.losses import (
-    AOTConfig,
-    AOTUnpairedConfig,
-    APODownConfig,
-    APOZeroConfig,
-    APOZeroUnpairedConfig,
-    BCOConfig,
-    BCOPairConfig,
-    CPOConfig,
-    DiscoPOPConfig,
-    DPOConfig,
-    DPONormConfig,
-    DrGRPOConfig,
-    EXOPairConfig,
-    GRPOConfig,
-    GSPOConfig,
-    HingeConfig,
-    IPOConfig,
-    KTOConfig,
-    LossConfig,
-    MPOConfig,
-    NCAPairConfig,
-    ORPOConfig,
-    PPOConfig,
-    ReinforcePPConfig,
-    RewardModelConfig,
-    RLOOConfig,
-    RobustConfig,
-    SFTConfig,
-    SimPOConfig,
-    SPPOHardConfig,
-)
-from rlexp.config.schema.models import (
-    AdapterConfig,
-    HFModelConfig,
-    LoraConfig,
-    ModelConfig,
-    NoAdapterConfig,
-    Precision,
-    ReferenceConfig,
-    TinyModelConfig,
-)
-from rlexp.config.schema.rollouts import (
-    ModelRewardConfig,
-    PythonRewardConfig,
-    RewardConfig,
-    RolloutConfig,
-    RuleRewardConfig,
-    SumRewardConfig,
-)
+from rlexp.config.schema.data import DataConfig
+from rlexp.config.schema.losses import LossConfig
+from rlexp.config.schema.models import AdapterConfig, ModelConfig, Precision, ReferenceConfig
+from rlexp.config.schema.models import HFModelConfig as HFModelConfig
+from rlexp.config.schema.models import LoraConfig as LoraConfig
+from rlexp.config.schema.models import NoAdapterConfig as NoAdapterConfig
+from rlexp.config.schema.models import TinyModelConfig as TinyModelConfig
+from rlexp.config.schema.rollouts import RewardConfig, RolloutConfig
 
 AUTO = "auto"
 
@@ -419,13 +372,11 @@ class LoggerConfig:
 
 @dataclass
 class Config:
-    seed: int = number(
-        0, least=0
-    )  # fixes the order of samples, and the random numbers of generated answers; neither depends on the layout
+    # fixes the order of samples, and the random numbers of generated answers; neither depends on the layout
+    seed: int = number(0, least=0)
     launch: LaunchConfig = field(default_factory=LaunchConfig)  # processes, devices and nodes
-    train: TrainConfig = field(
-        default_factory=TrainConfig
-    )  # batch size, number of steps or epochs, and precision of the run
+    # batch size, number of steps or epochs, and precision of the run
+    train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)  # how the held-out rows are evaluated
     parallel: ParallelConfig = field(default_factory=ParallelConfig)  # how ranks share sequences
     model: ModelConfig = field(default_factory=ModelConfig)  # the model that is trained
@@ -448,52 +399,18 @@ class Config:
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
 
 
+def _kinds(module: ModuleType, base: type) -> dict[str, type]:
+    """Return the classes of a group's options by the names that choose them, in the order of their file."""
+    kinds: list[Any] = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, base)]
+    return {kind.name: kind for kind in kinds if kind.name != MISSING}
+
+
 KINDS: dict[str, dict[str, type]] = {
-    "model": {"tiny": TinyModelConfig, "hf": HFModelConfig},
-    "data": {
-        "synthetic": SyntheticDataConfig,
-        "arithmetic": ArithmeticDataConfig,
-        "jsonl": JsonlDataConfig,
-        "hf": HFDataConfig,
-    },
-    "loss": {
-        "dpo": DPOConfig,
-        "dpo_norm": DPONormConfig,
-        "ipo": IPOConfig,
-        "apo_zero": APOZeroConfig,
-        "apo_down": APODownConfig,
-        "simpo": SimPOConfig,
-        "orpo": ORPOConfig,
-        "cpo": CPOConfig,
-        "bco_pair": BCOPairConfig,
-        "mpo": MPOConfig,
-        "hinge": HingeConfig,
-        "robust": RobustConfig,
-        "aot": AOTConfig,
-        "aot_unpaired": AOTUnpairedConfig,
-        "exo_pair": EXOPairConfig,
-        "nca_pair": NCAPairConfig,
-        "sppo_hard": SPPOHardConfig,
-        "discopop": DiscoPOPConfig,
-        "kto": KTOConfig,
-        "bco": BCOConfig,
-        "apo_zero_unpaired": APOZeroUnpairedConfig,
-        "sft": SFTConfig,
-        "reward": RewardModelConfig,
-        "ppo": PPOConfig,
-        "grpo": GRPOConfig,
-        "dr_grpo": DrGRPOConfig,
-        "rloo": RLOOConfig,
-        "reinforce_pp": ReinforcePPConfig,
-        "gspo": GSPOConfig,
-    },
-    "adapter": {"none": NoAdapterConfig, "lora": LoraConfig},
-    "reward": {
-        "rule": RuleRewardConfig,
-        "python": PythonRewardConfig,
-        "model": ModelRewardConfig,
-        "sum": SumRewardConfig,
-    },
+    "model": _kinds(models, ModelConfig),
+    "data": _kinds(data, DataConfig),
+    "loss": _kinds(losses, LossConfig),
+    "adapter": _kinds(models, AdapterConfig),
+    "reward": _kinds(rollouts, RewardConfig),
 }
 
 

@@ -1,4 +1,4 @@
-"""The keys of `data`: one class for each kind of data set, listed in `KINDS` of the schema."""
+"""The keys of `data`: one class for each kind of data set."""
 
 from __future__ import annotations
 
@@ -59,6 +59,15 @@ class SyntheticDataConfig(DataConfig):
     eval_size: int = number(32, least=0)  # further pairs, which are held out
     # begin each prompt with data.max_length words, to make long sequences; data.too_long=truncate then cuts them
     fill: bool = False
+
+
+@dataclass
+class ArithmeticDataConfig(DataConfig):
+    name: str = "arithmetic"
+    seed: int = 0  # fixes the sums; `seed` fixes their order
+    size: int = number(1024, least=1)  # prompts to train on
+    eval_size: int = number(64, least=0)  # further prompts, which are held out
+    digits: int = number(1, least=1, most=100)  # largest number of digits of each number in a sum
 
 
 @dataclass
@@ -124,12 +133,3 @@ class HFDataConfig(SplitConfig, RowsDataConfig):
     path: str | None = None
     # several sources, each under a name of its own: `{NAME: {path: …, weight: 1.0, …}}`
     sources: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
-class ArithmeticDataConfig(DataConfig):
-    name: str = "arithmetic"
-    seed: int = 0  # fixes the sums; `seed` fixes their order
-    size: int = number(1024, least=1)  # prompts to train on
-    eval_size: int = number(64, least=0)  # further prompts, which are held out
-    digits: int = number(1, least=1, most=100)  # largest number of digits of each number in a sum

@@ -1,6 +1,6 @@
-"""The keys of `loss`: one class for each loss, listed in `KINDS` of the schema.
+"""The keys of `loss`: one class for each loss.
 
-A new loss needs one class here, one yaml file, one file in `training/algos/` and one `case` in its `build.py`.
+A new loss needs one class here, one yaml file, and a function or class in `training/algos/` with its row in a table.
 """
 
 from __future__ import annotations
@@ -106,20 +106,22 @@ OF_MARGINS = frozenset({"wpo", "margin_weight"})
 
 
 @dataclass
-class DPOConfig(PreferenceConfig):
-    name: str = "dpo"
-    fits: ClassVar[frozenset[str]] = ALL_MODIFIERS
+class SmoothedConfig(PreferenceConfig):
     # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
     label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
-class DPONormConfig(PreferenceConfig):
+class DPOConfig(SmoothedConfig):
+    name: str = "dpo"
+    fits: ClassVar[frozenset[str]] = ALL_MODIFIERS
+
+
+@dataclass
+class DPONormConfig(SmoothedConfig):
     name: str = "dpo_norm"
     fits: ClassVar[frozenset[str]] = OF_MARGINS
     beta: float = number(5.0, above=0)
-    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
-    label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
@@ -161,20 +163,27 @@ class ORPOConfig(PreferenceConfig):
 
 
 @dataclass
-class CPOConfig(PreferenceConfig):
+class CPOConfig(SmoothedConfig):
     name: str = "cpo"
     fits: ClassVar[frozenset[str]] = frozenset({"margin_weight"})
     has_reference: ClassVar[bool] = False
     beta: float = number(0.1, above=0)  # scale of the rewards, which are log-probabilities of whole answers
     sft_weight: float = number(1.0, least=0)
-    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
-    label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
 class BCOPairConfig(PreferenceConfig):
     name: str = "bco_pair"
     shift: Shift = Shift.mean  # what is subtracted from the rewards
+
+
+@dataclass
+class MPOConfig(PreferenceConfig):
+    name: str = "mpo"
+    fits: ClassVar[frozenset[str]] = frozenset()
+    # the losses that are added, each {loss: NAME, weight: W} with other keys of that loss. A term's beta is loss.beta,
+    # but dpo_norm, ipo, simpo, orpo and cpo have their own default
+    terms: list[Any] = field(default_factory=list)
 
 
 @dataclass
@@ -192,11 +201,9 @@ class RobustConfig(PreferenceConfig):
 
 
 @dataclass
-class AOTConfig(PreferenceConfig):
+class AOTConfig(SmoothedConfig):
     name: str = "aot"
     fits: ClassVar[frozenset[str]] = frozenset()
-    # assumed share of pairs whose two answers are swapped (conservative DPO, cDPO)
-    label_smoothing: float = number(0.0, least=0, below=0.5)
 
 
 @dataclass
@@ -226,15 +233,6 @@ class DiscoPOPConfig(PreferenceConfig):
     name: str = "discopop"
     # temperature with which the logistic and the exponential part are mixed
     tau: float = number(0.05, above=0)
-
-
-@dataclass
-class MPOConfig(PreferenceConfig):
-    name: str = "mpo"
-    fits: ClassVar[frozenset[str]] = frozenset()
-    # the losses that are added, each {loss: NAME, weight: W} with other keys of that loss. A term's beta is loss.beta,
-    # but dpo_norm, ipo, simpo, orpo and cpo have their own default
-    terms: list[Any] = field(default_factory=list)
 
 
 @dataclass
