@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 Kinds = Mapping[str, type | tuple[type, ...]]
@@ -17,6 +18,15 @@ def loads(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError:
         raise ValueError("its lists and mappings are too deep in each other") from None
+
+
+def mapping_in(file: Path) -> dict[str, Any] | None:
+    """Return the mapping that a file holds; None if it cannot be read, or holds something else."""
+    try:
+        content = loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
 
 
 def dumps(value: Any, **how: Any) -> str:

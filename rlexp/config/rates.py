@@ -46,8 +46,7 @@ def default_rate(loss: str, adapter: str, model: str) -> float:
 def default_critic_rate(critic: str, loss: str, adapter: str, model: str, policy_rate: float) -> float | None:
     """Return the default of loss.value_lr. None is the policy's rate: where the critic is a part of it, where all
     weights are random, and where the policy's rate is not the default, so that one number moves both."""
-    own = getattr(critic, "value", critic) == CriticName.own.value
-    if not own or model == "tiny" or policy_rate != default_rate(loss, adapter, model):
+    if critic != CriticName.own.value or model == "tiny" or policy_rate != default_rate(loss, adapter, model):
         return None
     return _of_adapter(CRITIC, adapter)
 

@@ -30,7 +30,6 @@ NO_GPU = (
 
 def resolve_device(device: str) -> str:
     """Return `cuda` for `auto` if this machine has GPUs, else `cpu`. `cuda` without a GPU is an error."""
-    device = getattr(device, "value", device)
     if device == "cuda" and visible_gpus() == 0:
         raise ConfigError(NO_GPU)
     if device == "cuda" and gpus_without_torch():
@@ -48,42 +47,24 @@ def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gp
     ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
     if ranks is not None and nodes is not None:
         return ranks // nodes
-    if getattr(device, "value", device) == "cuda" and visible_gpus() == 0:
+    if device == "cuda" and visible_gpus() == 0:
         raise ConfigError(NO_GPU)
     on_gpus = resolve_device(device) == "cuda"
     return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
 
 
-def default_nodes() -> int:
-    """Return the nodes on which torchrun or srun has started the ranks; 1 where none did, or says so."""
-    return sizes.joined_nodes() or 1
-
-
 def default_precision(device: str) -> str:
     """Return the precision for a device. `cuda` is not checked: the GPU may be on another machine."""
-    return "bf16" if getattr(device, "value", device) == "cuda" or resolve_device(device) == "cuda" else "fp32"
-
-
-def default_engine(precision: str) -> str:
-    return engine_facts.default(getattr(precision, "value", precision))
-
-
-def default_reference(adapter: str, path: str | None) -> str:
-    """Return what the policy is compared with where nothing is said: no second model where an adapter can be off."""
-    return "adapter" if adapter == "lora" and path is None else "model"
+    return "bf16" if device == "cuda" or resolve_device(device) == "cuda" else "fp32"
 
 
 def slurm_gpus(device: str, nproc: int, ranks_per_gpu: int) -> int | None:
     """Return the GPUs per node to request from Slurm. This machine may have none, so only `cpu` means none."""
-    return None if getattr(device, "value", device) == "cpu" else -(-nproc // ranks_per_gpu)
+    return None if device == "cpu" else -(-nproc // ranks_per_gpu)
 
 
 def slurm_minutes(time_limit: str) -> int:
     return max(1, math.ceil(seconds("launch.time_limit", time_limit) / 60))
-
-
-def slurm_memory(rank_memory_gb: float | None, nproc: int) -> float | None:
-    return None if rank_memory_gb is None else rank_memory_gb * nproc
 
 
 def slurm_warning(grace_seconds: float) -> int:
@@ -91,34 +72,21 @@ def slurm_warning(grace_seconds: float) -> int:
     return math.ceil(grace_seconds) + BEFORE_END
 
 
-def all_ranks(nproc: int, nodes: int) -> int:
-    joined = sizes.joined_world()
-    if joined is not None:
-        return joined
-    sizes.require("launch.nproc", nproc)
-    sizes.require("launch.nodes", nodes)
-    return nproc * nodes
-
-
 def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
     """Return the number of ranks that train."""
-    return sizes.training_ranks(all_ranks(nproc, nodes), sampling_ranks)
+    ranks = sizes.joined_world()
+    if ranks is None:
+        sizes.require("launch.nproc", nproc)
+        sizes.require("launch.nodes", nodes)
+        ranks = nproc * nodes
+    return sizes.training_ranks(ranks, sampling_ranks)
 
 
 def dp_size(world_size: int, ring_size: int, device: str) -> int:
     """Return the number of replicas. A ring with more ranks than this machine has GPUs fits on the CPU."""
-    on_gpus = getattr(device, "value", device) != "cpu" and not (gpus_without_torch() or gpus_assumed())
+    on_gpus = device != "cpu" and not (gpus_without_torch() or gpus_assumed())
     on_gpus = on_gpus and sizes.joined_world() is None  # else the launcher decides how many ranks there are
     return sizes.dp_size(world_size, ring_size, gpus=visible_gpus() if on_gpus else 0)
-
-
-def default_sampling_ranks(mode: str) -> int:
-    return 1 if getattr(mode, "value", mode) == "pipelined" else 0
-
-
-def default_importance_cap(mode: str) -> float | None:
-    """Return the largest importance weight of a token: pipelined samples are one rollout old, so they are weighted."""
-    return 2.0 if getattr(mode, "value", mode) == "pipelined" else None
 
 
 def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
@@ -160,31 +128,41 @@ def groups() -> str:
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines)
 
 
+RESOLVERS: dict[str, Callable[..., Any]] = {
+    "rlexp_fitting_batch": fitting_batch,
+    "rlexp_fitting_rollout": fitting_rollout,
+    "rlexp_root": lambda: str(config_root()),
+    "rlexp_groups": groups,
+    "rlexp_own_conf": lambda: str(own_conf_dir()),
+    "rlexp_smollm2": smollm2_folder,
+    "rlexp_nproc": default_nproc,
+    # the nodes on which torchrun or srun has started the ranks; 1 where none did, or says so
+    "rlexp_nodes": lambda: sizes.joined_nodes() or 1,
+    "rlexp_lr": default_rate,
+    "rlexp_critic_lr": default_critic_rate,
+    "rlexp_precision": default_precision,
+    "rlexp_engine": engine_facts.default,
+    # no second model where an adapter can be off
+    "rlexp_reference": lambda adapter, path: "adapter" if adapter == "lora" and path is None else "model",
+    "slurm_gpus": slurm_gpus,
+    "slurm_memory": lambda rank_gb, nproc: None if rank_gb is None else rank_gb * nproc,
+    "slurm_minutes": slurm_minutes,
+    "slurm_warning": slurm_warning,
+    "world_size": world_size,
+    "dp_size": dp_size,
+    "grad_acc": sizes.grad_acc,
+    "minibatches": minibatches,
+    "sampling_ranks": lambda mode: 1 if mode == "pipelined" else 0,
+    # pipelined samples are one rollout old, so they are weighted: the largest weight of a token
+    "importance_cap": lambda mode: 2.0 if mode == "pipelined" else None,
+}
+
+
 def register() -> None:
-    resolvers: dict[str, Callable[..., Any]] = {
-        "rlexp_fitting_batch": fitting_batch,
-        "rlexp_fitting_rollout": fitting_rollout,
-        "rlexp_root": lambda: str(config_root()),
-        "rlexp_groups": groups,
-        "rlexp_own_conf": lambda: str(own_conf_dir()),
-        "rlexp_smollm2": smollm2_folder,
-        "rlexp_nproc": default_nproc,
-        "rlexp_nodes": default_nodes,
-        "rlexp_lr": default_rate,
-        "rlexp_critic_lr": default_critic_rate,
-        "rlexp_precision": default_precision,
-        "rlexp_engine": default_engine,
-        "rlexp_reference": default_reference,
-        "slurm_gpus": slurm_gpus,
-        "slurm_memory": slurm_memory,
-        "slurm_minutes": slurm_minutes,
-        "slurm_warning": slurm_warning,
-        "world_size": world_size,
-        "dp_size": dp_size,
-        "grad_acc": sizes.grad_acc,
-        "minibatches": minibatches,
-        "sampling_ranks": default_sampling_ranks,
-        "importance_cap": default_importance_cap,
-    }
-    for name, function in resolvers.items():
-        OmegaConf.register_new_resolver(name, function, replace=True)
+    """Register the functions. A key that is an option reaches them by its name."""
+
+    def by_names(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *given: function(*(getattr(each, "value", each) for each in given))
+
+    for name, function in RESOLVERS.items():
+        OmegaConf.register_new_resolver(name, by_names(function), replace=True)

@@ -16,19 +16,16 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.bounds import check_number
 
 # What torchrun puts into the environment of a rank.
-OF_A_WORLD = (
-    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
-    "MASTER_PORT",
-)  # fmt: skip
+OF_A_WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "MASTER_ADDR",
+              "MASTER_PORT")  # fmt: skip
 
 
-def joined_world(env: Mapping[str, str] | None = None) -> int | None:
+def joined_world(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the world size of the launcher that started this process (torchrun, srun), or None without one.
 
     A batch script or an interactive shell on Slurm is one task, which may start its own ranks. So only a Slurm step
     with several tasks counts.
     """
-    env = os.environ if env is None else env
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size, rank = _whole("WORLD_SIZE", env), _whole("RANK", env)
         if rank >= world_size:
@@ -49,19 +46,17 @@ def _whole(name: str, env: Mapping[str, str]) -> int:
     return int(env[name])
 
 
-def joined_rank(env: Mapping[str, str] | None = None) -> int | None:
-    env = os.environ if env is None else env
+def joined_rank(env: Mapping[str, str] = os.environ) -> int | None:
     if joined_world(env) is None:
         return None
     return int(env["RANK"]) if "RANK" in env else int(env["SLURM_PROCID"])
 
 
-def joined_nodes(env: Mapping[str, str] | None = None) -> int | None:
+def joined_nodes(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the nodes on which the launcher of this process has started ranks, or None where none did or says so.
 
     Each node has equally many: others are refused.
     """
-    env = os.environ if env is None else env
     world_size = joined_world(env)
     if world_size is None:
         return None
@@ -95,9 +90,8 @@ def _nodes_of_step(world_size: int, env: Mapping[str, str]) -> int | None:
     return sum(nodes for _, nodes in counts)
 
 
-def joined_node(env: Mapping[str, str] | None = None) -> int | None:
+def joined_node(env: Mapping[str, str] = os.environ) -> int | None:
     """Return the number of the node on which the launcher has started this process; None where it does not say."""
-    env = os.environ if env is None else env
     name = "GROUP_RANK" if "RANK" in env else "SLURM_NODEID"
     return _whole(name, env) if joined_world(env) is not None and name in env else None
 
@@ -114,9 +108,9 @@ def divisors(number: int) -> list[int]:
 
 def nearest(wanted: int, candidates: list[int]) -> list[int]:
     """Return the largest candidate up to `wanted` and the smallest above it, if they exist."""
-    below = [c for c in candidates if c <= wanted]
-    above = [c for c in candidates if c > wanted]
-    return ([max(below)] if below else []) + ([min(above)] if above else [])
+    below = [each for each in candidates if each <= wanted]
+    above = [each for each in candidates if each > wanted]
+    return [*sorted(below)[-1:], *sorted(above)[:1]]
 
 
 def listed(numbers: list[int]) -> str:
@@ -146,13 +140,12 @@ def dp_size(world_size: int, ring_size: int, *, gpus: int = 0) -> int:
     if world_size % ring_size:
         fitting = nearest(ring_size, divisors(world_size))
         multiples = [ring_size * n for n in (world_size // ring_size, world_size // ring_size + 1) if n]
-        on_cpu = ""
-        if gpus and world_size < ring_size:
-            on_cpu = f" Or give launch.device=cpu, and no launch.nproc: {ring_size} ranks then run on the CPU."
+        on_cpu = f" Or give launch.device=cpu, and no launch.nproc: {ring_size} ranks then run on the CPU."
         raise ConfigError(
             f"parallel.ring_size={ring_size}: the world has {world_size} rank{'s' * (world_size > 1)}, which is "
             f"no multiple of it. Use parallel.ring_size={listed(fitting)}, or a world of {listed(multiples)} "
-            f"ranks (launch.nproc × launch.nodes; on a GPU machine launch.nproc is the number of GPUs).{on_cpu}"
+            f"ranks (launch.nproc × launch.nodes; on a GPU machine launch.nproc is the number of GPUs)."
+            f"{on_cpu * (gpus > 0 and world_size < ring_size)}"
         )
     return world_size // ring_size
 
@@ -162,7 +155,11 @@ def grad_acc(batch_size: int, micro_batch_size: int | str, dp_size: int) -> int 
     own number."""
     require("train.batch_size", batch_size)
     if isinstance(micro_batch_size, str):
-        _require_work(batch_size, dp_size)
+        if batch_size < dp_size:  # some replicas would have nothing to do in any step
+            raise ConfigError(
+                f"train.batch_size={batch_size}: {dp_size} replicas need a sample each at least. Use train.batch_size="
+                f"{dp_size} or more, a larger parallel.ring_size, which makes fewer replicas, or fewer ranks."
+            )
         return None
     require("train.micro_batch_size", micro_batch_size)
     unit = micro_batch_size * dp_size
@@ -186,15 +183,6 @@ def grad_acc(batch_size: int, micro_batch_size: int | str, dp_size: int) -> int 
             f"{micro_batch_size} need a multiple of {unit}. {remedy}"
         )
     return batch_size // unit
-
-
-def _require_work(batch_size: int, dp_size: int) -> None:
-    """Refuse more replicas than samples: some would have nothing to do in any step."""
-    if batch_size < dp_size:
-        raise ConfigError(
-            f"train.batch_size={batch_size}: {dp_size} replicas need a sample each at least. Use train.batch_size="
-            f"{dp_size} or more, a larger parallel.ring_size, which makes fewer replicas, or fewer ranks."
-        )
 
 
 def training_ranks(ranks: int, sampling_ranks: int) -> int:

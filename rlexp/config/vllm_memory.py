@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import HostMemory
-from rlexp.config.checks.layout import described, heads_in
+from rlexp.config.checks.layout import described, heads_in, number_in, of_text
 from rlexp.config.schema import AUTO, Config, Device, ModelConfig, TinyModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
@@ -139,7 +139,8 @@ def bytes_of_number(cfg: Config) -> int:
 
 def bytes_of_token(cfg: Config, model: Mapping[str, object]) -> int | None:
     """Return the bytes of the keys and values of a token; None where the model does not say them."""
-    heads, layers = heads_in(dict(model)), _number(model, "num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    names = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+    heads, layers = heads_in(model), number_in(of_text(model), *names)
     return 2 * bytes_of_number(cfg) * layers * heads.keys * heads.size if heads is not None and layers else None
 
 
@@ -158,16 +159,6 @@ def _tokens_of_rollout(cfg: Config) -> int:
     return min(requests(cfg), AT_ONCE) * each + BLOCK[_device(cfg)]
 
 
-def _fields(model: Mapping[str, object]) -> Mapping[str, object]:
-    text = model.get("text_config")
-    return text if isinstance(text, Mapping) else model
-
-
-def _number(model: Mapping[str, object], *names: str) -> int:
-    fields = _fields(model)
-    return next((value for name in names if isinstance(value := fields.get(name), int) and value), 0)
-
-
 def _working(cfg: Config, model: Mapping[str, object], memory: int) -> int:
     """Return the bytes that vLLM's activations and CUDA graphs take: an assumption.
 
@@ -181,9 +172,10 @@ def _working(cfg: Config, model: Mapping[str, object], memory: int) -> int:
     if _device(cfg) is Device.cpu:  # nothing is tried before
         answers, graphs = min(requests(cfg), AT_ONCE), 0
         tokens = min(answers * cfg.data.max_length, TOGETHER_CPU)
-    width = _number(model, "hidden_size", "n_embd", "d_model")
-    inner = _number(model, "intermediate_size", "ffn_dim", "n_inner") or 4 * width
-    logits = 2 * 4 * answers * _number(model, "vocab_size")
+    fields = of_text(model)
+    width = number_in(fields, "hidden_size", "n_embd", "d_model")
+    inner = number_in(fields, "intermediate_size", "ffn_dim", "n_inner") or 4 * width
+    logits = 2 * 4 * answers * number_in(fields, "vocab_size")
     return tokens * bytes_of_number(cfg) * (6 * width + 3 * inner) + logits + graphs
 
 
@@ -262,24 +254,16 @@ def check_vllm_memory(cfg: Config) -> None:
                 f"takes what training leaves. For example: {KEY}=0.4."
             )
         return
-    if not uses_vllm(cfg):
+    on_cpu, each = _device(cfg) is Device.cpu, cfg.launch.ranks_per_gpu
+    ranks = _sampling_on_machine(cfg) if on_cpu else min(each, cfg.rollout.sampling_ranks or each)
+    if not uses_vllm(cfg) or ranks * share < 1:
         return
-    if _device(cfg) is Device.cpu:
-        _check_on_cpu(cfg, share)
-        return
-    each = cfg.launch.ranks_per_gpu
-    on_a_gpu = min(each, cfg.rollout.sampling_ranks or each)
-    if on_a_gpu * share >= 1:
-        raise ConfigError(
-            f"{KEY}={share:g}: each rank that samples takes this share of its GPU, and launch.ranks_per_gpu={each} "
-            f"puts {on_a_gpu} of them on one. Use less than {1 / on_a_gpu:.2g}, or launch.ranks_per_gpu=1."
-        )
-
-
-def _check_on_cpu(cfg: Config, share: float) -> None:
-    ranks = _sampling_on_machine(cfg)
-    if ranks * share >= 1:
+    if on_cpu:
         raise ConfigError(
             f"{KEY}={share:g}: each rank that samples takes this share of its machine's memory for keys and values, "
             f"and {ranks} of them are on one. Use less than {1 / ranks:.2g}, or {KEY}=auto."
         )
+    raise ConfigError(
+        f"{KEY}={share:g}: each rank that samples takes this share of its GPU, and launch.ranks_per_gpu={each} "
+        f"puts {ranks} of them on one. Use less than {1 / ranks:.2g}, or launch.ranks_per_gpu=1."
+    )

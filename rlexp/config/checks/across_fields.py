@@ -24,6 +24,7 @@ from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.checks.rope import check_rope
+from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import (
@@ -35,7 +36,6 @@ from rlexp.config.schema import (
     HFModelConfig,
     LaunchConfig,
     LoggerName,
-    OptimConfig,
     TinyModelConfig,
 )
 from rlexp.config.schema.bounds import as_typed, check_bounds
@@ -48,6 +48,62 @@ MOST_RANKS = 512  # on one machine
 MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
 
 
+RULES = (
+    Rule("launch.ranks_per_gpu", lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.ranks_per_gpu > 1,
+         "is for GPUs, and launch.device=cpu. Leave it out: on CPU launch.nproc={launch.nproc} alone starts so many "
+         "ranks."),
+    Rule("launch.collectives",
+         lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.collectives is Collectives.nccl,
+         "NCCL carries tensors of GPUs, and launch.device=cpu. Leave it out."),
+    Rule("launch.collectives",
+         lambda cfg: cfg.launch.ranks_per_gpu > 1 and cfg.launch.collectives is Collectives.nccl,
+         "NCCL refuses two ranks on one GPU, and launch.ranks_per_gpu={launch.ranks_per_gpu}. Leave "
+         "launch.collectives out, which takes staged, or use launch.ranks_per_gpu=1."),
+    Rule("launch.collectives",
+         lambda cfg: cfg.launch.device is not Device.cpu and cfg.launch.collectives is Collectives.gloo,
+         "gloo carries tensors of CPUs. On GPUs use launch.collectives=staged, which copies them to the host for gloo, "
+         "or leave it out."),
+    Rule("optim.warmup_ratio", lambda cfg: cfg.optim.warmup_ratio is not None and cfg.optim.warmup_steps,
+         "optim.warmup_steps={optim.warmup_steps} says how long the warm-up is, too. Give optim.warmup_steps=0 or "
+         "optim.warmup_ratio=null."),
+    Rule("optim.warmup_start",
+         lambda cfg: cfg.optim.warmup_start is not None and not cfg.optim.warmup_steps and not cfg.optim.warmup_ratio,
+         "there is no warm-up that it could begin. Give optim.warmup_steps=N or optim.warmup_ratio=0.1, or leave it "
+         "out."),
+    Rule("optim.min_lr_ratio",
+         lambda cfg: cfg.optim.min_lr_ratio and cfg.optim.decay not in (Decay.linear, Decay.cosine),
+         "is where optim.decay=linear or optim.decay=cosine end, and optim.decay={optim.decay.value} ends nowhere. "
+         "Leave it out, or use one of the two."),
+    Rule("optim.betas", lambda cfg: len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas),
+         "must be two numbers, each at least 0 and less than 1. For example: optim.betas=[0.9,0.999]."),
+    Rule("checkpoint.keep_best",
+         lambda cfg: cfg.checkpoint.keep_best and cfg.train.eval_every is None
+         and cfg.checkpoint.best_metric.startswith("eval/"),
+         "keeps by checkpoint.best_metric={checkpoint.best_metric}, which is never measured. Give train.eval_every=N, "
+         "or a metric of training."),
+    Rule("train.stop_after", lambda cfg: cfg.train.stop_after is not None and not cfg.checkpoint.on_exit,
+         "with checkpoint.on_exit=false what was trained would be lost. Leave checkpoint.on_exit=true."),
+    Rule("logger.artifacts", lambda cfg: cfg.logger.artifacts and cfg.logger.name is not LoggerName.wandb,
+         "is for W&B, and logger={logger.name.value} keeps none. Use logger=wandb."),
+)  # fmt: skip
+ALONE_HERE = (
+    Rule("launch.nproc", lambda cfg: cfg.launch.nproc > MOST_RANKS,
+         f"one machine runs at most {MOST_RANKS} ranks. Use fewer."),
+    Rule("launch.nodes", lambda cfg: cfg.launch.nodes > 1,
+         "this command starts ranks on this machine only. Start it on every node with torchrun or srun, or use "
+         "hydra/launcher=slurm, or launch.nodes=1."),
+)  # fmt: skip
+ON_CLUSTER = (
+    Rule("resume.mode", lambda cfg: cfg.resume.mode == "never",
+         "a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a new run, give another "
+         "hydra.sweep.dir=FOLDER."),
+    Rule("launch.time_limit",
+         lambda cfg: seconds("launch.time_limit", cfg.launch.time_limit) < cfg.launch.grace_seconds + 2 * BEFORE_END,
+         "ends before the first step, since a run starts to save launch.grace_seconds={launch.grace_seconds:g} plus "
+         f"{BEFORE_END} s before its limit. Raise it, or lower launch.grace_seconds."),
+)  # fmt: skip
+
+
 def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
     check_bounds(cfg)
@@ -55,14 +111,13 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     if here:
         _check_launch(cfg)
     else:
-        _check_cluster(cfg)
-    _check_collectives(cfg.launch)
+        refuse_broken(ON_CLUSTER, cfg)
+    refuse_broken(RULES, cfg)
+    save_cadence(cfg.checkpoint.save_every)
     check_micro_batches(cfg)
     _check_derived(cfg)
     _check_memory(cfg)
-    _check_schedule(cfg.optim)
     check_engine(cfg)
-    _check_checkpoints(cfg)
     _check_logger(cfg, here=here)
     _check_hardware(cfg)
     _check_groups(cfg, here=here, reads_rows=reads_rows)
@@ -92,35 +147,12 @@ def _check_memory(cfg: Config) -> None:
         ) from None
 
 
-def _check_schedule(optim: OptimConfig) -> None:
-    if optim.warmup_ratio is not None and optim.warmup_steps:
-        raise ConfigError(
-            f"optim.warmup_ratio={optim.warmup_ratio}: optim.warmup_steps={optim.warmup_steps} says how long the "
-            f"warm-up is, too. Give optim.warmup_steps=0 or optim.warmup_ratio=null."
-        )
-    if optim.warmup_start is not None and not optim.warmup_steps and not optim.warmup_ratio:
-        raise ConfigError(
-            f"optim.warmup_start={optim.warmup_start}: there is no warm-up that it could begin. Give "
-            f"optim.warmup_steps=N or optim.warmup_ratio=0.1, or leave it out."
-        )
-    if optim.min_lr_ratio and optim.decay not in (Decay.linear, Decay.cosine):
-        raise ConfigError(
-            f"optim.min_lr_ratio={optim.min_lr_ratio}: is where optim.decay=linear or optim.decay=cosine end, and "
-            f"optim.decay={optim.decay.value} ends nowhere. Leave it out, or use one of the two."
-        )
-
-
 def _check_launch(cfg: Config) -> None:
     joined = sizes.joined_world() is not None
     if joined:
         check_joined(cfg)
-    if not joined and cfg.launch.nproc > MOST_RANKS:
-        raise ConfigError(f"launch.nproc={cfg.launch.nproc}: one machine runs at most {MOST_RANKS} ranks. Use fewer.")
-    if cfg.launch.nodes > 1 and not joined:
-        raise ConfigError(
-            f"launch.nodes={cfg.launch.nodes}: this command starts ranks on this machine only. Start it on every "
-            f"node with torchrun or srun, or use hydra/launcher=slurm, or launch.nodes=1."
-        )
+    else:
+        refuse_broken(ALONE_HERE, cfg)
     _check_gpus(cfg.launch, joined=joined)
 
 
@@ -142,45 +174,6 @@ def _all_see(gpus: int) -> bool:
     """Say whether all ranks of this node see these same GPUs: torchrun gives its ranks one environment. A script of the
     user's that torchrun starts may show each rank one GPU, and Slurm may too."""
     return "LOCAL_WORLD_SIZE" in os.environ and (gpus > 1 or (gpus == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ))
-
-
-def _check_collectives(launch: LaunchConfig) -> None:
-    asked, each = launch.collectives, launch.ranks_per_gpu
-    if launch.device is Device.cpu:
-        if each > 1:
-            raise ConfigError(
-                f"launch.ranks_per_gpu={each}: is for GPUs, and launch.device=cpu. Leave it out: on CPU "
-                f"launch.nproc={launch.nproc} alone starts so many ranks."
-            )
-        if asked is Collectives.nccl:
-            raise ConfigError(
-                "launch.collectives=nccl: NCCL carries tensors of GPUs, and launch.device=cpu. Leave it out."
-            )
-    elif asked is Collectives.nccl and each > 1:
-        raise ConfigError(
-            f"launch.collectives=nccl: NCCL refuses two ranks on one GPU, and launch.ranks_per_gpu={each}. Leave "
-            f"launch.collectives out, which takes staged, or use launch.ranks_per_gpu=1."
-        )
-    elif asked is Collectives.gloo:
-        raise ConfigError(
-            "launch.collectives=gloo: gloo carries tensors of CPUs. On GPUs use launch.collectives=staged, which "
-            "copies them to the host for gloo, or leave it out."
-        )
-
-
-def _check_cluster(cfg: Config) -> None:
-    limit = seconds("launch.time_limit", cfg.launch.time_limit)
-    if cfg.resume.mode == "never":
-        raise ConfigError(
-            "resume.mode=never: a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a "
-            "new run, give another hydra.sweep.dir=FOLDER."
-        )
-    if limit < cfg.launch.grace_seconds + 2 * BEFORE_END:
-        raise ConfigError(
-            f"launch.time_limit={cfg.launch.time_limit}: ends before the first step, since a run starts to save "
-            f"launch.grace_seconds={cfg.launch.grace_seconds:g} plus {BEFORE_END} s before its limit. Raise it, "
-            f"or lower launch.grace_seconds."
-        )
 
 
 def _check_derived(cfg: Config) -> None:
@@ -225,21 +218,6 @@ def check_engine(cfg: Config) -> None:
     check_overrides(cfg.engine.overrides)
 
 
-def _check_checkpoints(cfg: Config) -> None:
-    keep = cfg.checkpoint
-    save_cadence(keep.save_every)
-    if keep.keep_best and keep.best_metric.startswith("eval/") and cfg.train.eval_every is None:
-        raise ConfigError(
-            f"checkpoint.keep_best={keep.keep_best}: keeps by checkpoint.best_metric={keep.best_metric}, which is "
-            f"never measured. Give train.eval_every=N, or a metric of training."
-        )
-    if cfg.train.stop_after is not None and not keep.on_exit:
-        raise ConfigError(
-            f"train.stop_after={cfg.train.stop_after}: with checkpoint.on_exit=false what was trained would be lost. "
-            f"Leave checkpoint.on_exit=true."
-        )
-
-
 OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # also the names of packages and extras
 
 
@@ -248,25 +226,21 @@ def installed(package: str) -> bool:
 
 
 def _check_logger(cfg: Config, *, here: bool) -> None:
-    name, baseline = cfg.logger.name, cfg.logger.baseline
+    name = cfg.logger.name
     if here and name in OPTIONAL_LOGGERS and not installed(name.value):
         raise ConfigError(
             f"logger={name.value}: the package {name.value} is not installed. Install it with "
             f"`pip install -e '.[{name.value}]'` in a checkout, or use logger=wandb or logger=none."
         )
-    if cfg.logger.artifacts and name is not LoggerName.wandb:
-        raise ConfigError(f"logger.artifacts=true: is for W&B, and logger={name.value} keeps none. Use logger=wandb.")
-    if baseline is not None:
-        check_baseline("logger.baseline", baseline)
+    if cfg.logger.baseline is not None:
+        check_baseline("logger.baseline", cfg.logger.baseline)
 
 
 def _check_hardware(cfg: Config) -> None:
     memory, reserve, ranks = cfg.hardware.memory_gib, cfg.hardware.reserve_gib, cfg.launch.ranks_per_gpu
     if 0 < memory / ranks <= reserve:
-        share = (
-            "" if ranks == 1 else f"launch.ranks_per_gpu={ranks} gives each rank {memory / ranks:.3g} GiB of it, and "
-        )
-        fewer = "" if ranks == 1 else ", fewer ranks on a GPU"
+        share = f"launch.ranks_per_gpu={ranks} gives each rank {memory / ranks:.3g} GiB of it, and " * (ranks > 1)
+        fewer = ", fewer ranks on a GPU" * (ranks > 1)
         raise ConfigError(
             f"hardware.memory_gib={memory}: {share}hardware.reserve_gib={reserve} leaves nothing of it. Give more "
             f"memory{fewer}, or a smaller reserve."
@@ -274,11 +248,6 @@ def _check_hardware(cfg: Config) -> None:
 
 
 def _check_groups(cfg: Config, *, here: bool, reads_rows: bool) -> None:
-    if len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas):
-        raise ConfigError(
-            f"optim.betas={cfg.optim.betas}: must be two numbers, each at least 0 and less than 1. "
-            f"For example: optim.betas=[0.9,0.999]."
-        )
     if isinstance(cfg.data, RowsDataConfig):
         check_sources(cfg.data, reads_rows=reads_rows)
     match cfg.model:

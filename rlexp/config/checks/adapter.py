@@ -9,33 +9,41 @@ from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.adapter_folder import ALL_LINEAR, SAYS, AdapterFolder, read_adapter
 from rlexp.config.checks.files import is_dir
+from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
 
 MERGED = "merged"  # a value of checkpoint.export
 
 
+OF_EXPORT = (
+    Rule("checkpoint.export", lambda cfg: isinstance(cfg.checkpoint.export, str) and cfg.checkpoint.export != MERGED,
+         f"must be true, false or {MERGED}. Give one of these."),
+    Rule("checkpoint.export", lambda cfg: cfg.checkpoint.export == MERGED and not isinstance(cfg.adapter, LoraConfig),
+         "merges an adapter into its model, and adapter=none. Use adapter=lora, or leave checkpoint.export out: the "
+         "whole model is written."),
+)  # fmt: skip
+OF_LORA = (
+    Rule("adapter.dropout", lambda cfg: cfg.adapter.dropout,
+         "must be 0. Which inputs are dropped would depend on the layout, and so would the curve. Leave "
+         "adapter.dropout out; a smaller adapter.rank, or fewer steps, also hold an adapter back."),
+    Rule("model.freeze", lambda cfg: cfg.model.freeze,
+         "with adapter=lora all weights of the model are frozen already. Leave model.freeze out; adapter.targets says "
+         "which layers get an adapter."),
+)  # fmt: skip
+
+
 def check_adapter(cfg: Config, *, here: bool = True) -> None:
-    lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
-    _check_export(cfg, lora)
-    if lora is None:
+    refuse_broken(OF_EXPORT, cfg)
+    lora = cfg.adapter
+    if not isinstance(lora, LoraConfig):
         return
     if here and importlib.util.find_spec("peft") is None:
         raise ConfigError(
             "adapter=lora: the package peft, which makes adapters, is not installed. Install it with "
             "`pip install -e '.[lora]'` in a checkout, or use adapter=none."
         )
-    if lora.dropout:
-        raise ConfigError(
-            f"adapter.dropout={lora.dropout}: must be 0. Which inputs are dropped would depend on the layout, and so "
-            f"would the curve. Leave adapter.dropout out; a smaller adapter.rank, or fewer steps, also hold an adapter "
-            f"back."
-        )
-    if cfg.model.freeze:
-        raise ConfigError(
-            f"model.freeze={cfg.model.freeze}: with adapter=lora all weights of the model are frozen already. Leave "
-            f"model.freeze out; adapter.targets says which layers get an adapter."
-        )
+    refuse_broken(OF_LORA, cfg)
     for key, names in (("targets", lora.targets), ("also", lora.also)):
         if any(not name.strip() for name in names):
             raise ConfigError(f"adapter.{key}={names}: holds a name that is empty. Leave it out.")
@@ -51,17 +59,6 @@ def check_adapter(cfg: Config, *, here: bool = True) -> None:
         )
     if adapter is not None:
         _check_path(cfg, lora, adapter)
-
-
-def _check_export(cfg: Config, lora: LoraConfig | None) -> None:
-    export = cfg.checkpoint.export
-    if isinstance(export, str) and export != MERGED:
-        raise ConfigError(f"checkpoint.export={export}: must be true, false or {MERGED}. Give one of these.")
-    if export == MERGED and lora is None:
-        raise ConfigError(
-            f"checkpoint.export={MERGED}: merges an adapter into its model, and adapter=none. Use adapter=lora, or "
-            f"leave checkpoint.export out: the whole model is written."
-        )
 
 
 def _check_path(cfg: Config, lora: LoraConfig, adapter: AdapterFolder) -> None:
@@ -101,12 +98,8 @@ def _is_other(adapter: AdapterFolder, path: str) -> bool:
 
 def check_quantized(key: str, path: str) -> None:
     """Refuse a folder whose weights are quantized. One of the hub is refused when its configuration is loaded."""
-    file = Path(path).expanduser() / "config.json"
-    try:
-        config = plain_json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return
-    if isinstance(config, dict) and config.get("quantization_config"):
+    config = plain_json.mapping_in(Path(path).expanduser() / "config.json") or {}
+    if config.get("quantization_config"):
         refuse_quantized(key, path, config["quantization_config"])
 
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.kernel import not_built
 from rlexp.config.checks.layout import Heads
+from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.schema import BackendName, Checkpointing, Config, Device, KernelName, LayoutName, TransportName
 from rlexp.config.schema.models import Precision
 
@@ -16,36 +17,34 @@ PACKAGES = {"ring_flash_attn": "ring-flash-attn", "flash_attn_2_cuda": "flash-at
 MULTIPLE, LARGEST = 8, 256  # size of a head, in flash-attn
 NAMED = "parallel.backend=ring_flash_attn"
 INSTEAD = "or parallel.backend=native."
+ABLE = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
+
+
+RULES = (
+    Rule("parallel.backend", lambda cfg: cfg.parallel.layout not in LAYOUTS,
+         f"parallel.layout={{parallel.layout.value}} {{why}}. Use {ABLE}, {INSTEAD}"),
+    Rule("parallel.backend", lambda cfg: cfg.parallel.kernel is not KernelName.auto,
+         "always uses flash-attn's kernel, and parallel.kernel={parallel.kernel.value} names another. Leave "
+         f"parallel.kernel out, {INSTEAD}"),
+    Rule("parallel.backend", lambda cfg: cfg.parallel.transport is not TransportName.auto,
+         "has its own transport, and parallel.transport={parallel.transport.value} names another. Leave "
+         f"parallel.transport out, {INSTEAD}"),
+    Rule("parallel.backend", lambda cfg: cfg.memory.recomputed is Checkpointing.attention,
+         "attends inside the library, and memory.checkpointing=attention keeps what rlexp's own attention gives. Use "
+         f"memory.checkpointing=full, {INSTEAD}"),
+    Rule("parallel.backend", lambda cfg: cfg.launch.device is Device.cpu,
+         f"runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}"),
+    Rule("parallel.backend", lambda cfg: cfg.train.precision is not Precision.bf16,
+         f"cannot compute in train.precision={{train.precision.value}}. Use bf16, {INSTEAD}"),
+)  # fmt: skip
 
 
 def check_backend(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:
     """Refuse what the library cannot do. `heads` is None while unknown; with `here`, this machine runs it."""
     if cfg.parallel.backend is BackendName.native:
         return
-    layout, kernel, precision = cfg.parallel.layout, cfg.parallel.kernel, cfg.train.precision
-    if layout not in LAYOUTS:
-        why = "compares rlexp's own layouts only" if layout is LayoutName.auto else "is not one of its layouts"
-        able = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
-        raise ConfigError(f"{NAMED}: parallel.layout={layout.value} {why}. Use {able}, {INSTEAD}")
-    if kernel is not KernelName.auto:
-        raise ConfigError(
-            f"{NAMED}: always uses flash-attn's kernel, and parallel.kernel={kernel.value} names another. Leave "
-            f"parallel.kernel out, {INSTEAD}"
-        )
-    if cfg.parallel.transport is not TransportName.auto:
-        raise ConfigError(
-            f"{NAMED}: has its own transport, and parallel.transport={cfg.parallel.transport.value} names another. "
-            f"Leave parallel.transport out, {INSTEAD}"
-        )
-    if cfg.memory.recomputed is Checkpointing.attention:
-        raise ConfigError(
-            f"{NAMED}: attends inside the library, and memory.checkpointing=attention keeps what rlexp's own attention "
-            f"gives. Use memory.checkpointing=full, {INSTEAD}"
-        )
-    if cfg.launch.device is Device.cpu:
-        raise ConfigError(f"{NAMED}: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}")
-    if precision is not Precision.bf16:
-        raise ConfigError(f"{NAMED}: cannot compute in train.precision={precision.value}. Use bf16, {INSTEAD}")
+    named = cfg.parallel.layout is not LayoutName.auto
+    refuse_broken(RULES, cfg, why="is not one of its layouts" if named else "compares rlexp's own layouts only")
     if heads is not None and (heads.size % MULTIPLE or heads.size > LARGEST):
         raise ConfigError(
             f"{NAMED}: the model's heads are of size {heads.size}, and flash-attn needs a multiple of {MULTIPLE} up to "

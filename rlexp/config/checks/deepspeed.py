@@ -12,80 +12,46 @@ from typing import Any
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema.keys import suggestion
 
-_BATCH = "train.batch_size and train.micro_batch_size set it, and the boundary of a step is set by the training loop"
-_SHARE = "each rank would see other data than the sampler's, or gradients would not be averaged over all ranks"
-_PRECISION = "train.precision sets it"
-_ENGINE = "engine=zero0|zero1|zero2|zero3 and engine.offload set it"
-_OPTIM = "the keys optim.* set it; left unset, DeepSpeed would clip at 1.0"
-_ROUGH = "it sends or keeps rounded values, so the curve would move with the number of ranks"
-_PARTITION = "parameters would not be cut over all ranks, and a checkpoint could not be read on another layout"
-
-REFUSED = {
-    "train_batch_size": _BATCH,
-    "train_micro_batch_size_per_gpu": _BATCH,
-    "gradient_accumulation_steps": _BATCH,
-    "gradient_clipping": _OPTIM,
-    "optimizer": _OPTIM,
-    "scheduler": _OPTIM,
-    "zero_allow_untested_optimizer": _OPTIM,
-    "fp16": _PRECISION,
-    "bf16": _PRECISION,
-    "bfloat16": _PRECISION,
-    "amp": _PRECISION,
-    "torch_autocast": _PRECISION,
-    "prescale_gradients": "the scale of the gradient is the contract of rlexp/training/engine/base.py",
-    "gradient_predivide_factor": "the scale of the gradient is the contract of rlexp/training/engine/base.py",
-    "gradient_allreduce_op": "the scale of the gradient is the contract of rlexp/training/engine/base.py",
-    "managed_gradient_accumulation": _BATCH,
-    "weight_quantization": _ROUGH,
-    "compile": "kernels would run that neither the probe nor the tests have seen",
-    "use_data_before_expert_parallelism": _SHARE,
-    "data_types": "gradients are added up in float32",
-    "zero_optimization.round_robin_gradients": "gradients of single parameters could not be read and verified",
-    "sparse_gradients": "the gradient and its norm would be reduced in different ways",
-    "mesh_param": _SHARE,
-    "mpu": _SHARE,
-    "sequence_parallel_size": _SHARE,
-    "data_parallel_size": _SHARE,
-    "tensor_parallel": _SHARE,
-    "autotp_size": _SHARE,
-    "pipeline": _SHARE,
-    "data_efficiency": _SHARE,
-    "curriculum_learning": _SHARE,
-    "data_sampling": _SHARE,
-    "elasticity": _BATCH,
-    "compression_training": _ROUGH,
-    "progressive_layer_drop": "layers would be left out at random",
-    "hybrid_engine": _PARTITION,
-    "checkpoint": "the keys checkpoint.* set it",
-    "zero_optimization.stage": _ENGINE,
-    "zero_optimization.offload_optimizer": _ENGINE,
-    "zero_optimization.offload_param": _ENGINE,
-    "zero_optimization.cpu_offload": _ENGINE,
-    "zero_optimization.cpu_offload_param": _ENGINE,
-    "zero_optimization.zenflow": "it updates some parameters later than others",
-    "zero_optimization.compute_grad_norm": "clipping and the metrics need the norm",
-    "zero_optimization.zero_hpz_partition_size": _PARTITION,
-    "zero_optimization.mics_shard_size": _PARTITION,
-    "zero_optimization.mics_hierarchical_params_gather": _PARTITION,
-    "zero_optimization.zero_quantized_weights": _ROUGH,
-    "zero_optimization.zero_quantized_nontrainable_weights": _ROUGH,
-    "zero_optimization.zero_quantized_gradients": _ROUGH,
-    "zero_optimization.legacy_stage1": "DeepSpeed has removed it",
-}
+# Keys that may not be set, by the reason.
+_REASONS = {
+    "train.batch_size and train.micro_batch_size set it, and the boundary of a step is set by the training loop": (
+        "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps",
+        "managed_gradient_accumulation", "elasticity"),
+    "the keys optim.* set it; left unset, DeepSpeed would clip at 1.0": (
+        "gradient_clipping", "optimizer", "scheduler", "zero_allow_untested_optimizer"),
+    "train.precision sets it": ("fp16", "bf16", "bfloat16", "amp", "torch_autocast"),
+    "the scale of the gradient is the contract of rlexp/training/engine/base.py": (
+        "prescale_gradients", "gradient_predivide_factor", "gradient_allreduce_op"),
+    "it sends or keeps rounded values, so the curve would move with the number of ranks": (
+        "weight_quantization", "compression_training", "zero_optimization.zero_quantized_weights",
+        "zero_optimization.zero_quantized_nontrainable_weights", "zero_optimization.zero_quantized_gradients"),
+    "kernels would run that neither the probe nor the tests have seen": ("compile",),
+    "each rank would see other data than the sampler's, or gradients would not be averaged over all ranks": (
+        "use_data_before_expert_parallelism", "mesh_param", "mpu", "sequence_parallel_size",
+        "data_parallel_size", "tensor_parallel", "autotp_size", "pipeline", "data_efficiency",
+        "curriculum_learning", "data_sampling"),
+    "gradients are added up in float32": ("data_types",),
+    "gradients of single parameters could not be read and verified": ("zero_optimization.round_robin_gradients",),
+    "the gradient and its norm would be reduced in different ways": ("sparse_gradients",),
+    "layers would be left out at random": ("progressive_layer_drop",),
+    "parameters would not be cut over all ranks, and a checkpoint could not be read on another layout": (
+        "hybrid_engine", "zero_optimization.zero_hpz_partition_size", "zero_optimization.mics_shard_size",
+        "zero_optimization.mics_hierarchical_params_gather"),
+    "the keys checkpoint.* set it": ("checkpoint",),
+    "engine=zero0|zero1|zero2|zero3 and engine.offload set it": (
+        "zero_optimization.stage", "zero_optimization.offload_optimizer", "zero_optimization.offload_param",
+        "zero_optimization.cpu_offload", "zero_optimization.cpu_offload_param"),
+    "it updates some parameters later than others": ("zero_optimization.zenflow",),
+    "clipping and the metrics need the norm": ("zero_optimization.compute_grad_norm",),
+    "DeepSpeed has removed it": ("zero_optimization.legacy_stage1",),
+}  # fmt: skip
+REFUSED = {key: why for why, keys in _REASONS.items() for key in keys}
 
 PASSED = {
-    *("communication_data_type", "seq_parallel_communication_data_type"),
-    *("steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "comms_logger", "flops_profiler"),
-    *(
-        "disable_allgather",
-        "disable_python_gc",
-        "aio",
-        "zero_force_ds_cpu_optimizer",
-        "activation_checkpointing",
-        "timers",
-    ),
-}
+    "communication_data_type", "seq_parallel_communication_data_type", "steps_per_print", "wall_clock_breakdown",
+    "memory_breakdown", "dump_state", "comms_logger", "flops_profiler", "disable_allgather", "disable_python_gc", "aio",
+    "zero_force_ds_cpu_optimizer", "activation_checkpointing", "timers",
+}  # fmt: skip
 
 PASSED_ZERO = {
     *("contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce"),
@@ -104,11 +70,9 @@ PASSED_ZERO = {
 def check_overrides(overrides: Mapping[str, Any]) -> None:
     allowed = [*PASSED, *(f"zero_optimization.{key}" for key in PASSED_ZERO)]
     for key, value in _leaves(overrides):
-        if key == "communication_data_type" and value not in ("fp32", "bf16"):
-            raise ConfigError(
-                f"engine.overrides.{key}={value}: must be fp32 or bf16. Use fp32 (exact), or bf16 (half the bytes)."
-            )
         named = f"engine.overrides.{key}={value}"
+        if key == "communication_data_type" and value not in ("fp32", "bf16"):
+            raise ConfigError(f"{named}: must be fp32 or bf16. Use fp32 (exact), or bf16 (half the bytes).")
         if key in REFUSED:
             raise ConfigError(f"{named}: may not be set here: {REFUSED[key]}. Leave it out.")
         if key not in allowed:

@@ -21,34 +21,30 @@ def check_evaluation(cfg: Config) -> None:
 
 
 def refuse_nothing_held_out(cfg: Config, asked: str, otherwise: str) -> None:
-    if not _has_held_out(cfg):
+    match cfg.data:
+        case RowsDataConfig() as rows:
+            held_out = has_held_out(rows)
+        case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
+            held_out = size > 0
+        case _:
+            held_out = False
+    if not held_out:
         raise ConfigError(
             f"{asked}: there is no held-out data. Give data.eval_path=FILE, data.eval_split=NAME (data=hf) or "
             f"data.eval_size=N, or {otherwise}."
         )
 
 
-def _has_held_out(cfg: Config) -> bool:
-    match cfg.data:
-        case RowsDataConfig() as rows:
-            return has_held_out(rows)
-        case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
-            return size > 0
-    return False
-
-
 def _check_buckets(cfg: Config) -> None:
     bounds = cfg.eval.buckets
-    if not bounds:
-        return
     setting = f"eval.buckets=[{','.join(map(str, bounds))}]"
-    if min(bounds) < 1 or any(one >= other for one, other in itertools.pairwise(bounds)):
+    if bounds and (min(bounds) < 1 or any(one >= other for one, other in itertools.pairwise(bounds))):
         fit = sorted({each for each in bounds if each > 0}) or [512, 2048]
         raise ConfigError(
             f"{setting}: must be numbers of tokens that ascend, each at least 1. Use eval.buckets="
             f"[{','.join(map(str, fit))}]."
         )
-    if cfg.loss.draws:
+    if bounds and cfg.loss.draws:
         raise ConfigError(
             f"{setting}: divides answers that the rows give, and loss={cfg.loss.name} generates its own. Leave it out."
         )

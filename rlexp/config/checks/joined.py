@@ -14,7 +14,12 @@ def check_joined(cfg: Config) -> None:
     ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
     assert ranks is not None
     if nodes is None:
-        _check_unsaid(cfg, ranks)
+        if ranks % cfg.launch.nodes:
+            fitting = sizes.listed(sizes.nearest(cfg.launch.nodes, sizes.divisors(ranks)))
+            raise ConfigError(
+                f"launch.nodes={cfg.launch.nodes}: the launcher has started {ranks} ranks, and every node must have "
+                f"equally many. Use launch.nodes={fitting}."
+            )
         return
     torchrun = "RANK" in os.environ
     name, each = ("torchrun", "--nproc-per-node") if torchrun else ("srun", "--ntasks-per-node")
@@ -28,14 +33,6 @@ def check_joined(cfg: Config) -> None:
                 f"node{'s' * (nodes > 1)}. Use {key}={started}, or leave it out, or use {name} {option}={stated}."
             )
     _check_neighbours(cfg, ranks // nodes)
-
-
-def _check_unsaid(cfg: Config, ranks: int) -> None:
-    if ranks % cfg.launch.nodes:
-        raise ConfigError(
-            f"launch.nodes={cfg.launch.nodes}: the launcher has started {ranks} ranks, and every node must have "
-            f"equally many. Use launch.nodes={sizes.listed(sizes.nearest(cfg.launch.nodes, sizes.divisors(ranks)))}."
-        )
 
 
 def _check_neighbours(cfg: Config, on_each: int) -> None:

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
@@ -26,14 +29,8 @@ from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
 TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
 # What the models' classes take where config.json leaves it out.
-EVERY = {
-    "gemma2": 2,
-    "gemma3_text": 6,
-    "cohere2": 4,
-    "exaone4": 4,
-    "gpt_oss": 2,
-    "olmo3": 4,
-}  # one layer in so many is whole
+# one layer in so many is whole
+EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "gpt_oss": 2, "olmo3": 4}
 FIRST = {"qwen2": 28, "qwen3": 28}  # so many layers, from the first, see all
 
 
@@ -153,35 +150,35 @@ def heads_of(model: ModelConfig) -> Heads | None:
 def experts_in(model: ModelConfig) -> str | None:
     """Return the number of experts as the model's config.json says it; None without experts, or for a hub model."""
     config = described(model) or {}
-    text = config.get("text_config")
-    for fields in (config, text if isinstance(text, dict) else {}):
+    for fields in (config, of_text(config)):
         for name, value in fields.items():
             if "experts" in name and isinstance(value, int) and value:
                 return f"{name}={value}"
     return None
 
 
-def described(model: ModelConfig) -> dict[str, object] | None:
+def described(model: ModelConfig) -> dict[str, Any] | None:
     """Read the config.json of a model in a folder. A GGUF file has its own, which only ranks read."""
     if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
-    try:
-        config = plain_json.loads((Path(model.path).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
+    return plain_json.mapping_in(Path(model.path).expanduser() / "config.json")
 
 
-def heads_in(described: dict[str, object]) -> Heads | None:
-    """Read the heads from a model's config.json, with the size of the largest. A multimodal model describes its text
-    model apart."""
+def of_text(described: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a config.json says of its text model, which a multimodal model describes apart."""
     text = described.get("text_config")
-    fields = text if isinstance(text, dict) else described
-    named = {name: value for name, value in fields.items() if isinstance(value, int)}
+    return text if isinstance(text, Mapping) else described
 
-    def first(*names: str) -> int:
-        return next((named[name] for name in names if named.get(name)), 0)
 
+def number_in(fields: Mapping[str, object], *names: str) -> int:
+    """Return the first of these fields that is a number, and not 0; 0 without one."""
+    return next((value for name in names if isinstance(value := fields.get(name), int) and value), 0)
+
+
+def heads_in(described: Mapping[str, Any]) -> Heads | None:
+    """Read the heads from a model's config.json, with the size of the largest."""
+    fields = of_text(described)
+    first = partial(number_in, fields)
     heads = first("num_attention_heads", "n_head", "num_heads", "n_heads")
     if heads < 1:
         return None
@@ -193,10 +190,9 @@ def heads_in(described: dict[str, object]) -> Heads | None:
     return Heads(heads, first("num_key_value_heads") or heads, size, windows) if size > 0 else None
 
 
-def windows_in(described: dict[str, object], max_length: int) -> tuple[int | None, ...]:
+def windows_in(described: Mapping[str, Any], max_length: int) -> tuple[int | None, ...]:
     """Read from a model's config.json how many positions each layer sees; None where that is every sequence whole."""
-    text = described.get("text_config")
-    fields = text if isinstance(text, dict) else described
+    fields = of_text(described)
     window, kinds, layers = (fields.get(name) for name in ("sliding_window", "layer_types", "num_hidden_layers"))
     numbers = range(layers if isinstance(layers, int) else 1)
     unused = str(fields.get("model_type")).startswith("qwen") and not fields.get("use_sliding_window")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.schema import AUTO, Config, Device
 from rlexp.config.schema.row_kinds import SIDES
 
@@ -120,29 +121,27 @@ def size_in_words(cfg: Config) -> str:
     return f"micro-batches of up to {most.tokens:,} tokens{' a rank' * (cfg.parallel.ring_size > 1)}"
 
 
+RULES = (
+    Rule(BUDGET, lambda cfg: isinstance(cfg.train.micro_batch_size, int),
+         "fills micro-batches by tokens, and train.micro_batch_size={train.micro_batch_size} by samples. Leave one of "
+         "them out."),
+    Rule(BUDGET, lambda cfg: not cfg.data.packing,
+         "data.packing=false pads every sequence to the longest, so samples are counted. Use data.packing=true, or "
+         "train.micro_batch_size=NUMBER."),
+    Rule(BUDGET, lambda cfg: cfg.loss.draws and cfg.train.max_tokens_per_micro_batch < longest_sample(cfg),
+         "must hold one sample at least, and data.max_length={data.max_length} on {ring} may make it {longest} tokens "
+         f"a rank. Use {BUDGET}={{longest}} or more, or leave it out."),
+)  # fmt: skip
+
+
 def check_micro_batches(cfg: Config) -> None:
     """Refuse a size that is none, and a number of tokens that cannot be."""
-    size, tokens, ring = cfg.train.micro_batch_size, cfg.train.max_tokens_per_micro_batch, cfg.parallel.ring_size
+    size, ring = cfg.train.micro_batch_size, cfg.parallel.ring_size
     if isinstance(size, str) and size != AUTO:
         raise ConfigError(
             f"train.micro_batch_size={size!r}: must be a whole number of samples, or auto, which fills "
             f"micro-batches by tokens. For example: train.micro_batch_size=1."
         )
-    if tokens is None:
-        return
-    if isinstance(size, int):
-        raise ConfigError(
-            f"{BUDGET}={tokens}: fills micro-batches by tokens, and train.micro_batch_size={size} by samples. Leave "
-            f"one of them out."
-        )
-    if not cfg.data.packing:
-        raise ConfigError(
-            f"{BUDGET}={tokens}: data.packing=false pads every sequence to the longest, so samples are counted. Use "
-            f"data.packing=true, or train.micro_batch_size=NUMBER."
-        )
-    if cfg.loss.draws and tokens < longest_sample(cfg):
-        raise ConfigError(
-            f"{BUDGET}={tokens}: must hold one sample at least, and data.max_length={cfg.data.max_length} on "
-            f"{f'a ring of {ring}' if ring > 1 else 'one rank'} may make it {longest_sample(cfg)} tokens a rank. Use "
-            f"{BUDGET}={longest_sample(cfg)} or more, or leave it out."
-        )
+    if cfg.train.max_tokens_per_micro_batch is not None:
+        where = f"a ring of {ring}" if ring > 1 else "one rank"
+        refuse_broken(RULES, cfg, ring=where, longest=longest_sample(cfg))

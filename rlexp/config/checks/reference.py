@@ -11,10 +11,13 @@ from rlexp.config.checks.files import check_model_path
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import Choice, Heads, check_layout, heads_of, with_layout
 from rlexp.config.checks.model import check_revision
+from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import UnpairedConfig
 from rlexp.config.schema.models import ReferenceName
+
+APART = (ReferenceName.adapter, ReferenceName.none)  # kinds without a model of their own
 
 
 @dataclass
@@ -24,85 +27,56 @@ class ReferenceModelConfig(HFModelConfig):
     group: ClassVar[str] = "reference"
 
 
+def _precomputed(cfg: Config) -> bool:
+    return cfg.reference.name is ReferenceName.precompute
+
+
+RULES = (
+    Rule("reference",
+         lambda cfg: cfg.reference.name is ReferenceName.adapter and not isinstance(cfg.adapter, LoraConfig),
+         "is the trained model without its adapter, and adapter=none. Use adapter=lora, or reference=model."),
+    Rule("reference", lambda cfg: cfg.reference.name is ReferenceName.none and compares(cfg.loss),
+         "loss={loss.name} compares the policy with a reference. Leave reference out, or use a loss without one, such "
+         "as {free}."),
+    Rule("reference.path",
+         lambda cfg: cfg.reference.path is not None and cfg.reference.name in APART,
+         "is a model of its own, and reference={reference.name.value} has none. Leave reference.path out, or use "
+         "reference=model or reference=precompute."),
+    Rule("reference.offload", lambda cfg: cfg.reference.offload and cfg.reference.name is not ReferenceName.model,
+         "moves the weights of reference=model, and reference={reference.name.value} holds none. Leave "
+         "reference.offload out."),
+    Rule("reference.offload", lambda cfg: cfg.reference.offload and not compares(cfg.loss),
+         "loss={loss.name} compares the policy with no reference model{idle}. Leave reference.offload out."),
+    Rule("reference", lambda cfg: _precomputed(cfg) and cfg.loss.draws,
+         "loss={loss.name} generates its own samples, which are not known before training. {instead}."),
+    Rule("reference", lambda cfg: _precomputed(cfg) and not compares(cfg.loss),
+         "loss={loss.name} compares the policy with no reference. Leave reference out."),
+    Rule("reference", lambda cfg: _precomputed(cfg) and isinstance(cfg.loss, UnpairedConfig) and cfg.loss.mismatches,
+         "loss={loss.name} also asks for answers to other prompts of the same train batch, which are not known before "
+         "training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."),
+    Rule("reference.revision", lambda cfg: cfg.reference.path is None and cfg.reference.revision is not None,
+         "is of the model in reference.path, which is not given. Give it, or leave reference.revision out."),
+    Rule("reference.path", lambda cfg: cfg.reference.path is not None and not compares(cfg.loss),
+         "loss={loss.name} compares the policy with no reference model{idle}. Leave reference.path out."),
+    Rule("reference.path", lambda cfg: cfg.reference.path is not None and not isinstance(cfg.model, HFModelConfig),
+         "is a model of transformers, and model={model.name} has a vocabulary of its own. Use model=hf "
+         "model.path=FOLDER, or leave reference.path out."),
+)  # fmt: skip
+
+
 def check_reference(cfg: Config, *, here: bool = True) -> None:
     """Refuse a reference model that is not there, that nothing is compared with, or that cannot run as the policy."""
-    path, revision = cfg.reference.path, cfg.reference.revision
-    _check_kind(cfg)
-    if path is None:
-        if revision is not None:
-            raise ConfigError(
-                f"reference.revision={revision}: is of the model in reference.path, which is not given. Give it, or "
-                f"leave reference.revision out."
-            )
-        return
-    if not compares(cfg.loss):
-        raise ConfigError(
-            f"reference.path={path}: loss={cfg.loss.name} compares the policy with no reference model"
-            f"{' while loss.beta=0' if cfg.loss.draws else ''}. Leave reference.path out."
-        )
-    if not isinstance(cfg.model, HFModelConfig):
-        raise ConfigError(
-            f"reference.path={path}: is a model of transformers, and model={cfg.model.name} has a vocabulary of its "
-            f"own. Use model=hf model.path=FOLDER, or leave reference.path out."
-        )
-    check_model_path("reference.path", path)
-    check_revision("reference", path, revision)
-    check_heads(cfg, heads_of(model_of_reference(cfg)), here=here)
-
-
-def _check_kind(cfg: Config) -> None:
-    """Refuse a kind of reference that this run cannot have, and keys of another kind."""
-    name, loss, path = cfg.reference.name, cfg.loss, cfg.reference.path
-    if name is ReferenceName.adapter and not isinstance(cfg.adapter, LoraConfig):
-        raise ConfigError(
-            "reference=adapter: is the trained model without its adapter, and adapter=none. Use adapter=lora, or "
-            "reference=model."
-        )
-    if name is ReferenceName.none and compares(loss):
-        raise ConfigError(
-            f"reference=none: loss={loss.name} compares the policy with a reference. Leave reference out, or use a "
-            f"loss without one, such as {'loss.beta=0' if loss.draws else 'loss=simpo'}."
-        )
-    if path is not None and name in (ReferenceName.adapter, ReferenceName.none):
-        raise ConfigError(
-            f"reference.path={path}: is a model of its own, and reference={name.value} has none. Leave reference.path "
-            f"out, or use reference=model or reference=precompute."
-        )
-    if cfg.reference.offload and name is not ReferenceName.model:
-        raise ConfigError(
-            f"reference.offload=true: moves the weights of reference=model, and reference={name.value} holds none. "
-            f"Leave reference.offload out."
-        )
-    if cfg.reference.offload and not compares(loss):
-        raise ConfigError(
-            f"reference.offload=true: loss={loss.name} compares the policy with no reference model"
-            f"{' while loss.beta=0' if loss.draws else ''}. Leave reference.offload out."
-        )
-    if name is ReferenceName.precompute:
-        _check_precompute(cfg)
-
-
-def _check_precompute(cfg: Config) -> None:
-    loss = cfg.loss
-    if loss.draws:
-        instead = (
-            "Leave reference out: with adapter=lora it needs no second model"
-            if isinstance(cfg.adapter, LoraConfig)
-            else "Use reference=model; or adapter=lora, which needs no second model"
-        )
-        raise ConfigError(
-            f"reference=precompute: loss={loss.name} generates its own samples, which are not known before training. "
-            f"{instead}."
-        )
-    if not compares(loss):
-        raise ConfigError(
-            f"reference=precompute: loss={loss.name} compares the policy with no reference. Leave reference out."
-        )
-    if isinstance(loss, UnpairedConfig) and loss.mismatches:
-        raise ConfigError(
-            f"reference=precompute: loss={loss.name} also asks for answers to other prompts of the same train batch, "
-            f"which are not known before training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."
-        )
+    instead = (
+        "Leave reference out: with adapter=lora it needs no second model"
+        if isinstance(cfg.adapter, LoraConfig)
+        else "Use reference=model; or adapter=lora, which needs no second model"
+    )
+    idle, free = (" while loss.beta=0", "loss.beta=0") if cfg.loss.draws else ("", "loss=simpo")
+    refuse_broken(RULES, cfg, idle=idle, free=free, instead=instead)
+    if cfg.reference.path is not None:
+        check_model_path("reference.path", cfg.reference.path)
+        check_revision("reference", cfg.reference.path, cfg.reference.revision)
+        check_heads(cfg, heads_of(model_of_reference(cfg)), here=here)
 
 
 def check_heads(cfg: Config, heads: Heads | None, *, here: bool = True) -> None:

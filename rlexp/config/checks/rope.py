@@ -86,7 +86,6 @@ def _cached(model: HFModelConfig) -> dict[str, object] | None:
 
     try:
         file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-        config = plain_json.loads(Path(file).read_text(encoding="utf-8")) if isinstance(file, str) else None
-    except (OSError, ValueError):  # a name that the hub cannot have, or a damaged file
+    except ValueError:  # a name that the hub cannot have
         return None
-    return config if isinstance(config, dict) else None
+    return plain_json.mapping_in(Path(file)) if isinstance(file, str) else None

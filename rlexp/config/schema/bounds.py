@@ -87,5 +87,6 @@ def example(key: str, default: Any) -> str:
 
 
 def as_typed(value: Any) -> str:
-    """Return a value as a command line has it."""
+    """Return a value as a command line has it, an option by its name."""
+    value = getattr(value, "value", value)
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

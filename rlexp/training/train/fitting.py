@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rlexp.config.checks.unpaired import ALONE
+from rlexp.config.checks.loss import ALONE
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import KTOConfig, UnpairedConfig
 from rlexp.training.algos.build import build_loss
