@@ -22,34 +22,16 @@ class HostMemory:
 
 def host_memory(root: Path = Path("/")) -> HostMemory | None:
     """Return this machine's memory; None where it cannot be told. Tests give another `root`."""
-    try:
-        meminfo = dict(_meminfo(root / "proc/meminfo"))
-    except OSError:
+    kib = _numbers(root / "proc/meminfo")
+    if "MemTotal:" not in kib:
         return None
-    if "MemTotal" not in meminfo:
-        return None
-    total, available = meminfo["MemTotal"], meminfo.get("MemAvailable", meminfo["MemTotal"])
-    for limit, used in _limits(root):
-        total, available = min(total, limit), min(available, max(limit - used, 0))
-    return HostMemory(total, available)
-
-
-def _meminfo(path: Path) -> Iterator[tuple[str, int]]:
-    for line in path.read_text(encoding="ascii").splitlines():
-        name, _, value = line.partition(":")
-        number = value.split()
-        if number and number[0].isdecimal():
-            yield name, int(number[0]) * 1024
-
-
-def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each cgroup that confines this process, and the bytes that it uses without the page cache."""
+    total, available = 1024 * kib["MemTotal:"], 1024 * kib.get("MemAvailable:", kib["MemTotal:"])
     for folder, limit, usage, cached in _groups(root):
         most = _number(folder / limit)
-        if most is None or most >= UNLIMITED:
-            continue
-        used = _number(folder / usage) or 0
-        yield most, max(used - _in_stat(folder / "memory.stat", cached), 0)
+        if most is not None and most < UNLIMITED:
+            used = (_number(folder / usage) or 0) - _numbers(folder / "memory.stat").get(cached, 0)
+            total, available = min(total, most), min(available, max(most - max(used, 0), 0))
+    return HostMemory(total, available)
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
@@ -74,17 +56,19 @@ def _groups(root: Path) -> Iterator[tuple[Path, str, str, str]]:
                 break
 
 
+def _words(path: Path) -> list[list[str]]:
+    """Return the words of each line; none of a file that cannot be read."""
+    try:
+        return [line.split() for line in path.read_text(encoding="ascii").splitlines()]
+    except OSError:
+        return []
+
+
 def _number(path: Path) -> int | None:
-    try:
-        text = path.read_text(encoding="ascii").strip()
-    except OSError:
-        return None
-    return int(text) if text.isdecimal() else None
+    return next((int(word) for word, *_ in _words(path) if word.isdecimal()), None)
 
 
-def _in_stat(path: Path, name: str) -> int:
-    try:
-        lines = path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return 0
-    return next((int(value) for key, _, value in (line.partition(" ") for line in lines) if key == name), 0)
+def _numbers(path: Path) -> dict[str, int]:
+    """Return the number behind each name."""
+    return {name: int(number) for name, number, *_ in (each for each in _words(path) if len(each) > 1)
+            if number.isdecimal()}  # fmt: skip

@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 import functools
 import math
+import typing
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, fields
 from operator import attrgetter
@@ -152,15 +153,10 @@ def faster(name: str, generation: int, head_size: int | None, tokens: int, *, de
 
 @functools.cache
 def rows() -> tuple[KernelRate, ...]:
+    kinds = typing.get_type_hints(KernelRate)
     with TABLE.open(encoding="utf-8", newline="") as file:
-        return tuple(
-            KernelRate(
-                kernel=each["kernel"], generation=int(each["generation"]), head_size=int(each["head_size"]),
-                tokens=int(each["tokens"]), forward=float(each["forward"]), backward=float(each["backward"]),
-                peak=float(each["peak"]), card=each["card"], date=each["date"],
-            )
-            for each in csv.DictReader(file)
-        )  # fmt: skip
+        read = [{name: kind(each[name]) for name, kind in kinds.items()} for each in csv.DictReader(file)]
+    return tuple(KernelRate(**each) for each in read)
 
 
 def write(new: Iterable[KernelRate], table: Path = TABLE) -> None:

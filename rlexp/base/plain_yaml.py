@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -47,6 +48,15 @@ def load(text: str, loader: type[Loader] = Loader) -> Any:
         return yaml.load(text, loader)
     except (ValueError, TypeError, OverflowError, AttributeError) as error:  # what its tag cannot be, such as a date
         raise yaml.YAMLError(str(error)) from None
+
+
+def mapping_in(file: Path) -> dict[str, Any]:
+    """Return a file's values; none if it is not there, cannot be read, or holds something else."""
+    try:
+        body = load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return {}
+    return body if isinstance(body, dict) else {}
 
 
 def _values_of(node: yaml.Node, known: dict[int, int]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import operator
+import os
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
-from rlexp.config.checks.files import expanded, is_dir, is_file
+from rlexp.config.checks.files import expanded
 from rlexp.config.schema import Config, LoraConfig
 
 DESCRIPTION, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -21,22 +22,11 @@ BASE = "rlexp_beside"  # in the metadata of the weights: the contents of those t
 ALL_LINEAR = "all-linear"  # peft's word
 # What peft can do besides plain LoRA, and its value where it is not used.
 PLAIN: Mapping[str, Any] = {
-    "use_qalora": False,
-    "velora_config": None,
-    "monteclora_config": None,
-    "kasa_config": None,
-    "arrow_config": None,
-    "use_dora": False,
-    "lora_bias": False,
+    **dict.fromkeys(("use_qalora", "use_dora", "lora_bias"), False),
+    **dict.fromkeys(("velora_config", "monteclora_config", "kasa_config", "arrow_config", "layer_replication")),
+    **dict.fromkeys(("target_parameters", "trainable_token_indices", "use_bdlora", "alora_invocation_tokens")),
     "bias": "none",
-    "layer_replication": None,
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "use_bdlora": None,
-    "alora_invocation_tokens": None,
 }
-
-
 SAYS = ("rank", "alpha", "rslora", "targets", "also")  # keys of `adapter` that a folder decides
 STARTS = (True, False, None, "gaussian", "eva", "orthogonal")  # ways to begin that leave the model's weights alone
 
@@ -97,8 +87,8 @@ def with_folder_described(cfg: Config) -> Config:
 def read_adapter(path: str) -> AdapterFolder:
     """Read a folder's description; refuse what is no plain LoRA."""
     key, folder = f"adapter.path={path}", expanded("adapter.path", path)
-    if not is_dir(folder) or not is_file(folder / DESCRIPTION):
-        why = f"has no {DESCRIPTION}" if is_dir(folder) else "no such folder"
+    if not os.path.isdir(folder) or not os.path.isfile(folder / DESCRIPTION):
+        why = f"has no {DESCRIPTION}" if os.path.isdir(folder) else "no such folder"
         raise ConfigError(
             f"{key}: {why}. Give the folder of an adapter in peft's format, such as model/ of a run with adapter=lora; "
             f"relative paths start at {Path.cwd()}."
@@ -125,6 +115,6 @@ def read_adapter(path: str) -> AdapterFolder:
             f"{key}: uses {other[0]}={description[other[0]]}, which rlexp does not have. Give an adapter of plain "
             f"LoRA, or merge it into its model with peft's merge_and_unload, and train that: model.path=FOLDER."
         )
-    if not is_file(folder / WEIGHTS):
+    if not os.path.isfile(folder / WEIGHTS):
         raise ConfigError(f"{key}: has no {WEIGHTS}. Give a folder to which peft's save_pretrained wrote an adapter.")
     return adapter

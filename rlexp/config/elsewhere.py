@@ -5,53 +5,38 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
-
+from rlexp.base.byte_counts import GIB
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import host_memory
+from rlexp.config.gpu_descriptions import described
 from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
-from rlexp.config.load import from_hydra, open_ended, register
+from rlexp.config.load import composed, from_hydra
 from rlexp.config.options import quoted
-from rlexp.config.paths import conf_dir, config_root
+from rlexp.config.paths import config_root
 from rlexp.config.schema import Config
 from rlexp.config.schema.rollouts import RolloutMode
 
 
 def compose_elsewhere(overrides: Sequence[str]) -> Config:
     """Return the configuration that these overrides have on the hardware that they name."""
-    register()
-    given = [*overrides] if _names(overrides) else [f"hardware={_here()}", *overrides]
+    named = any(each.startswith("hardware=") and each != "hardware=auto" for each in overrides)
+    given = [*overrides] if named else [f"hardware={_here()}", *overrides]
     gpus = _gpus(given)
-    with assumed_gpus(gpus), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        composed = compose("config", overrides=open_ended(["launch.device=cuda", *given]))
-        cfg = from_hydra(composed, here=False, reads_rows=False)
+    with assumed_gpus(gpus):
+        cfg = from_hydra(composed(["launch.device=cuda", *given]), here=False, reads_rows=False)
     _check(cfg, gpus)
-    return cfg if _names(overrides) else _with_memory_here(cfg)
-
-
-def _with_memory_here(cfg: Config) -> Config:
-    """Return the configuration with this machine's memory, whose GPUs are the run's."""
-    memory = host_memory()
-    if cfg.hardware.host_memory_gib or memory is None:
+    if named or cfg.hardware.host_memory_gib or (memory := host_memory()) is None:
         return cfg
-    gib = round(memory.total / (1 << 30), 1)
+    gib = round(memory.total / GIB, 1)  # of this machine, whose GPUs are the run's
     return dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, host_memory_gib=gib))
 
 
 def composed_for(overrides: Sequence[str], searched: Path) -> Config:
     """Return the configuration that these overrides have on GPUs of any kind, with options of another folder too."""
-    register()
     path = [quoted(f"file://{folder}") for folder in (config_root() / "launchers", config_root() / "sweeps", searched)]
-    with assumed_gpus(8), initialize_config_dir(str(conf_dir()), version_base="1.3"):
-        override = f"hydra.searchpath=[{','.join(path)}]"
-        return from_hydra(compose("config", overrides=open_ended([override, *overrides])), here=False)
-
-
-def _names(overrides: Sequence[str]) -> bool:
-    return any(each.startswith("hardware=") and each != "hardware=auto" for each in overrides)
+    with assumed_gpus(8):
+        return from_hydra(composed([f"hydra.searchpath=[{','.join(path)}]", *overrides]), here=False)
 
 
 def _here() -> str:
@@ -67,10 +52,8 @@ def _here() -> str:
 def _gpus(overrides: Sequence[str]) -> int:
     """Return the GPUs of a node of the hardware, read before the configuration is composed."""
     option = [each.partition("=")[2] for each in overrides if each.startswith("hardware=")][-1]
-    file = conf_dir() / "hardware" / f"{option}.yaml"
-    described: Any = OmegaConf.load(file) if file.is_file() else {}
     own = [each.partition("=")[2] for each in overrides if each.startswith("hardware.gpus=")]
-    return int(own[-1]) if own and own[-1].isdecimal() else int(described.get("gpus", 8))
+    return int(own[-1]) if own and own[-1].isdecimal() else int(described(option).get("gpus", 8))
 
 
 def _check(cfg: Config, gpus: int) -> None:

@@ -24,6 +24,18 @@ _KINDS = {
 }
 
 
+# What Hydra says, and what to say for it.
+PLAIN = (
+    (r"(?:Ambiguous value for argument|Sweep parameters) '\+*([^=]*)=(.*)'",
+     "{0}={1}: gives several values, as a sweep has them. Add -m to run them all, or give a list ({0}=[ONE,TWO]) or a "
+     "quoted text (\"{0}='ONE,TWO'\")."),
+    (r"An item is already at '([^']+)'", "{0}: is there already. Leave out the +: {0}=VALUE."),
+    (r"does not support deletion[\s\S]*full_key: (\S+)",
+     "{0}: keys cannot be deleted. Give it another value, or leave it out."),
+    (r"Could not delete[^']*'[+~]*([^'@]+)", "{0}: keys cannot be deleted. Give it another value, or leave it out."),
+)  # fmt: skip
+
+
 def explained(command: Callable[[], int]) -> int:
     """Run a command that composes a configuration, and return its exit code. What Hydra says of a mistake becomes one
     message; bugs keep their traceback."""
@@ -76,7 +88,10 @@ def explain(error: BaseException) -> str | None:
         override = (error.override or "").lstrip("+")
         return f"{override}: cannot be read as key=value ({reason}). Quote values with special characters."
     text = "\n".join(dict.fromkeys(str(link).strip() for link in links if str(link).strip()))
-    message = _sweep(text) or _headless(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
+    for pattern, plain in PLAIN:
+        if (match := re.search(pattern, text)) is not None:
+            return plain.format(*match.groups())
+    message = _headless(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
     return message or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
 
 
@@ -90,18 +105,6 @@ def chain(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-
-
-def _sweep(text: str) -> str | None:
-    """Explain several values (`seed=1,2`) without -m."""
-    several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '([^=]*)=(.*)'", text)
-    if several is None:
-        return None
-    key, value = several.group(1).lstrip("+"), several.group(2)
-    return (
-        f"{key}={value}: gives several values, as a sweep has them. Add -m to run them all, or give a list "
-        f"({key}=[ONE,TWO]) or a quoted text (\"{key}='ONE,TWO'\")."
-    )
 
 
 def _headless(text: str) -> str | None:
@@ -118,18 +121,10 @@ def _headless(text: str) -> str | None:
 
 def _unknown_key(text: str) -> str | None:
     """Explain `Could not override 'train.batchsize'` by where the key belongs, or the nearest key."""
-    exists = re.search(r"An item is already at '([^']+)'", text)
-    if exists is not None:
-        return f"{exists.group(1)}: is there already. Leave out the +: {exists.group(1)}=VALUE."
-    undeletable = re.search(r"full_key: (\S+)", text) if "does not support deletion" in text else None
-    if undeletable is not None:
-        return f"{undeletable.group(1)}: keys cannot be deleted. Give it another value, or leave it out."
-    refused = re.search(r"Could not (override|append|delete)[^']*'([^']+)'", text)
+    refused = re.search(r"Could not (?:override|append)[^']*'[+~]*([^'@]+)", text)
     if refused is None:
         return None
-    key = refused.group(2).split("@")[0].lstrip("+~")
-    if refused.group(1) == "delete" or "does not support deletion" in text:
-        return f"{key}: keys cannot be deleted. Give it another value, or leave it out."
+    key = refused.group(1)
     # For a whole group at once (`train={…}`) Hydra names the group, then the key inside it that it does not know.
     inner = re.search(r"Key '([^']+)' (?:is )?not in", text)
     if inner is not None and inner.group(1) not in key.split("."):

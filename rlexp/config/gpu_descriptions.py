@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import OmegaConf
-
+from rlexp.base import plain_yaml
 from rlexp.config.hardware import hardware_here, memory_here
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import HardwareConfig
@@ -17,9 +16,7 @@ TYPICAL = "h100"  # the rates of a GPU that is not known: they rank changes, and
 
 def described(option: str) -> dict[str, Any]:
     """Return what `conf/hardware/` says of an option; empty if there is none of this name."""
-    file = conf_dir() / "hardware" / f"{option}.yaml"
-    container = OmegaConf.to_container(OmegaConf.load(file)) if file.is_file() else {}
-    return {str(key): value for key, value in container.items()} if isinstance(container, dict) else {}
+    return plain_yaml.mapping_in(conf_dir() / "hardware" / f"{option}.yaml")
 
 
 def peak_flops(sheet: Mapping[str, Any], precision: Precision) -> float:

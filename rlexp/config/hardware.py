@@ -35,7 +35,9 @@ def visible_gpus() -> int:
     """Count the GPUs that this process may use: the driver's, limited by CUDA_VISIBLE_DEVICES."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
-    present = _driver_gpus()
+    folder = Path("/proc/driver/nvidia/gpus")
+    listing = [*folder.iterdir()] if folder.is_dir() else [each for each in _driver_says("-L") if each[:4] == "GPU "]
+    present = len(listing)
     masked = os.environ.get("CUDA_VISIBLE_DEVICES")
     if masked is None or present == 0:
         return present
@@ -71,13 +73,6 @@ def _torch_built_for() -> str:
             if re.search(r"^cuda\b.*= *None", (Path(folder) / "version.py").read_text(encoding="utf-8"), re.MULTILINE):
                 return "cpu"
     return "cuda"
-
-
-def _driver_gpus() -> int:
-    folder = Path("/proc/driver/nvidia/gpus")
-    if folder.is_dir():
-        return sum(1 for _ in folder.iterdir())
-    return sum(line.startswith("GPU ") for line in _driver_says("-L"))
 
 
 NAMES = {  # how nvidia-smi and torch name a GPU, and the option of `hardware` that describes it; the first that fits

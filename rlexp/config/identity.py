@@ -10,9 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
-
-from omegaconf import OmegaConf
+from typing import Any
 
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.base.file_hashes import contents_of, files_in, files_of
@@ -21,7 +19,7 @@ from rlexp.config.chat_templates import contents_of_template
 from rlexp.config.content_ids import of_file, of_model
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config
-from rlexp.config.schema.data import DataConfig, RowsDataConfig
+from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import sources_of
 from rlexp.config.schema.keys import suggestion
 from rlexp.config.schema.loss_terms import OF_THE_SUM, loss_terms
@@ -35,15 +33,8 @@ LATER = {"data.unpair": False, "adapter.name": "none", "optim.min_lr_ratio": 0.0
 ENDING = ("linear", "cosine")  # values of optim.decay that fall until a run's end
 OF_SAMPLES = ("rollout", "reward")  # these too, if the run draws its own samples
 FREE = (
-    *(
-        "data.packing",
-        "data.share_prefix",
-        "data.cache",
-        "data.workers",
-        "model.suggested_lr",  # of older versions
-        "model.trust_remote_code",
-        "model.fused",
-    ),
+    *("data.packing", "data.share_prefix", "data.cache", "data.workers", "model.trust_remote_code", "model.fused"),
+    "model.suggested_lr",  # of older versions
     *("rollout.micro_batch_size", "rollout.micro_batch_tokens", "rollout.score_batch_size", "rollout.sampling_ranks"),
     *("reference.name", "reference.offload", "adapter.dropout"),
     *("rollout.show", "rollout.show_every", "rollout.vllm_memory", "rollout.vllm_sleep"),
@@ -79,7 +70,9 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     if keys.pop("reward.terms", None):
         keys |= _keys_of_terms(cfg.reward)
     if keys.pop("data.sources", None):
-        keys |= _keys_of_sources(cfg.data)
+        assert isinstance(cfg.data, RowsDataConfig)
+        for source in sources_of(cfg.data):
+            keys |= {f"{source.key}.{leaf}": value for leaf, value in vars(source.cfg).items()}
     return keys
 
 
@@ -99,8 +92,7 @@ def _keys_of_sum(loss: MPOConfig) -> dict[str, Any]:
     """Return each key of each loss of a sum, given or not. The order of the terms counts for none but the metrics."""
     keys: dict[str, Any] = {}
     for term in loss_terms(loss):
-        own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
-        own = {leaf: value for leaf, value in own.items() if leaf not in ("name", *OF_THE_SUM)}
+        own = {leaf: value for leaf, value in to_plain(term.cfg).items() if leaf not in ("name", *OF_THE_SUM)}
         keys |= {f"loss.terms.{term.name}.{leaf}": value for leaf, value in {"weight": term.weight, **own}.items()}
     return keys
 
@@ -109,16 +101,10 @@ def _keys_of_terms(reward: RewardConfig) -> dict[str, Any]:
     """Return each key of each term of a sum, given or not, as if the term were a reward of its own."""
     keys: dict[str, Any] = {}
     for term in reward_terms(reward):
-        own = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.structured(term.cfg), enum_to_str=True))
+        own = to_plain(term.cfg)
         keys |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
         keys |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
     return keys
-
-
-def _keys_of_sources(data: DataConfig) -> dict[str, Any]:
-    """Return each key of each source, given or not."""
-    assert isinstance(data, RowsDataConfig)
-    return {f"{each.key}.{leaf}": value for each in sources_of(data) for leaf, value in vars(each.cfg).items()}
 
 
 def _rows(path: str) -> str:

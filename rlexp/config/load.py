@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from pathlib import Path
 from typing import Any, cast
 
@@ -107,7 +106,8 @@ def composed_like(plain: Mapping[str, Any], overrides: Sequence[str]) -> DictCon
             if key not in given:
                 OmegaConf.update(cfg, key, _settled(stored, key))
         for group, keys in known.items():
-            same = _in_files(cfg[group].get("name")) == keys.pop("name", None)
+            option = cfg[group].get("name")
+            same = getattr(option, "name", option) == keys.pop("name", None)  # a file has an Enum's name
             # a reference model is the same in memory and precomputed
             own = ("offload",) if group == "reference" else OF_OPTION
             for leaf, value in keys.items():
@@ -125,11 +125,6 @@ def _settled(cfg: DictConfig, key: str) -> Any:
     """Return a key's value, to be put into another configuration as it is."""
     value = OmegaConf.select(cfg, key)
     return literals(OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value)
-
-
-def _in_files(name: Any) -> Any:
-    """Return the name of a group's option as a file has it: some are an enum's."""
-    return name.name if isinstance(name, Enum) else name
 
 
 def _is_leaf(override: str) -> bool:
@@ -172,7 +167,13 @@ def from_hydra(cfg: DictConfig, *, here: bool = True, reads_rows: bool = True) -
         raise ConfigError(f"{missing[0]}: has no value. Give it on the command line: {missing[0]}=VALUE.")
     typed = cast(Config, with_names(OmegaConf.to_object(cfg)))
     check_kinds(typed)
-    _refuse_own(typed)
+    # The reasons of choices that were not made: the run would report them.
+    for key, chosen, auto in (
+        ("engine.chosen", typed.engine.chosen, "engine=auto"),
+        ("parallel.chosen", typed.parallel.chosen, "parallel.layout=auto"),
+    ):
+        if chosen not in (None, BY_DEFAULT):
+            raise ConfigError(f"{key}={chosen}: rlexp sets it, with {auto}. Leave it out.")
     if here:
         typed = with_device_resolved(typed)
     check(typed, here=here, reads_rows=reads_rows)
@@ -180,16 +181,6 @@ def from_hydra(cfg: DictConfig, *, here: bool = True, reads_rows: bool = True) -
     for note in notes_on_rope(typed):
         _tell_once(note)
     return typed
-
-
-def _refuse_own(cfg: Config) -> None:
-    """Refuse the reasons of choices that were not made: the run would report them."""
-    for key, chosen, auto in (
-        ("engine.chosen", cfg.engine.chosen, "engine=auto"),
-        ("parallel.chosen", cfg.parallel.chosen, "parallel.layout=auto"),
-    ):
-        if chosen not in (None, BY_DEFAULT):
-            raise ConfigError(f"{key}={chosen}: rlexp sets it, with {auto}. Leave it out.")
 
 
 def with_device_resolved(cfg: Config) -> Config:
@@ -276,7 +267,7 @@ def to_file(cfg: Config, path: Path) -> None:
     write_text(path, OmegaConf.to_yaml(OmegaConf.structured(literals(cfg)), resolve=True))
 
 
-def to_plain(cfg: Config) -> dict[str, Any]:
+def to_plain(cfg: Any) -> dict[str, Any]:
     """Return nested dicts of plain values (enums by name), for sinks and files."""
     container = OmegaConf.to_container(OmegaConf.structured(literals(cfg)), resolve=True, enum_to_str=True)
     return cast(dict[str, Any], container)

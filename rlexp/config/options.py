@@ -40,9 +40,12 @@ def refuse_wrong_option(argument: str) -> None:
     if digits := re.search(rf"\d{{{MOST_DIGITS + 1},}}", argument):
         shown = argument.replace(digits.group(), f"{digits.group()[:9]}…")
         raise ConfigError(f"{shown}: has a number of {len(digits.group())} digits. Give it a smaller one.")
-    _refuse_key_of_list(argument.lstrip("+~"))
+    given = argument.lstrip("+~")
+    top, *below = given.partition("=")[0].split(".")
+    if len(below) > 1 and is_list(key := f"{top}.{below[0]}") and not below[1].isdecimal():  # a number is an element's
+        raise ConfigError(f"{given}: {key} is a list and has no keys. Give the whole list: {key}=[ONE,TWO].")
     _refuse_no_plugin(argument)
-    group = argument.lstrip("+~").partition("=")[0].partition("@")[0]
+    group = given.partition("=")[0].partition("@")[0]
     if argument.startswith("-") or not group.isidentifier() or not (conf_dir() / group).is_dir():
         return
     if (read := parsed(argument)) is None:
@@ -50,7 +53,7 @@ def refuse_wrong_option(argument: str) -> None:
     override, value = read
     if isinstance(value, dict) and override.package is None:
         return  # `engine={name: zero2}` sets keys
-    given, choose = argument.lstrip("+~"), f"Choose one of its options: {_choices(group)}."
+    choose = f"Choose one of its options: {_choices(group)}."
     if override.is_delete():
         raise ConfigError(f"{given}: keys cannot be deleted. Give it another value, or leave it out.")
     if override.is_force_add():
@@ -59,8 +62,9 @@ def refuse_wrong_option(argument: str) -> None:
         raise ConfigError(f"{given}: the group is there already. Leave out the +, and choose {_choices(group)}.")
     if not all(is_name(option) for option in alternatives(value)):
         raise ConfigError(f"{given}: is no option of the group {group}. {choose}")
-    if group in APPENDED:
-        _refuse_two_of_a_name(given, alternatives(value))
+    for files in (experiments().get(str(name), []) for name in alternatives(value) if group in APPENDED):
+        if len(files) > 1:  # rlexp and the user both gave it this name, and Hydra would take rlexp's
+            raise ConfigError(f"{given}: rlexp has an experiment of this name too. Give {files[-1]} another name.")
 
 
 def _refuse_flag(argument: str) -> None:
@@ -92,21 +96,6 @@ def parsed(argument: str) -> tuple[Override, Any] | None:
         return override, override.value()
     except HydraException:
         return None
-
-
-def _refuse_two_of_a_name(given: str, names: list[Any]) -> None:
-    """Refuse a name that rlexp and the user both gave an experiment: Hydra would take rlexp's."""
-    for files in (experiments().get(str(name), []) for name in names):
-        if len(files) > 1:
-            raise ConfigError(f"{given}: rlexp has an experiment of this name too. Give {files[-1]} another name.")
-
-
-def _refuse_key_of_list(given: str) -> None:
-    """Refuse `rollout.stop.x=1`: OmegaConf would take x for the number of an element, and raise a traceback."""
-    group, *below = given.partition("=")[0].split(".")
-    if len(below) > 1 and is_list(f"{group}.{below[0]}") and not below[1].isdecimal():
-        key = f"{group}.{below[0]}"
-        raise ConfigError(f"{given}: {key} is a list and has no keys. Give the whole list: {key}=[ONE,TWO].")
 
 
 def _refuse_no_plugin(argument: str) -> None:

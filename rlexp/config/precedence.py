@@ -16,9 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from shlex import quote
-from typing import Any
-
-import yaml
+from typing import Any, NamedTuple
 
 from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
@@ -33,34 +31,21 @@ NAMED_BY = {"optim": ("name",), "rollout": ("mode",), "adapter": ("name",),
             "model": ("revision", "gguf", "dtype", "chat_template", "add_tokens", "rope")}  # fmt: skip
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class CommandLine:
     """What a command line says: its keys, its groups' options, and the files that it appends."""
 
-    keys: frozenset[str]
-    options: Mapping[str, str]
-    swept: tuple[tuple[str, str], ...]  # each option of a sweep, with its group
-    appended: tuple[tuple[str, str], ...]  # group and name, as experiment and mine
+    keys: set[str] = dataclasses.field(default_factory=set)
+    options: dict[str, str] = dataclasses.field(default_factory=dict)
+    swept: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # each option of a sweep, with its group
+    appended: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # group and name, as experiment and mine
 
 
-@dataclasses.dataclass(frozen=True)
-class Conflict:
+class Conflict(NamedTuple):
     """A value that a file gives a key, against the option that is typed."""
 
-    key: str
-    option: str  # as typed: model=tiny
-    stated: Any
-    file: Path
-    in_file: Any
-
-    @property
-    def note(self) -> str:
-        return f"{self.option} is typed, so its {self.key} holds. {self.file} has {self.in_file}."
-
-    @property
-    def override(self) -> str:
-        """The option's value as an override of its own."""
-        return f"{self.key}={in_grammar(self.stated)}"
+    note: str
+    override: str  # the option's value
 
 
 def conflicts(overrides: Sequence[str]) -> list[Conflict]:
@@ -79,34 +64,30 @@ def conflicts(overrides: Sequence[str]) -> list[Conflict]:
         if f"override /{group}" in body and body[f"override /{group}"][1] == option:
             continue
         states = stated(group, option)
-        differing += [
-            Conflict(key, f"{group}={option}", states[key], file, value)
-            for key, (file, value) in body.items()
-            if key in states and states[key] != value
-        ]
+        for key, (file, value) in body.items():
+            if key in states and states[key] != value:
+                note = f"{group}={option} is typed, so its {key} holds. {file} has {value}."
+                differing.append(Conflict(note, f"{key}={in_grammar(states[key])}"))
     return differing
 
 
 def _command_line(overrides: Sequence[str]) -> CommandLine:
-    keys: set[str] = set()
-    options: dict[str, str] = {}
-    swept: list[tuple[str, str]] = []
-    appended: list[tuple[str, str]] = []
+    line = CommandLine()
     for argument in overrides:
         key = argument.lstrip("+~").partition("=")[0].partition("@")[0]
         if "." in key:
-            keys.add(key)
+            line.keys.add(key)
         elif key in APPENDED or (key.isidentifier() and (conf_dir() / key).is_dir()):
             values = alternatives(read[1]) if (read := parsed(argument)) else []
-            keys.update(f"{key}.{leaf}" for each in values if isinstance(each, Mapping) for leaf in each)
+            line.keys.update(f"{key}.{leaf}" for each in values if isinstance(each, Mapping) for leaf in each)
             choices = [(key, name.removesuffix(".yaml")) for each in values if (name := name_in(each)) is not None]
             if key in APPENDED:
-                appended += choices
+                line.appended += choices
             elif len(choices) > 1:
-                swept += choices
+                line.swept += choices
             else:
-                options |= choices
-    return CommandLine(frozenset(keys), options, tuple(swept), tuple(appended))
+                line.options |= choices
+    return line
 
 
 def stated(group: str, option: str) -> dict[str, Any]:
@@ -141,8 +122,8 @@ def _body(group: str, name: Path, seen: frozenset[Path] = frozenset()) -> Iterat
     """Yield each key that an appended file sets with the file and the value, also by the files that it builds on; and
     each option that it chooses, as its key `override /GROUP`."""
     folders = (conf_dir(), config_root() / "sweeps", own_conf_dir())
-    file, body = next(((path, body) for each in folders if (body := _read(path := each / group / f"{name}.yaml"))),
-                      (None, {}))  # fmt: skip
+    files = ((path, plain_yaml.mapping_in(path)) for each in folders for path in [each / group / f"{name}.yaml"])
+    file, body = next(((path, body) for path, body in files if body), (None, {}))
     if file is None or file in seen:
         return
     defaults = body.pop("defaults", None)
@@ -158,16 +139,8 @@ def _body(group: str, name: Path, seen: frozenset[Path] = frozenset()) -> Iterat
 
 
 def _option(group: str, option: str) -> dict[str, Any]:
-    return _read(conf_dir() / group / f"{option}.yaml")
-
-
-def _read(file: Path) -> dict[str, Any]:
-    """Return a file's values; none if it is not there or cannot be read, which Hydra says itself."""
-    try:
-        body = plain_yaml.load(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
-        return {}
-    return dict(body) if isinstance(body, Mapping) else {}
+    """Return what an option's file says; Hydra tells of one that cannot be read."""
+    return plain_yaml.mapping_in(conf_dir() / group / f"{option}.yaml")
 
 
 def _refuse_foreign(

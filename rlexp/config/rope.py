@@ -17,7 +17,8 @@ from rlexp.base.errors import ConfigError
 YARN = "yarn"
 # What YaRN keeps of a model's rope_parameters. `attention_factor` follows from the factor.
 KEPT = ("rope_theta", "partial_rotary_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate")
-OF_YARN = {*KEPT, "rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor", "finetuned"}
+ORIGINAL = "original_max_position_embeddings"
+OF_YARN = {*KEPT, "rope_type", "type", "factor", ORIGINAL, "attention_factor", "finetuned"}
 # One of these is in each config.json with rotary positions, in the files of every version of transformers.
 OF_ROTARY = ("rope_parameters", "rope_scaling", "rope_theta", "rotary_emb_base", "rotary_pct", "partial_rotary_factor")
 LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len")
@@ -88,7 +89,7 @@ def positions_in(described: Mapping[str, Any]) -> Positions:
     describes its text model apart."""
     text = described.get("text_config")
     fields = text if isinstance(text, dict) else described
-    most = next((each for each in map(fields.get, LENGTHS) if _is_length(each)), None)
+    most = _length_in(fields, *LENGTHS)
     rope = next((each for each in map(fields.get, OF_ROTARY[:2]) if isinstance(each, dict) and each), {})
     if not any(name in fields for name in OF_ROTARY):
         return Positions(None, most, most, {})
@@ -97,7 +98,8 @@ def positions_in(described: Mapping[str, Any]) -> Positions:
     kind, factor = rope.get("rope_type") or rope.get("type") or "default", rope.get("factor")
     kind = str(kind) if set(rope) <= OF_YARN or kind not in ("default", YARN) else SEVERAL
     if kind == YARN:
-        own = next((each for each in map(_original, (fields, rope)) if each), most)
+        # Phi-3 says it outside of rope_parameters, which transformers takes first
+        own = _length_in(fields, ORIGINAL) or _length_in(rope, ORIGINAL) or most
         scaled = int(own * factor) if own is not None and isinstance(factor, int | float) else 0
         return Positions(kind, own, max(scaled, most or 0) or None, rope)
     if kind in STRETCHED and most is not None and isinstance(factor, int | float):
@@ -105,14 +107,10 @@ def positions_in(described: Mapping[str, Any]) -> Positions:
     return Positions(kind, most, most, rope)
 
 
-def _original(fields: Mapping[str, Any]) -> int | None:
-    """Phi-3 says it outside of rope_parameters, which transformers takes first."""
-    length = fields.get("original_max_position_embeddings")
-    return length if _is_length(length) else None
-
-
-def _is_length(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+def _length_in(fields: Mapping[str, Any], *names: str) -> int | None:
+    """Return the first of these fields that is a length."""
+    values = map(fields.get, names)
+    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0), None)
 
 
 # ---- what the two come to ----
@@ -146,31 +144,24 @@ def refuse_unlike(yarn: Yarn, positions: Positions, of: str) -> None:
     """Refuse a model whose positions YaRN cannot extend."""
     kind, key = positions.kind, f"model.rope={yarn}"
     if kind is None:
-        raise ConfigError(
-            f"{key}: {of} has no rotary positions, which YaRN stretches (its config.json has neither rope_parameters "
-            f"nor rope_theta). Leave model.rope out."
-        )
-    if kind == SEVERAL:
-        raise ConfigError(
-            f"{key}: {of} has rotary positions of several kinds, by layer or by axis, and one factor is not for all of "
-            f"them. Leave model.rope out; or write YaRN into the rope_parameters of its config.json."
-        )
-    if kind not in ("default", YARN):
-        raise ConfigError(
-            f"{key}: {of} is extended already, by rope_type={kind}, and its weights were trained with those angles. "
-            f"YaRN would replace them. Leave model.rope out, or take a model before it was extended."
-        )
-    if not _follows(positions.rope):
-        raise ConfigError(
-            f"{key}: {of} has an attention_factor of its own (attention_factor={positions.rope['attention_factor']}), "
-            f"which does not follow from its factor. Take it out of the rope_parameters of its config.json, or leave "
-            f"model.rope out."
-        )
-    if yarn.native is not None and positions.reach is not None and yarn.native > positions.reach:
-        raise ConfigError(
-            f"{key}: {of} has {positions.reach} positions, and {yarn.native} are to be extended. Give "
-            f"{Yarn(yarn.factor, positions.native)}, or at most {positions.reach} positions."
-        )
+        why = ("has no rotary positions, which YaRN stretches (its config.json has neither rope_parameters nor "
+               "rope_theta). Leave model.rope out.")  # fmt: skip
+    elif kind == SEVERAL:
+        why = ("has rotary positions of several kinds, by layer or by axis, and one factor is not for all of them. "
+               "Leave model.rope out; or write YaRN into the rope_parameters of its config.json.")  # fmt: skip
+    elif kind not in ("default", YARN):
+        why = (f"is extended already, by rope_type={kind}, and its weights were trained with those angles. YaRN would "
+               "replace them. Leave model.rope out, or take a model before it was extended.")  # fmt: skip
+    elif not _follows(positions.rope):
+        why = (f"has an attention_factor of its own (attention_factor={positions.rope['attention_factor']}), which "
+               "does not follow from its factor. Take it out of the rope_parameters of its config.json, or leave "
+               "model.rope out.")  # fmt: skip
+    elif yarn.native is not None and positions.reach is not None and yarn.native > positions.reach:
+        why = (f"has {positions.reach} positions, and {yarn.native} are to be extended. Give "
+               f"{Yarn(yarn.factor, positions.native)}, or at most {positions.reach} positions.")  # fmt: skip
+    else:
+        return
+    raise ConfigError(f"{key}: {of} {why}")
 
 
 def _follows(rope: Mapping[str, Any]) -> bool:
@@ -187,7 +178,7 @@ def extended(yarn: Yarn, positions: Positions) -> tuple[dict[str, Any], int]:
     assert native is not None
     assert yarn.factor is not None
     kept = {name: value for name, value in positions.rope.items() if name in KEPT and value is not None}
-    named = {"rope_type": YARN, "factor": yarn.factor, "original_max_position_embeddings": native}
+    named = {"rope_type": YARN, "factor": yarn.factor, ORIGINAL: native}
     return kept | named, math.ceil(native * yarn.factor)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,62 +24,41 @@ TOGETHER = "wandb"  # a folder in the runs' folder, with links to what W&B wrote
 class Panel:
     title: str
     metric: str
-    by_ring: Literal["mean", "max"] | None = (
-        "mean"  # how the runs of one ring size become one line; None: a line per run
-    )
+    by_ring: Literal["mean", "max"] | None = "mean"  # how the runs of one ring size become a line; None: a line per run
     log_y: bool = False
     bars: bool = False  # bars of the summary's values, not a line over the steps
 
 
-@dataclass(frozen=True)
-class PanelSection:
-    name: str
-    panels: tuple[Panel, ...]
-    sampled: bool = False  # only for runs that draw their own samples
-
-
-SECTIONS = (
-    PanelSection(
-        "Loss",
-        (
-            Panel("Loss by ring size", "train/loss"),
-            Panel("Held-out loss by ring size", "eval/loss"),
-            Panel("Loss of each run", "train/loss", by_ring=None),
-            Panel("Reward margin by ring size", "train/rewards/margins"),
-        ),
+SAMPLES = "Samples"  # a section only for runs that draw their own samples
+SECTIONS = {
+    "Loss": (
+        Panel("Loss by ring size", "train/loss"),
+        Panel("Held-out loss by ring size", "eval/loss"),
+        Panel("Loss of each run", "train/loss", by_ring=None),
+        Panel("Reward margin by ring size", "train/rewards/margins"),
     ),
-    PanelSection(
-        "Samples",
-        (
-            Panel("Score by ring size", SCORE),
-            Panel("Score of each run", SCORE, by_ring=None),
-            Panel("Divergence from the reference", "train/objective/kl"),
-            Panel("Entropy of the policy", "train/policy/entropy_avg"),
-            Panel("Ratio to the policy that drew them", "train/val/ratio"),
-            Panel("Gap to the model that drew them", "train/sampling/sampling_logp_difference/mean"),
-            Panel("Tokens of an answer", "train/response/length"),
-            Panel("Answers that came to an end", "train/response/stopped"),
-        ),
-        sampled=True,
+    SAMPLES: (
+        Panel("Score by ring size", SCORE),
+        Panel("Score of each run", SCORE, by_ring=None),
+        Panel("Divergence from the reference", "train/objective/kl"),
+        Panel("Entropy of the policy", "train/policy/entropy_avg"),
+        Panel("Ratio to the policy that drew them", "train/val/ratio"),
+        Panel("Gap to the model that drew them", "train/sampling/sampling_logp_difference/mean"),
+        Panel("Tokens of an answer", "train/response/length"),
+        Panel("Answers that came to an end", "train/response/stopped"),
     ),
-    PanelSection("Difference to the baseline", (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),)),
-    PanelSection(
-        "Memory",
-        (
-            Panel("Highest peak by ring size", "max/memory/peak_bytes", by_ring="max", bars=True),
-            Panel("Highest peak of tensors by ring size", "max/memory/tensors_peak_bytes", by_ring="max", bars=True),
-            *(Panel(f"Peak: {phase}", f"memory/{phase}_peak_bytes", by_ring="max") for phase in PHASES),
-        ),
+    "Difference to the baseline": (Panel("|loss − baseline's|", PARITY, by_ring=None, log_y=True),),
+    "Memory": (
+        Panel("Highest peak by ring size", "max/memory/peak_bytes", by_ring="max", bars=True),
+        Panel("Highest peak of tensors by ring size", "max/memory/tensors_peak_bytes", by_ring="max", bars=True),
+        *(Panel(f"Peak: {phase}", f"memory/{phase}_peak_bytes", by_ring="max") for phase in PHASES),
     ),
-    PanelSection(
-        "Throughput",
-        (
-            Panel("Tokens per second", "train/tokens_per_second"),
-            Panel("Seconds per step", "train/step_seconds"),
-            Panel("TFLOP/s per GPU", "train/tflops"),
-        ),
+    "Throughput": (
+        Panel("Tokens per second", "train/tokens_per_second"),
+        Panel("Seconds per step", "train/step_seconds"),
+        Panel("TFLOP/s per GPU", "train/tflops"),
     ),
-)
+}
 
 
 def title_of(group: str | None) -> str:
@@ -92,9 +70,9 @@ def planned(project: str, entity: str | None, group: str | None) -> str:
     where = f"{entity}/{project}" if entity else project
     whose = f"the runs of group {group}" if group else "all runs"
     lines = [f"workspace “{title_of(group)}” in the W&B project {where}, for {whose}:"]
-    for section in SECTIONS:
-        lines.append(f"  {section.name}{' (for runs that generate their own samples)' * section.sampled}")
-        for panel in section.panels:
+    for name, panels in SECTIONS.items():
+        lines.append(f"  {name}{' (for runs that generate their own samples)' * (name == SAMPLES)}")
+        for panel in panels:
             how = f"{panel.by_ring} by {BY_RING}" if panel.by_ring else "each run"
             over = "summary, bars" if panel.bars else f"over {STEP}"
             lines.append(f"    {panel.title}: {panel.metric} ({how}, {over}{', logarithmic' * panel.log_y})")
@@ -107,32 +85,20 @@ def workspace(project: str, entity: str, group: str | None, *, sampled: bool) ->
 
     def drawn(panel: Panel) -> Any:
         groupby = reports.Config(BY_RING) if panel.by_ring else None
+        alike: dict[str, Any] = {"title": panel.title, "groupby": groupby, "groupby_aggfunc": panel.by_ring}
         if panel.bars:
-            return reports.BarPlot(
-                title=panel.title,
-                metrics=[panel.metric],
-                groupby=groupby,
-                groupby_aggfunc=panel.by_ring,
-                orientation="v",
-            )
-        return reports.LinePlot(
-            title=panel.title,
-            x=STEP,
-            y=[panel.metric],
-            log_y=panel.log_y or None,
-            groupby=groupby,
-            groupby_aggfunc=panel.by_ring,
-            groupby_rangefunc="minmax" if panel.by_ring else None,
-        )
+            return reports.BarPlot(**alike, metrics=[panel.metric], orientation="v")
+        alike["groupby_rangefunc"] = "minmax" if panel.by_ring else None
+        return reports.LinePlot(**alike, x=STEP, y=[panel.metric], log_y=panel.log_y or None)
 
     return workspaces.Workspace(
         entity=entity,
         project=project,
         name=title_of(group),
         sections=[
-            workspaces.Section(name=section.name, panels=[drawn(panel) for panel in section.panels], is_open=True)
-            for section in SECTIONS
-            if sampled or not section.sampled
+            workspaces.Section(name=name, panels=[drawn(panel) for panel in panels], is_open=True)
+            for name, panels in SECTIONS.items()
+            if sampled or name != SAMPLES
         ],
         settings=workspaces.WorkspaceSettings(x_axis=STEP, max_runs=NEWEST),
         runset_settings=workspaces.RunsetSettings(
@@ -165,12 +131,9 @@ def send(project: str, entity: str | None, group: str | None) -> str:
         ) from None
     with refusals(f"{entity}/{project}"):
         runs = api.runs(f"{entity}/{project}", {"group": group} if group else {}, order="-created_at", lazy=False)
-        sampled = any(draws_samples(run.summary_metrics) for run in itertools.islice(runs, NEWEST))
+        names = [name for run in itertools.islice(runs, NEWEST) for name in run.summary_metrics]
+        sampled = any(name.startswith(SAMPLED) for name in names)
         return str(workspace(project, entity, group, sampled=sampled).save().url)
-
-
-def draws_samples(names: Iterable[str]) -> bool:
-    return any(name.startswith(SAMPLED) for name in names)
 
 
 def newest_report(runs: Path) -> Path | None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import tempfile
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.waiting import busy_message
-from rlexp.config.schema import Config
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.launch.preflight_check import laid_out
+
+Result = TypeVar("Result")
 
 
 def evaluate(job: EvalJob) -> Evaluation:
@@ -21,13 +22,12 @@ def evaluate(job: EvalJob) -> Evaluation:
     with busy_message("evaluates"):
         from rlexp.eval.rank import evaluate_rank
 
-        job = dataclasses.replace(job, cfg=laid_out(job.cfg))
-        result: Evaluation = on_ranks(evaluate_rank, job, job.cfg)
-    return result
+        return on_ranks(evaluate_rank, job)
 
 
-def on_ranks(work: Callable[..., Any], job: Any, cfg: Config) -> Any:
+def on_ranks(work: Callable[..., Result], job: Any) -> Result:
     """Run `work` on ranks of this machine, with the job and an empty folder, and return what rank 0 returns."""
+    job = dataclasses.replace(job, cfg=(cfg := laid_out(job.cfg)))
     prepare_environment(cfg.launch)
     deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].loads_pieces else ()
     with tempfile.TemporaryDirectory(prefix="rlexp-eval-") as folder:

@@ -17,7 +17,7 @@ from rlexp.config.literals import literals
 from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra, refuse_other_groups
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config
-from rlexp.eval.needed import fit_layout, hold_out_alone, leave_reference
+from rlexp.eval.needed import fit_layout, hold_out_alone
 from rlexp.launch import run_folder
 from rlexp.run_files.checkpoint_folder import named, read_position
 
@@ -134,6 +134,6 @@ def for_evaluation(composed: DictConfig, *, reference: bool = False) -> Config:
     """Leave out what training alone needs, and check the rest."""
     fit_layout(composed)
     hold_out_alone(composed)
-    if not reference:
-        leave_reference(composed)
+    if not reference and draws(composed.loss.name):  # a model to compare with is not asked of held-out prompts
+        composed.reference.path = composed.reference.revision = None
     return from_hydra(composed)

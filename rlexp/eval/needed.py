@@ -9,7 +9,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.file_hashes import files_of
-from rlexp.config.resolvers import draws
 from rlexp.config.schema.data import SourceConfig
 
 KEYS = {each.name for each in fields(SourceConfig)}
@@ -55,9 +54,3 @@ def _take_held_out(source: DictConfig) -> None:
     of_rows = {"split": "train"} | (OF_A_SET if files_of(place) else {})
     with open_dict(source):
         source.update({"path": place} | {key: value for key, value in of_rows.items() if key in source})
-
-
-def leave_reference(cfg: DictConfig) -> None:
-    """Let no model to compare with be there for a loss that draws: of held-out prompts it is not asked."""
-    if draws(cfg.loss.name):
-        cfg.reference.path = cfg.reference.revision = None

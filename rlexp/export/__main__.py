@@ -31,13 +31,8 @@ def main() -> int:
 def export(options: argparse.Namespace) -> int:
     from rlexp.export.checkpoint import export_checkpoint  # here, since this module imports torch
 
-    place = export_checkpoint(
-        options.source,
-        options.out,
-        ExportDtype[options.dtype],
-        merged=options.merged,
-        trusted=options.trust_remote_code,
-    )  # fmt: skip
+    dtype, trusted = ExportDtype[options.dtype], options.trust_remote_code
+    place = export_checkpoint(options.source, options.out, dtype, merged=options.merged, trusted=trusted)
     sys.stderr.write(f"done: {place}\n")
     return 0
 

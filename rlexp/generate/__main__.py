@@ -22,6 +22,7 @@ from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.base.errors import ConfigError, UserError
+from rlexp.base.waiting import busy_message
 from rlexp.config.explain import explained
 
 
@@ -51,7 +52,8 @@ def at_least_1(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rlexp.generate import generation, report
+    from rlexp.eval.evaluation import on_ranks
+    from rlexp.generate import report
     from rlexp.generate.job import Beside, job_of
     from rlexp.launch.local import Interrupted
 
@@ -68,11 +70,15 @@ def run(options: argparse.Namespace) -> int:
             )  # fmt: skip
             sys.stdout.write(report.head(job))
             sys.stdout.flush()
-            answers = [replace(each, origin=each.origin.removeprefix(typed)) for each in generation.generate(job)]
+            with busy_message("generates"):
+                from rlexp.generate.rank import generate_rank
+
+                answers = on_ranks(generate_rank, job)
         except Interrupted as stop:
             return stop.exit_code
         except UserError as error:
             raise UserError(str(error).replace(typed, "")) from None
+    answers = [replace(each, origin=each.origin.removeprefix(typed)) for each in answers]
     sys.stdout.write(report.text(job, answers))
     if options.jsonl is not None:
         report.write(answers, options.jsonl)

@@ -19,6 +19,7 @@ import argparse
 import json
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from rlexp.base import plain_json
@@ -28,8 +29,8 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.base.files import replacing
 from rlexp.config.explain import explained
 from rlexp.config.schema import ModelConfig
-from rlexp.long_pairs.lengths import CHARACTERS, Count, MadePair, estimated, pairs
-from rlexp.long_pairs.question import wrong
+from rlexp.long_pairs.lengths import CHARACTERS, Count, estimated, pairs
+from rlexp.long_pairs.question import Pair, wrong
 from rlexp.long_pairs.texts import Texts, given, of_python
 
 FEWEST = 1000  # tokens of a pair: a question needs about 100
@@ -83,7 +84,7 @@ def model_of(words: list[str]) -> ModelConfig | None:
     return compose_config(words).model if words else None
 
 
-def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) -> list[MadePair]:
+def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) -> list[Pair]:
     """Write the pairs one by one: a file of theirs may be larger than the memory."""
     count: Count = estimated
     if model is not None:
@@ -93,26 +94,24 @@ def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) 
     made = []
     with replacing(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
         for each in pairs(texts, options.tokens, options.pairs, options.seed, count):
-            file.write(json.dumps(each.pair.row(), ensure_ascii=False) + "\n")
-            made.append(MadePair(each.pair.without_text(), each.tokens))
+            file.write(json.dumps(each.row(), ensure_ascii=False) + "\n")
+            made.append(replace(each, prompt=""))  # what a summary needs, which takes no memory
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r{len(made)} of {options.pairs} pairs" + "\n" * (len(made) == options.pairs))
     return made
 
 
-def tell(options: argparse.Namespace, made: list[MadePair], model: ModelConfig | None, texts: Texts) -> None:
+def tell(options: argparse.Namespace, made: list[Pair], model: ModelConfig | None, texts: Texts) -> None:
     from rlexp.config.model_names import called
 
-    tokens = [each.tokens for each in made]
-    places = [each.pair.place for each in made]
+    tokens, places = [each.tokens for each in made], [each.place for each in made]
     counted = (f"estimated, {CHARACTERS:g} characters a token. With model=NAME, its tokenizer counts"
                if model is None else f"counted with the tokenizer of {called(model)}")  # fmt: skip
-    bytes_in_words = size(options.out.stat().st_size)
     left_out = f"; {texts.no_text} other files are no text" if texts.no_text else ""
     path = shlex.quote(str(options.out))
     model_words = " ".join(map(shlex.quote, options.words)) or "model=NAME"
     sys.stdout.write(
-        f"wrote    {options.out}: {len(made)} pairs, {bytes_in_words}\n"
+        f"wrote    {options.out}: {len(made)} pairs, {size(options.out.stat().st_size)}\n"
         f"tokens   {min(tokens):,} to {max(tokens):,} in a prompt with its longer answer ({counted})\n"
         f"texts    {texts.named}: {len(texts.files):,} files, {texts.characters / 1e6:.1f} million characters"
         f"{left_out}\n"

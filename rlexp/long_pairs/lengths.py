@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 
 from rlexp.base.errors import ConfigError, DataError
 from rlexp.long_pairs.question import Pair, ask
@@ -21,24 +21,18 @@ def estimated(pair: Pair) -> int:
     return round((len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))) / CHARACTERS)
 
 
-@dataclass(frozen=True)
-class MadePair:
-    pair: Pair
-    tokens: int
-
-
-def pairs(texts: Texts, tokens: int, number: int, seed: int, count: Count) -> Iterator[MadePair]:
+def pairs(texts: Texts, tokens: int, number: int, seed: int, count: Count) -> Iterator[Pair]:
     """Yield pairs of at most so many tokens. Their questions are about places spread evenly over the texts."""
     parts = random.Random(f"{seed}").sample(range(number), number)
     each = CHARACTERS  # characters of a token, as the last pair had them
     for pair, part in enumerate(parts):
         place = (part + random.Random(f"{seed} {pair} place").random()) / number
         made = _fitted(texts, tokens, f"{seed} {pair}", place, count, each)
-        each = len(made.pair.prompt) / made.tokens
+        each = len(made.prompt) / made.tokens
         yield made
 
 
-def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, each: float) -> MadePair:
+def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, each: float) -> Pair:
     """Try lengths in characters until the tokens fit, each between one that is too short and one that is too long."""
     least = tokens - max(FEW, int(tokens * SHORT))
     low, high, best = (0, 0), None, None
@@ -50,7 +44,7 @@ def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, ea
         if pair is None:
             raise DataError(f"--texts={texts.named}: a part of {len(text):,} characters has no two lines that can be "
                             "asked for: each occurs once, as does the line below it. Give other texts.")  # fmt: skip
-        trial = MadePair(pair, count(pair))
+        trial = replace(pair, tokens=count(pair))
         if trial.tokens < least and characters >= texts.characters:
             raise ConfigError(f"--tokens={tokens}: the texts have {trial.tokens:,} tokens in all. Give more texts, or "
                               f"--tokens={trial.tokens}.")  # fmt: skip

@@ -10,8 +10,8 @@ import re
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 QUOTED, ANSWER = (20, 160), (10, 160)  # fewest and most characters of a line that is quoted, and of an answer
@@ -27,19 +27,10 @@ class Pair:
     chosen: str
     rejected: str
     place: float  # of the quoted line in the text: 0 is its beginning, 1 its end
+    tokens: int = 0  # of the prompt with its longer answer, once they are counted
 
     def row(self) -> dict[str, Any]:
         return {"prompt": self.prompt, "chosen": self.chosen, "rejected": self.rejected, "place": round(self.place, 4)}
-
-    def without_text(self) -> Pair:
-        """Return what a summary needs, which takes no memory."""
-        return replace(self, prompt="")
-
-
-@dataclass(frozen=True)
-class _Line:
-    text: str  # without the spaces around it
-    start: int  # its first character's number in the text
 
 
 def ask(text: str, place: float, draw: random.Random) -> Pair | None:
@@ -47,27 +38,26 @@ def ask(text: str, place: float, draw: random.Random) -> Pair | None:
     usable = _usable(text)
     if len(usable) < 2:
         return None
-    at = bisect_left([line.start for line, _ in usable], place * len(text))
+    at = bisect_left([start for start, _, _ in usable], place * len(text))
     at = min((near for near in (at - 1, at) if 0 <= near < len(usable)),
-             key=lambda near: abs(usable[near][0].start - place * len(text)))  # fmt: skip
-    line, answer = usable[at]
-    others = [after for _, after in usable if after not in (answer, line.text)]  # the quoted line would be no answer
+             key=lambda near: abs(usable[near][0] - place * len(text)))  # fmt: skip
+    start, line, answer = usable[at]
+    others = [after for *_, after in usable if after not in (answer, line)]  # the quoted line would be no answer
     if not others:
         return None
     rejected = others[draw.randrange(len(others))]
-    return Pair(text + ASKED.format(line.text), answer, rejected, line.start / len(text))
+    return Pair(text + ASKED.format(line), answer, rejected, start / len(text))
 
 
-def _usable(text: str) -> list[tuple[_Line, str]]:
-    """Return the lines that may be asked for, each with the line that follows: the text has both once."""
-    lines, start = [], 0
-    for raw in text.split("\n"):
-        lines.append(_Line(raw.strip(), start))
-        start += len(raw) + 1
-    times = Counter(line.text for line in lines)
-    return [(line, after.text) for line, after in pairwise(lines)
-            if _fits(line.text, QUOTED) and _fits(after.text, ANSWER) and times[line.text] == times[after.text] == 1
-            and not {"«", "»"} & {*line.text}]  # fmt: skip
+def _usable(text: str) -> list[tuple[int, str, str]]:
+    """Return where the lines begin that may be asked for, each with the line that follows: the text has both once."""
+    raw = text.split("\n")
+    starts = accumulate((len(each) + 1 for each in raw), initial=0)
+    lines = [line.strip() for line in raw]
+    times = Counter(lines)
+    return [(start, line, after) for start, (line, after) in zip(starts, pairwise(lines), strict=False)
+            if _fits(line, QUOTED) and _fits(after, ANSWER) and times[line] == times[after] == 1
+            and not {"«", "»"} & {*line}]  # fmt: skip
 
 
 def _fits(line: str, sizes: tuple[int, int]) -> bool:

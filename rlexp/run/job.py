@@ -21,23 +21,12 @@ from rlexp.config import load, sizes
 from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
-from rlexp.launch import preflight_check, rank_reports, run_folder, watch
+from rlexp.launch import preflight_check, rank_reports, run_folder, stops, watch
 from rlexp.launch.failure import report_of
 from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment
 from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
 from rlexp.launch.rank_progress import before_steps, once_asked
 from rlexp.launch.slurm import meeting
-from rlexp.launch.stops import (
-    TIME_IS_UP,
-    Outcome,
-    Terminated,
-    answer_by,
-    cause_of,
-    end_with_parent,
-    hear_stops,
-    ignore_stops,
-    say_at_once,
-)
 
 if TYPE_CHECKING:
     from rlexp.training.rollout.bridge import Bridge
@@ -81,7 +70,7 @@ def run_here(cfg: Config, run_dir: Path) -> None:
     ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks
     try:
         with busy_message(partial(before_steps, run_dir, ranks)) as over:
-            outcome: Outcome = run_ranks(
+            outcome: stops.Outcome = run_ranks(
                 train_rank, ranks, (str(run_dir),), device=cfg.launch.device.value, log_dir=run_dir / "logs",
                 preload=preload, grace=cfg.launch.grace_seconds, when_stopped=over.set,
             )[0]  # fmt: skip
@@ -105,7 +94,7 @@ TORCHRUN_WAITS = 30.0  # seconds until torchrun kills ranks that it has asked to
 FINISHED = "rlexp: {run_dir}: the run is finished. To train on, raise train.max_steps or train.epochs.\n"
 
 
-def train_rank(spec: RankSpec, run_dir: str) -> Outcome:
+def train_rank(spec: RankSpec, run_dir: str) -> stops.Outcome:
     """Train as one rank that `run_here` started."""
     from rlexp.training.train.rank import train
 
@@ -159,9 +148,9 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
     spec = RankSpec.joined()
     assert spec is not None
     prepare_environment(cfg.launch)
-    hear_stops(under_launcher=False)
+    stops.hear_stops(under_launcher=False)
     if under_torchrun():
-        end_with_parent()
+        stops.end_with_parent()
     claimed: Path | None = None  # only a folder that this rank has claimed may be closed by it
     watch.report_by(lambda error: _leave(spec, claimed, error))
     try:
@@ -173,7 +162,7 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         unfinished = run_dir is None or run_folder.enter(cfg, run_dir)
         claimed = run_dir if unfinished else None
         if claimed is not None:
-            answer_by(partial(answer, claimed, cfg.launch.grace_seconds))
+            stops.answer_by(partial(answer, claimed, cfg.launch.grace_seconds))
             preflight_check.keep(claimed, decision)
         bridge = join_for(spec, cfg)
         proposal = (run_dir, unfinished, cfg)
@@ -183,10 +172,10 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
         if unfinished:
             outcome = train(cfg, run_dir, bridge, closing)
         else:
-            outcome = Outcome()
+            outcome = stops.Outcome()
             leave_world()
     except BaseException as error:
-        _leave(spec, claimed, cause_of(error))
+        _leave(spec, claimed, stops.cause_of(error))
     if spec.rank == 0 and not unfinished:
         sys.stderr.write(FINISHED.format(run_dir=run_dir))
     if outcome.exit_code:
@@ -197,8 +186,8 @@ def run_joined(cfg: Config, run_dir: Path | None) -> None:
 def answer(run_dir: Path, grace: float, asked: signal.Signals) -> None:
     """Say what a request to stop leads to, on rank 0 of a world that another launcher made."""
     given = min(grace, TORCHRUN_WAITS) if under_torchrun() else grace
-    why = "the job's time is nearly up" if asked is TIME_IS_UP else asked.name
-    say_at_once(once_asked(run_dir, why, given, again=False))
+    why = "the job's time is nearly up" if asked is stops.TIME_IS_UP else asked.name
+    stops.say_at_once(once_asked(run_dir, why, given, again=False))
 
 
 def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check.Decision]:
@@ -215,11 +204,11 @@ def prepared_in_job(cfg: Config, run_dir: Path) -> tuple[Config, preflight_check
 def _leave(spec: RankSpec, run_dir: Path | None, error: BaseException) -> NoReturn:
     """Report the error and end this rank at once. Hydra would catch it and exit with 0, and the other ranks would wait.
     `run_dir` is the folder that rank 0 has claimed."""
-    if isinstance(error, Terminated):
+    if isinstance(error, stops.Terminated):
         if run_dir is not None:
             run_folder.close(run_dir, "stopped", str(error))
         os._exit(error.exit_code)
-    ignore_stops()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
+    stops.ignore_stops()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
     report = report_of(spec.rank, error)
     sys.stderr.write(f"rlexp: rank {spec.rank}: {report.text.rstrip()}\n")
     sys.stderr.flush()

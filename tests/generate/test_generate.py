@@ -213,7 +213,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, run_of_keys: Path) -> Callable[..., t
     """Take a command line in that folder, and return what it asks for: the job, and the rows of prompts given."""
     kept: list[tuple[GenerateJob, list[str]]] = []
 
-    def keep(job: GenerateJob) -> list[Answered]:
+    def keep(_: object, job: GenerateJob) -> list[Answered]:
         place = held(job, "data.path")["data.path"] if job.given else os.devnull
         kept.append((job, Path(place).read_text().splitlines()))
         return []
@@ -224,7 +224,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, run_of_keys: Path) -> Callable[..., t
         return kept[-1]
 
     monkeypatch.chdir(run_of_keys)
-    monkeypatch.setattr("rlexp.generate.generation.generate", keep)
+    monkeypatch.setattr("rlexp.eval.evaluation.on_ranks", keep)
     return ask
 
 

@@ -118,13 +118,10 @@ def test_a_finished_run_stays_finished_whatever_befalls_who_asks(
 
     (tmp_path / "run.json").write_text('{"status": "finished"}', encoding="utf-8")
     monkeypatch.setattr(RankSpec, "joined", lambda: RankSpec(0, 2, 0, "env://"))
-    for name, played in {
-        "hear_stops": lambda **_: None,
-        "ignore_stops": lambda: None,
-        "join_for": befall,
-        "prepare_environment": lambda *_: None,
-    }.items():
-        monkeypatch.setattr(job, name, played)
+    monkeypatch.setattr(job.stops, "hear_stops", lambda **_: None)
+    monkeypatch.setattr(job.stops, "ignore_stops", lambda: None)
+    monkeypatch.setattr(job, "join_for", befall)
+    monkeypatch.setattr(job, "prepare_environment", lambda *_: None)
     monkeypatch.setattr(job.run_folder, "enter", lambda *_: unfinished)
     monkeypatch.setattr(os, "_exit", leave)
     with pytest.raises(SystemExit) as ended:

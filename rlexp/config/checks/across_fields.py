@@ -23,30 +23,20 @@ from rlexp.config.checks.model import check_pretrained
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
-from rlexp.config.checks.rope import check_rope
+from rlexp.config.checks.rope import with_rope_settled
 from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
-from rlexp.config.schema import (
-    Checkpointing,
-    Collectives,
-    Config,
-    Decay,
-    Device,
-    HFModelConfig,
-    LaunchConfig,
-    LoggerName,
-    TinyModelConfig,
-)
+from rlexp.config.schema import Checkpointing, Collectives, Config, Decay, Device, LaunchConfig, LoggerName
 from rlexp.config.schema.bounds import as_typed, check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import check_sources
+from rlexp.config.schema.models import HFModelConfig, TinyModelConfig
 from rlexp.config.vllm_memory import check_vllm_memory
 
 MOST_RANKS = 512  # on one machine
 MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
-
 
 RULES = (
     Rule("launch.ranks_per_gpu", lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.ranks_per_gpu > 1,
@@ -128,7 +118,7 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     check_kernel(cfg, heads, here=here)
     check_adapter(cfg, here=here)
     check_reference(cfg, here=here)
-    check_rope(cfg)
+    with_rope_settled(cfg)  # or refuse it
     check_vllm_memory(cfg)
     check_rollout(cfg, here=here)
     check_loss(cfg)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.adapter_folder import ALL_LINEAR, SAYS, AdapterFolder, read_adapter
-from rlexp.config.checks.files import is_dir
 from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
@@ -83,16 +83,16 @@ def _is_other(adapter: AdapterFolder, path: str) -> bool:
     """Say whether a model is known to be another than an adapter's: by its contents, or by two names of the hub."""
     folder = Path(path).expanduser()
     try:
-        if adapter.contents is not None and is_dir(folder):
+        if adapter.contents is not None and os.path.isdir(folder):
             return adapter.contents != of_weights(folder)
         if adapter.base is None:
             return False
         theirs = Path(adapter.base).expanduser()
-        if is_dir(theirs) and is_dir(folder):
+        if os.path.isdir(theirs) and os.path.isdir(folder):
             return of_weights(theirs) != of_weights(folder)
     except OSError:  # one of them may not be read here: the shapes of the weights will decide
         return False
-    local = [is_dir(each) or str(each).startswith((".", "/", "~")) for each in (theirs, folder)]
+    local = [os.path.isdir(each) or str(each).startswith((".", "/", "~")) for each in (theirs, folder)]
     return adapter.base != path and not any(local)
 
 

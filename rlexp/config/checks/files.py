@@ -1,8 +1,12 @@
-"""Rules for the files and folders that a configuration names."""
+"""Rules for the files and folders that a configuration names.
+
+`os.path.isdir` and `isfile` are False of a name that no file can have, and of what may not be looked at.
+"""
 
 from __future__ import annotations
 
 import glob
+import os
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError, DataError
@@ -13,9 +17,9 @@ ROWS = (".jsonl", ".json", ".ndjson", ".parquet", ".gz", ".zst")
 
 def check_rows(key: str, path: str) -> None:
     file = expanded(key, path)
-    if is_dir(file):
+    if os.path.isdir(file):
         raise DataError(f"{key}={path}: is a folder. Give a file of rows, or say data=hf for a folder.")
-    if not is_file(file):
+    if not os.path.isfile(file):
         makes = f" `{MADE[file.name]}` makes such a file." if file.name in MADE else ""
         raise DataError(
             f"{key}={path}: no such file. Give one that exists; relative paths start at {Path.cwd()}.{makes}"
@@ -29,9 +33,9 @@ def check_rows_or_name(key: str, path: str) -> None:
     file = expanded(key, path)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1 or file.suffix in ROWS
     if glob.has_magic(path):
-        if not any(map(is_file, map(Path, glob.glob(str(file))))):
+        if not any(map(os.path.isfile, glob.glob(str(file)))):
             raise DataError(f"{key}={path}: matches no file; relative paths start at {Path.cwd()}.")
-    elif looks_local and not is_file(file) and not is_dir(file):
+    elif looks_local and not os.path.isfile(file) and not os.path.isdir(file):
         raise DataError(
             f"{key}={path}: no such file or folder. Give one that exists, or a hub name; relative paths start at "
             f"{Path.cwd()}."
@@ -44,9 +48,9 @@ def check_model_path(key: str, path: str) -> None:
         raise ConfigError(f"{key}={path}: is empty. Give a model's folder, or a hub name.")
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     folder = expanded(key, path)
-    if looks_local and not is_dir(folder):
+    if looks_local and not os.path.isdir(folder):
         raise ConfigError(f"{key}={path}: no such folder. Give a model's folder, or a hub name.")
-    if is_file(folder / "adapter_config.json") and not is_file(folder / "config.json"):
+    if os.path.isfile(folder / "adapter_config.json") and not os.path.isfile(folder / "config.json"):
         raise ConfigError(
             f"{key}={path}: holds an adapter, and not a model. Train on with adapter=lora adapter.path={path} and its "
             f"model in model.path; or merge the two, with peft's merge_and_unload or checkpoint.export=merged."
@@ -56,7 +60,7 @@ def check_model_path(key: str, path: str) -> None:
 def check_baseline(key: str, path: str) -> None:
     """Only the folder around it must exist: the run itself may be about to begin."""
     folder = expanded(key, path)
-    if not is_dir(folder.parent) or is_file(folder):
+    if not os.path.isdir(folder.parent) or os.path.isfile(folder):
         raise ConfigError(
             f"{key}={path}: no such run folder. Give another run's folder; relative paths start at {Path.cwd()}."
         )
@@ -67,17 +71,3 @@ def expanded(key: str, path: str) -> Path:
         return Path(path).expanduser()
     except RuntimeError:
         raise ConfigError(f"{key}={path}: there is no such user here. Give the path without ~.") from None
-
-
-def is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that no file can have, or a folder that may not be read
-        return False
-
-
-def is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False

@@ -16,15 +16,9 @@ from typing import Any
 
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
-from rlexp.config.schema import (
-    BackendName,
-    Config,
-    HFModelConfig,
-    LayoutName,
-    ModelConfig,
-    TinyModelConfig,
-    TransportName,
-)
+from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.schema import BackendName, Config, LayoutName, TransportName
+from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
 TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
@@ -64,21 +58,22 @@ class Choice:
         return self.layout.value, self.ulysses_size, (self.transport or TransportName.direct).value
 
 
+MOVABLE = (LayoutName.auto, *TRAVELLING)
+RULES = (
+    Rule("parallel.ulysses_size",
+         lambda cfg: cfg.parallel.ulysses_size is not None and cfg.parallel.layout is not LayoutName.hybrid,
+         "belongs to parallel.layout=hybrid, and the layout is {parallel.layout.value}. Use parallel.layout=hybrid, or "
+         "leave parallel.ulysses_size out."),
+    Rule("parallel.transport",
+         lambda cfg: cfg.parallel.transport is not TransportName.auto and cfg.parallel.layout not in MOVABLE,
+         "parallel.layout={parallel.layout.value} sends in its own way. Leave parallel.transport out, or use one of "
+         f"the layouts {', '.join(each.value for each in TRAVELLING)}."),
+)  # fmt: skip
+
+
 def check_layout(cfg: Config, heads: Heads | None) -> None:
     """Refuse a layout that does not fit. `heads` is None while unknown."""
-    inner = cfg.parallel.ulysses_size
-    if inner is not None and cfg.parallel.layout is not LayoutName.hybrid:
-        raise ConfigError(
-            f"parallel.ulysses_size={inner}: belongs to parallel.layout=hybrid, and the layout is "
-            f"{cfg.parallel.layout.value}. Use parallel.layout=hybrid, or leave parallel.ulysses_size out."
-        )
-    travels = (LayoutName.auto, *TRAVELLING)
-    if cfg.parallel.transport is not TransportName.auto and cfg.parallel.layout not in travels:
-        able = ", ".join(each.value for each in TRAVELLING)
-        raise ConfigError(
-            f"parallel.transport={cfg.parallel.transport.value}: parallel.layout={cfg.parallel.layout.value} sends "
-            f"in its own way. Leave parallel.transport out, or use one of the layouts {able}."
-        )
+    refuse_broken(RULES, cfg)
     if cfg.parallel.layout is not LayoutName.auto:
         choose(cfg, heads)
 

@@ -4,31 +4,20 @@ from __future__ import annotations
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.rules import Rule, refuse_broken
-from rlexp.config.schema import KINDS, Config
+from rlexp.config.schema import KINDS, Config, losses
 from rlexp.config.schema.bounds import as_typed
 from rlexp.config.schema.loss_terms import loss_terms
-from rlexp.config.schema.losses import (
-    CriticName,
-    DrGRPOConfig,
-    GRPOConfig,
-    GSPOConfig,
-    KLEstimator,
-    KLPlace,
-    PolicyLossConfig,
-    PPOConfig,
-    PreferenceConfig,
-    RLOOConfig,
-    UnpairedConfig,
-)
+from rlexp.config.schema.losses import PolicyLossConfig, PPOConfig, PreferenceConfig, UnpairedConfig
 from rlexp.config.schema.row_kinds import ROWS_OF, Kind
 
-GROUPED = (GRPOConfig, DrGRPOConfig, RLOOConfig, GSPOConfig)
+GROUPED = (losses.GRPOConfig, losses.DrGRPOConfig, losses.RLOOConfig, losses.GSPOConfig)
 ALONE = "estimates the divergence by giving each prompt another's answer, and one answer has no other"
 
 OF_POLICY = (
     Rule("loss.kl_target", lambda cfg: cfg.loss.kl_target is not None and cfg.loss.beta == 0,
          "adapts loss.beta, which starts at 0 and would stay there. Give loss.beta=0.05, or leave loss.kl_target out."),
-    Rule("loss.kl", lambda cfg: cfg.loss.beta and cfg.loss.kl_in is KLPlace.loss and cfg.loss.kl is KLEstimator.k1,
+    Rule("loss.kl",
+         lambda cfg: cfg.loss.beta and (cfg.loss.kl_in, cfg.loss.kl) == (losses.KLPlace.loss, losses.KLEstimator.k1),
          "with loss.kl_in=loss its gradient does not depend on the reference, so nothing would hold the policy near "
          "it. Use loss.kl=k3 or loss.kl=k2, or loss.kl_in=reward."),
     Rule("rollout.n_samples", lambda cfg: isinstance(cfg.loss, GROUPED) and cfg.rollout.n_samples < 2,
@@ -42,7 +31,7 @@ OF_CRITIC = (
     Rule("loss.value_lr", lambda cfg: cfg.loss.value_lr and not cfg.optim.lr,
          "is applied as a multiple of optim.lr, and optim.lr is 0. Give it another value, or leave loss.value_lr out; "
          "to train only the critic, use model.freeze=['*']."),
-    Rule("loss.value_lr", lambda cfg: cfg.loss.value_lr is not None and cfg.loss.critic is CriticName.shared,
+    Rule("loss.value_lr", lambda cfg: cfg.loss.value_lr is not None and cfg.loss.critic is losses.CriticName.shared,
          "loss.critic=shared uses the policy's layers, and they have one learning rate, optim.lr. Leave loss.value_lr "
          "out, or use loss.critic=own."),
 )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 from collections import Counter
 from collections.abc import Container, Sequence
@@ -13,7 +14,7 @@ from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.chat_templates import NAMED, NamedTemplate, names_like
 from rlexp.config.checks.adapter import check_quantized
-from rlexp.config.checks.files import check_model_path, expanded, is_dir, is_file
+from rlexp.config.checks.files import check_model_path, expanded
 from rlexp.config.schema import HFModelConfig
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ ONE_OF_SEVERAL = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
 def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     check_model_path("model.path", model.path)
     folder = Path(model.path).expanduser()
-    local = is_dir(folder)
+    local = os.path.isdir(folder)
     check_revision("model", model.path, model.revision)
     check_quantized("model.path", model.path)
     _check_gguf(model, folder if local else None, here=here)
@@ -41,7 +42,7 @@ def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
 def check_revision(group: str, path: str, revision: str | None) -> None:
     if revision is None:
         return
-    if is_dir(Path(path).expanduser()):
+    if os.path.isdir(Path(path).expanduser()):
         raise ConfigError(
             f"{group}.revision={revision}: is for hub names, and {group}.path={path} is a folder. "
             f"Leave {group}.revision out."
@@ -72,7 +73,7 @@ def _check_gguf(model: HFModelConfig, folder: Path | None, *, here: bool) -> Non
             f"model.gguf={model.gguf}: is one of several parts, and transformers reads one file only. Join them "
             f"with llama.cpp's `llama-gguf-split --merge`."
         )
-    if folder is not None and not is_file(folder / model.gguf):
+    if folder is not None and not os.path.isfile(folder / model.gguf):
         files = _gguf_files(folder)
         hint = f"There: {', '.join(files[:5])}" if files else "It has no GGUF file: leave model.gguf out"
         raise ConfigError(f"model.gguf={model.gguf}: no such file in model.path={model.path}. {hint}.")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import re
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from rlexp.base.errors import ConfigError
@@ -80,17 +81,10 @@ def _first_missing(module: str) -> str | None:
     for number in range(1, len(parts) + 1):
         name = ".".join(parts[:number])
         spec = PathFinder.find_spec(name, path) if path is not None else None
-        if spec is None and number == 1:
-            spec = _top_level(name)
+        if spec is None and number == 1:  # in no folder: built in, or installed in editable mode
+            with contextlib.suppress(ValueError):  # __main__ has none
+                spec = importlib.util.find_spec(name)
         if spec is None:
             return name
         path = None if spec.submodule_search_locations is None else list(spec.submodule_search_locations)
     return None
-
-
-def _top_level(name: str) -> ModuleSpec | None:
-    """Find modules that are not in folders: built in, or installed in editable mode."""
-    try:
-        return importlib.util.find_spec(name)
-    except ValueError:  # __main__ has none
-        return None

@@ -16,30 +16,25 @@ from rlexp.config.rope import TINY, Positions, beyond, parsed, positions_in, set
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig, ModelConfig, TinyModelConfig
 
 
-def check_rope(cfg: Config) -> None:
-    """Refuse a value that is none, and models that YaRN cannot extend."""
-    yarn = parsed(cfg.model.rope)
-    if yarn is None:
-        return
-    yarn = settled(yarn, _known(cfg.model), cfg.data.max_length, named(cfg.model))
-    if cfg.reference.path is not None:
-        other = model_of_reference(cfg)
-        settled(yarn, _known(other), cfg.data.max_length, named(other))
-
-
 def with_rope_settled(cfg: Config) -> Config:
-    """Return a copy in which `model.rope` has its factor, as the run's config.yaml has it."""
+    """Return a copy in which `model.rope` has its factor, as the run's config.yaml has it. Refuse a value that is none,
+    and models that YaRN cannot extend."""
     yarn = parsed(cfg.model.rope)
     if yarn is None:
         return cfg
-    yarn = settled(yarn, _known(cfg.model), cfg.data.max_length, named(cfg.model))
+    for model in _models(cfg):
+        yarn = settled(yarn, _known(model), cfg.data.max_length, named(model))
     return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, rope=str(yarn)))
+
+
+def _models(cfg: Config) -> list[ModelConfig]:
+    return [cfg.model, *([model_of_reference(cfg)] if cfg.reference.path is not None else [])]
 
 
 def notes_on_rope(cfg: Config) -> Iterator[str]:
     """Yield what is to be told of a checked configuration. Of models of the hub and GGUF files, ranks tell it."""
     yarn = parsed(cfg.model.rope)
-    for model in (cfg.model, *([model_of_reference(cfg)] if cfg.reference.path is not None else [])):
+    for model in _models(cfg):
         if told_before_start(model) and (known := _known(model)) is not None:
             note = beyond(yarn, known, cfg.data.max_length, named(model))
             if note is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
@@ -9,16 +10,15 @@ from typing import Any
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.file_hashes import files_of
-from rlexp.config.checks.files import check_rows, check_rows_or_name, expanded, is_dir
+from rlexp.config.checks.files import check_rows, check_rows_or_name, expanded
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.data import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
 from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
 
-FIELDS = (  # of rows, by which data.columns names columns
-    "prompt", "chosen", "rejected", "completion", "label", "messages", "text", "answer", "input", "system", "tools",
-    "options", "margin", "score_chosen", "score_rejected",
-)  # fmt: skip
+# of rows, by which data.columns names columns
+FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "messages", "text", "answer", "input", "system",
+          "tools", "options", "margin", "score_chosen", "score_rejected")  # fmt: skip
 OF_ONE = ("path", "eval_path", "subset", "eval_split", "revision")  # keys that describe a single source
 
 
@@ -45,8 +45,7 @@ def sources_of(cfg: RowsDataConfig) -> list[NamedSource]:
 
 def weights_of(sources: Sequence[NamedSource]) -> list[float] | None:
     """Return the weights of the sources; None if all their rows are taken."""
-    weights = [source.cfg.weight for source in sources if source.cfg.weight is not None]
-    return weights or None
+    return [source.cfg.weight for source in sources if source.cfg.weight is not None] or None
 
 
 def _named(name: str, keys: Any) -> NamedSource:
@@ -64,7 +63,12 @@ def check_sources(cfg: RowsDataConfig, *, reads_rows: bool = True) -> None:
     sources = sources_of(cfg)
     for source in sources:
         check_bounds(source.cfg, f"{source.key}.")
-        _check_columns(f"{source.key}.columns", source.cfg.columns)
+        for ours, theirs in source.cfg.columns.items():
+            if ours not in FIELDS:
+                near = suggestion(ours, list(FIELDS))
+                raise ConfigError(
+                    f"{source.key}.columns.{ours}={theirs}: no such field.{near} Fields: {', '.join(FIELDS)}."
+                )
         check = check_rows if isinstance(cfg, JsonlDataConfig) else check_rows_or_name
         if reads_rows and source.cfg.eval_path is not None:  # first: an evaluation has no other
             check(f"{source.key}.eval_path", source.cfg.eval_path)
@@ -124,21 +128,13 @@ def _check_splits(source: NamedSource) -> None:
                     f"it out, or if an experiment sets it, give {key}.{name}={none}. Hold rows out with "
                     f"{key}.eval_path=FILE or data.eval_size=N."
                 )
-    elif is_dir(expanded(f"{key}.path", cfg.path)) and cfg.revision is not None and cfg.eval_path is None:
+    elif os.path.isdir(expanded(f"{key}.path", cfg.path)) and cfg.revision is not None and cfg.eval_path is None:
         raise ConfigError(f"{key}.revision={cfg.revision}: {key}.path={cfg.path} is a folder, which has no revisions.")
     if cfg.eval_path is None and cfg.eval_split == cfg.split:
         raise ConfigError(
             f"{key}.eval_split={cfg.eval_split}: these are the rows to train on. Name another split, or hold some of "
             f"them out with data.eval_size=N."
         )
-
-
-def _check_columns(key: str, columns: dict[str, str]) -> None:
-    for ours, theirs in columns.items():
-        if ours not in FIELDS:
-            raise ConfigError(
-                f"{key}.{ours}={theirs}: no such field.{suggestion(ours, list(FIELDS))} Fields: {', '.join(FIELDS)}."
-            )
 
 
 def held_out_of(eval_size: int | float, rows: int) -> int:

@@ -17,31 +17,26 @@ NAMED = 4  # of the options that have a key
 GONE = {  # keys of older versions, with what stands for them now
     "model.suggested_lr": "is gone: optim.lr follows from the loss and from what is trained. Say optim.lr=RATE.",
 }
-THEIRS = {  # names of other trainers that spelling leads nowhere, or astray; their values mean the same here
-    "learning_rate": "optim.lr",
-    "kl_coef": "loss.beta",
-    "pref_beta": "loss.beta",
-    "base_model": "model.path",
-    "dataset": "data.path",
-    "datasets": "data.path",
-    "dataset_name": "data.path",
-    "train_file": "data.path",
-    "cutoff_len": "data.max_length",
-    "sequence_len": "data.max_length",
-    "max_completion_length": "rollout.max_new_tokens",
-    "num_generations": "rollout.n_samples",
-    "eval_steps": "train.eval_every",
-    "save_steps": "checkpoint.save_every",
-    "save_total_limit": "checkpoint.keep_last",
-    "lora_r": "adapter.rank",
-    "lora_rank": "adapter.rank",
-    "lora_alpha": "adapter.alpha",
-    "lora_dropout": "adapter.dropout",
-    "lora_target_modules": "adapter.targets",
-    "sequence_parallel_size": "parallel.ring_size",
-    "context_parallel_size": "parallel.ring_size",
-    "output_dir": "hydra.run.dir",
+# names of other trainers that spelling leads nowhere, or astray, by our key; their values mean the same here
+_THEIRS = {
+    "optim.lr": ("learning_rate",),
+    "loss.beta": ("kl_coef", "pref_beta"),
+    "model.path": ("base_model",),
+    "data.path": ("dataset", "datasets", "dataset_name", "train_file"),
+    "data.max_length": ("cutoff_len", "sequence_len"),
+    "rollout.max_new_tokens": ("max_completion_length",),
+    "rollout.n_samples": ("num_generations",),
+    "train.eval_every": ("eval_steps",),
+    "checkpoint.save_every": ("save_steps",),
+    "checkpoint.keep_last": ("save_total_limit",),
+    "adapter.rank": ("lora_r", "lora_rank"),
+    "adapter.alpha": ("lora_alpha",),
+    "adapter.dropout": ("lora_dropout",),
+    "adapter.targets": ("lora_target_modules",),
+    "parallel.ring_size": ("sequence_parallel_size", "context_parallel_size"),
+    "hydra.run.dir": ("output_dir",),
 }
+THEIRS = {name: key for key, names in _THEIRS.items() for name in names}
 _DECAY = "Say optim.decay=linear, cosine or constant."
 _LOSS = "Say loss=OPTION, as loss=ipo."
 _ZERO = "Say engine=zero1, zero2, zero3 or fsdp2."
@@ -78,17 +73,13 @@ def all_keys() -> dict[str, tuple[str, ...]]:
             for leaf in dataclasses.fields(node):
                 name = f"{top.name}.{leaf.name}"
                 keys[name] = (*keys.get(name, ()), *([f"{top.name}={kind}"] if kind else []))
-    return {key: () if set(owners) == _every_kind(key) else owners for key, owners in keys.items()}
+    every = {group: {f"{group}={kind}" for kind in kinds} for group, kinds in KINDS.items()}
+    return {key: () if set(owners) == every.get(key.partition(".")[0]) else owners for key, owners in keys.items()}
 
 
 def launcher_keys() -> list[str]:
     fields = [*dataclasses.fields(SlurmJobs), *dataclasses.fields(LocalJobs)]
     return list(dict.fromkeys(f"{LAUNCHER}{field.name}" for field in fields))
-
-
-def _every_kind(key: str) -> set[str]:
-    group = key.partition(".")[0]
-    return {f"{group}={kind}" for kind in KINDS.get(group, {})}
 
 
 def about_unknown(key: str) -> str:
