@@ -90,8 +90,8 @@ def damage(folder: Path) -> str | None:
             if actual != size:
                 return f"{name} has {actual:,} bytes of {size:,}"
             if name in meta["crc32"]:
-                with contextlib.closing((checked := _Checked(folder / name)).handle):
-                    if not checked.has(size, meta["crc32"][name]):
+                with (folder / name).open("rb") as file:
+                    if not _File(file).has(size, meta["crc32"][name]):
                         return f"{name} has other bytes than were written"
     except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{type(error).__name__}: {error}"
@@ -130,12 +130,23 @@ def mapped(path: Path, dtype: Any) -> np.ndarray:
 
 @dataclass
 class _File:
+    """A file that is written or read on, with the size and checksum up to there."""
+
     handle: BinaryIO
     size: int = 0
     crc: int = 0
 
     def append(self, content: bytes) -> None:
         self.handle.write(content)
+        self._pass(content)
+
+    def has(self, size: int, crc: int) -> bool:
+        """Read on, and return whether the file has so many bytes with that checksum."""
+        while self.size < size and (content := self.handle.read(min(size - self.size, BLOCK))):
+            self._pass(content)
+        return (self.size, self.crc) == (size, crc)
+
+    def _pass(self, content: bytes) -> None:
         self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
 
 
@@ -156,10 +167,9 @@ class Appending:
 
     def _take_up(self) -> None:
         """Go back to the last block of the journal whose bytes are all there as they were written."""
-        good, reading = 0, {name: _Checked(self.folder / name) for name in self.types}
-        with contextlib.ExitStack() as closing:
-            for each in reading.values():
-                closing.callback(each.handle.close)
+        good = 0
+        with contextlib.ExitStack() as stack:
+            reading = {name: _File(stack.enter_context((self.folder / name).open("rb"))) for name in self.types}
             for line in (self.folder / JOURNAL).read_bytes().splitlines(keepends=True):
                 entry = _entry(line)
                 if entry is None or not all(reading[name].has(*mark) for name, mark in entry["files"].items()):
@@ -203,19 +213,3 @@ def _entry(line: bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return entry if line.endswith(b"\n") else None
-
-
-class _Checked:
-    """Reads a file on, from mark to mark."""
-
-    def __init__(self, path: Path) -> None:
-        self.handle, self.size, self.crc = path.open("rb"), 0, 0
-
-    def has(self, size: int, crc: int) -> bool:
-        """Return whether the file has so many bytes with that checksum."""
-        while self.size < size:
-            content = self.handle.read(min(size - self.size, BLOCK))
-            if not content:
-                return False
-            self.size, self.crc = self.size + len(content), zlib.crc32(content, self.crc)
-        return self.crc == crc

@@ -22,8 +22,8 @@ from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
 from rlexp.run_files import evaluations
-from rlexp.run_files.by_length import OF_LENGTH, by_length
 from rlexp.run_files.curve_distance import SCORE, Column, Steps, compared, on_steps
+from rlexp.run_files.evaluations import OF_LENGTH, by_length
 
 DRAWN = 1000  # the most steps of a metric on the page; a longer curve is thinned out
 KNOTS = 400  # of a run's clock

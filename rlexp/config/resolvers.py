@@ -47,8 +47,6 @@ def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gp
     ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
     if ranks is not None and nodes is not None:
         return ranks // nodes
-    if device == "cuda" and visible_gpus() == 0:
-        raise ConfigError(NO_GPU)
     on_gpus = resolve_device(device) == "cuda"
     return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
 
@@ -61,15 +59,6 @@ def default_precision(device: str) -> str:
 def slurm_gpus(device: str, nproc: int, ranks_per_gpu: int) -> int | None:
     """Return the GPUs per node to request from Slurm. This machine may have none, so only `cpu` means none."""
     return None if device == "cpu" else -(-nproc // ranks_per_gpu)
-
-
-def slurm_minutes(time_limit: str) -> int:
-    return max(1, math.ceil(seconds("launch.time_limit", time_limit) / 60))
-
-
-def slurm_warning(grace_seconds: float) -> int:
-    """Return the seconds before its end at which Slurm signals a job: the grace, and some since Slurm is not exact."""
-    return math.ceil(grace_seconds) + BEFORE_END
 
 
 def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
@@ -146,8 +135,9 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "rlexp_reference": lambda adapter, path: "adapter" if adapter == "lora" and path is None else "model",
     "slurm_gpus": slurm_gpus,
     "slurm_memory": lambda rank_gb, nproc: None if rank_gb is None else rank_gb * nproc,
-    "slurm_minutes": slurm_minutes,
-    "slurm_warning": slurm_warning,
+    "slurm_minutes": lambda limit: max(1, math.ceil(seconds("launch.time_limit", limit) / 60)),
+    # the seconds before its end at which Slurm signals a job: the grace, and some since Slurm is not exact
+    "slurm_warning": lambda grace_seconds: math.ceil(grace_seconds) + BEFORE_END,
     "world_size": world_size,
     "dp_size": dp_size,
     "grad_acc": sizes.grad_acc,

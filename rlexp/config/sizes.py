@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import os
 import re
 import typing
 from collections.abc import Mapping
-from typing import Any
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
@@ -119,14 +116,8 @@ def listed(numbers: list[int]) -> str:
 
 def require(key: str, value: int) -> None:
     """Refuse a number out of its bounds in the schema: sizes are derived before the configuration is checked."""
-    check_number(key, value, _field(key))
-
-
-@functools.cache
-def _field(key: str) -> dataclasses.Field[Any]:
     group, _, leaf = key.partition(".")
-    fields: dict[str, dataclasses.Field[Any]] = typing.get_type_hints(Config)[group].__dataclass_fields__
-    return fields[leaf]
+    check_number(key, value, typing.get_type_hints(Config)[group].__dataclass_fields__[leaf])
 
 
 def dp_size(world_size: int, ring_size: int, *, gpus: int = 0) -> int:

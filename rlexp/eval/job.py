@@ -4,24 +4,27 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from rlexp.base.errors import CheckpointError, ConfigError, UserError
+from rlexp.base.file_hashes import files_of
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
 from rlexp.config.literals import literals
 from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra, refuse_other_groups
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config
-from rlexp.eval.needed import fit_layout, hold_out_alone
+from rlexp.config.schema.data import SourceConfig
 from rlexp.launch import run_folder
 from rlexp.run_files.checkpoint_folder import named, read_position
 
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
+KEYS = {each.name for each in fields(SourceConfig)}
+OF_A_SET = {"subset": None, "revision": None, "streaming": False}  # and not of a file
 UNREWARDED = {"name": "rule", "rule": "length"}  # a reward that fits any rows, and runs no code
 
 
@@ -137,3 +140,47 @@ def for_evaluation(composed: DictConfig, *, reference: bool = False) -> Config:
     if not reference and draws(composed.loss.name):  # a model to compare with is not asked of held-out prompts
         composed.reference.path = composed.reference.revision = None
     return from_hydra(composed)
+
+
+# ---- what only training needs is not asked for ----
+
+
+def fit_layout(cfg: DictConfig) -> None:
+    """Let the train batch, and the rollout of which it is a part, fit the layout: an evaluation uses neither."""
+    for key, resolver, given in (
+        ("train.batch_size", "rlexp_fitting_batch", "${train.micro_batch_size},${parallel.dp_size}"),
+        ("rollout.batch_size", "rlexp_fitting_rollout", "${rollout.n_samples},${train.batch_size}"),
+    ):
+        OmegaConf.update(cfg, key, f"${{{resolver}:{OmegaConf.select(cfg, key)},{given}}}")
+
+
+def hold_out_alone(cfg: DictConfig) -> None:
+    """Let rows that are held out in a place of their own be enough: those to train on need not be there."""
+    data = cfg.data
+    if "eval_path" not in data:
+        return
+    if OmegaConf.is_missing(data, "path") and data.eval_path is None:
+        raise ConfigError("data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE.")
+    sources = data.get("sources") or {}
+    for source in (data, *(each for each in sources.values() if isinstance(each, DictConfig))):
+        _take_held_out(source)
+    held_out = {name: each for name, each in sources.items() if not _trained_on_alone(each)}
+    if held_out:
+        data.sources = held_out
+
+
+def _trained_on_alone(source: Any) -> bool:
+    """Return whether no row of a source is held out. One that is not written as it should be is refused later."""
+    return (
+        isinstance(source, DictConfig) and source.keys() <= KEYS and not (source.keys() & {"eval_path", "eval_split"})
+    )
+
+
+def _take_held_out(source: DictConfig) -> None:
+    """Name the held-out rows where those to train on are named. A set's split, subset and revision may be of either."""
+    place = source.get("eval_path")
+    if not isinstance(place, str):
+        return  # none, or one that is refused where sources are checked
+    of_rows = {"split": "train"} | (OF_A_SET if files_of(place) else {})
+    with open_dict(source):
+        source.update({"path": place} | {key: value for key, value in of_rows.items() if key in source})

@@ -12,7 +12,7 @@ from rlexp.config.load import to_plain
 from rlexp.config.model_names import called
 from rlexp.config.schema.cadence import plural
 from rlexp.eval.job import EvalJob, Evaluation
-from rlexp.run_files.by_length import OF_LENGTH, by_length
+from rlexp.run_files.evaluations import OF_LENGTH, by_length
 
 
 def head(job: EvalJob) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
 from rlexp.base.errors import CheckpointError, ConfigError
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
@@ -14,7 +15,7 @@ from rlexp.config.options import quoted
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config, LoraConfig
 from rlexp.config.schema.losses import RewardModelConfig
-from rlexp.config.schema.rollouts import RolloutConfig, RolloutEngine
+from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.eval.job import composed_job, config_in, folder_of, is_folder
 from rlexp.run_files.checkpoint_folder import named
 
@@ -92,7 +93,10 @@ def job_of(
         refuse_nothing_held_out(cfg, COMMAND, "type a prompt: --prompt TEXT")
     limited = any(word.startswith("rollout.max_new_tokens=") for word in words)
     room = room_of(cfg, job.folder)
-    rollout = rollout_for(cfg.rollout, samples, None if room or limited else NEW_TOKENS)
+    most = cfg.rollout.max_new_tokens if room or limited else NEW_TOKENS
+    likeliest = {"n_samples": 1, "temperature": 1.0, "top_k": 1, "top_p": 1.0, "min_p": 0.0}
+    how: dict[str, Any] = likeliest if samples is None else {"n_samples": samples}
+    rollout = replace(cfg.rollout, engine=RolloutEngine.native, max_new_tokens=most, **how)
     data = replace(cfg.data, unpair=cfg.data.unpair and not given)
     return GenerateJob(
         replace(cfg, rollout=rollout, data=data), job.folder, beside_of(cfg, beside, of_run=of_run), given,
@@ -149,14 +153,6 @@ def explained_folder(folder: str, problem: str) -> str:
     return problem if not place.is_dir() else f"{problem} Give the folder that `python -m rlexp` printed."
 
 
-def rollout_for(rollout: RolloutConfig, samples: int | None, most: int | None) -> RolloutConfig:
-    """Return how answers are chosen: the likeliest token each time, or `samples` answers as the keys say."""
-    rollout = replace(rollout, engine=RolloutEngine.native, max_new_tokens=most or rollout.max_new_tokens)
-    if samples is None:
-        return replace(rollout, n_samples=1, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
-    return replace(rollout, n_samples=samples)
-
-
 def beside_of(cfg: Config, asked: Beside | None, *, of_run: bool) -> Beside:
     has_start = of_run or (isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is not None)
     if asked is Beside.start and not has_start:
@@ -168,8 +164,5 @@ def beside_of(cfg: Config, asked: Beside | None, *, of_run: bool) -> Beside:
         raise ConfigError(
             "--beside=reference: reference.path has no value. Give the model to show beside: reference.path=FOLDER."
         )
-    if asked is not None:
-        return asked
-    if has_start:
-        return Beside.start
-    return Beside.none if cfg.reference.path is None else Beside.reference
+    otherwise = Beside.none if cfg.reference.path is None else Beside.reference
+    return asked or (Beside.start if has_start else otherwise)

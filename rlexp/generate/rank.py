@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,8 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
         beside = here.generated(alone, here.built(alone, examples), prompts)
     engine = here.built(cfg, examples)
     if job.beside is Beside.start:
-        with as_at_start(engine, job):
+        adapter = engine.policy.adapter if job.folder is None else None  # a run's weights are loaded as at its start
+        with nullcontext() if adapter is None else adapter.starting():
             beside = here.generated(cfg, engine, prompts)
     if job.folder is not None:
         restored = restore(str(job.folder.resolve()), Path(nothing), engine, here.world, say)
@@ -59,17 +60,6 @@ def generate_rank(spec: RankSpec, job: GenerateJob, nothing: str) -> list[Answer
     answers = here.generated(cfg, engine, prompts)
     leave_world()
     return [Answered(prompt.origin, prompt.text, *each) for prompt, *each in zip(prompts, answers, beside, strict=True)]
-
-
-@contextlib.contextmanager
-def as_at_start(engine: Frozen, job: GenerateJob) -> Iterator[None]:
-    """Compute as the weights did that training began with. A run's are loaded so; an adapter's folder is left out."""
-    if job.folder is not None:
-        yield
-        return
-    assert engine.policy.adapter is not None
-    with engine.policy.adapter.starting():
-        yield
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from rlexp.base import plain_json
 from rlexp.base.printable import printable
 from rlexp.base.version import __version__
 from rlexp.config.model_names import called
-from rlexp.generate.job import Answered, Beside, GenerateJob, Reply
+from rlexp.generate.job import Answered, Beside, GenerateJob
 
 WIDEST = 100  # columns
 
@@ -54,12 +54,8 @@ def block(each: Answered, names: tuple[str, str], wide: int, columns: int) -> It
     yield from indented(f"{'prompt':<{wide}}", legible(each.prompt), columns)
     for name, answers in ((names[1], each.beside), (names[0], each.answers)):
         for answer in answers:
-            yield from indented(f"{name:<{wide}}", answer_text(answer), columns)
-
-
-def answer_text(answer: Reply) -> str:
-    shown = legible(answer.text) or "(nothing)"
-    return shown if answer.stopped else f"{shown} … (cut off after {len(answer.tokens):,} tokens)"
+            end = "" if answer.stopped else f" … (cut off after {len(answer.tokens):,} tokens)"
+            yield from indented(f"{name:<{wide}}", f"{legible(answer.text) or '(nothing)'}{end}", columns)
 
 
 def legible(words: str) -> str:

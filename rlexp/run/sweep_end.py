@@ -6,7 +6,7 @@ import sys
 
 from rlexp.launch.planning import opened
 from rlexp.launch.run_folder import command_in
-from rlexp.launch.sweep import Job, Sweep
+from rlexp.launch.sweep import Sweep
 
 
 def end_sweeps(exit_code: int) -> int:
@@ -29,10 +29,7 @@ def _end(sweep: Sweep, exit_code: int) -> int:
         sys.stderr.write(f"rlexp: {states}. To continue: {again}\n")
     if exit_code:
         return exit_code
-    failed = any(job.status == "failed" or (job.status == "stopped" and not _as_asked(job)) for job in sweep.jobs)
+    asked = "train.stop_after="  # begins the reason of a job that stopped where its configuration told it to
+    stopped = [job for job in sweep.jobs if job.status == "stopped" and not str(job.reason).startswith(asked)]
+    failed = stopped or any(job.status == "failed" for job in sweep.jobs)
     return 1 if failed or compared or not (finished or unfinished) else 0
-
-
-def _as_asked(job: Job) -> bool:
-    """Whether the job stopped where its configuration told it to."""
-    return str(job.reason).startswith("train.stop_after=")

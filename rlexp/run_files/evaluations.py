@@ -1,7 +1,8 @@
-"""What a run's evaluations say in one line, on the terminal and in tables: of their values, those that people know."""
+"""What a run's evaluations say: in one line the values that people know, and values by the length of sequences."""
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ SHOWN = {
     "eval/rewards/accuracies": ("acc", "{:.2f}"),
     "eval/objective/scores": ("score", "{:.3f}"),
 }
+OF_LENGTH = re.compile(r"eval/(\d+-\d+|\d+\+)/(\w+)")  # as in eval/512-2048/accuracy
 
 
 def values_of(row: Mapping[str, Any]) -> dict[str, float]:
@@ -28,3 +30,12 @@ def in_words(row: Mapping[str, Any]) -> str:
 def last(rows: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the last row with an evaluation; an empty one where there was none."""
     return next((row for row in reversed([*rows]) if values_of(row)), {})
+
+
+def by_length(values: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Return the values of each part by the part's name, the shortest sequences first."""
+    parts: dict[str, dict[str, float]] = {}
+    for name, value in values.items():
+        if (match := OF_LENGTH.fullmatch(name)) is not None:
+            parts.setdefault(match[1], {})[match[2]] = value
+    return dict(sorted(parts.items(), key=lambda part: int(re.split(r"[-+]", part[0])[0])))

@@ -18,8 +18,7 @@ from omegaconf import OmegaConf
 from rlexp.base.errors import UserError
 from rlexp.base.wilson import wilson
 from rlexp.config.load import compose_config, composed, composed_like, from_hydra, to_plain
-from rlexp.eval.job import EvalJob, config_in, for_evaluation, job_of
-from rlexp.eval.needed import hold_out_alone
+from rlexp.eval.job import EvalJob, config_in, for_evaluation, hold_out_alone, job_of
 from rlexp.eval.rank import evaluate_rank
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.local import run_ranks

@@ -14,7 +14,6 @@ from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.deepspeed import check_overrides
 from rlexp.config.checks.evaluation import check_evaluation
 from rlexp.config.checks.files import check_baseline
-from rlexp.config.checks.joined import check_joined
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
@@ -28,15 +27,16 @@ from rlexp.config.checks.rules import Rule, refuse_broken
 from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import Checkpointing, Collectives, Config, Decay, Device, LaunchConfig, LoggerName
-from rlexp.config.schema.bounds import as_typed, check_bounds
+from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.data_sources import check_sources
-from rlexp.config.schema.models import HFModelConfig, TinyModelConfig
+from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.vllm_memory import check_vllm_memory
 
 MOST_RANKS = 512  # on one machine
 MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
+RECOMPUTED = [each.name for each in Checkpointing]
 
 RULES = (
     Rule("launch.ranks_per_gpu", lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.ranks_per_gpu > 1,
@@ -73,6 +73,17 @@ RULES = (
          "or a metric of training."),
     Rule("train.stop_after", lambda cfg: cfg.train.stop_after is not None and not cfg.checkpoint.on_exit,
          "with checkpoint.on_exit=false what was trained would be lost. Leave checkpoint.on_exit=true."),
+    Rule("memory.checkpointing", lambda cfg: cfg.memory.checkpointing not in (*RECOMPUTED, True, False),
+         f"must be one of {', '.join(RECOMPUTED)} (true is full, false is none). For example: "
+         "memory.checkpointing=attention."),
+    Rule("hardware.memory_gib",
+         lambda cfg: 0 < cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu <= cfg.hardware.reserve_gib
+         and cfg.launch.ranks_per_gpu > 1,
+         "launch.ranks_per_gpu={launch.ranks_per_gpu} gives each rank {each_gib:.3g} GiB of it, and "
+         "hardware.reserve_gib={hardware.reserve_gib} leaves nothing of it. Give more memory, fewer ranks on a GPU, or "
+         "a smaller reserve."),
+    Rule("hardware.memory_gib", lambda cfg: 0 < cfg.hardware.memory_gib <= cfg.hardware.reserve_gib,
+         "hardware.reserve_gib={hardware.reserve_gib} leaves nothing of it. Give more memory, or a smaller reserve."),
     Rule("logger.artifacts", lambda cfg: cfg.logger.artifacts and cfg.logger.name is not LoggerName.wandb,
          "is for W&B, and logger={logger.name.value} keeps none. Use logger=wandb."),
 )  # fmt: skip
@@ -102,15 +113,15 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
         _check_launch(cfg)
     else:
         refuse_broken(ON_CLUSTER, cfg)
-    refuse_broken(RULES, cfg)
+    refuse_broken(RULES, cfg, each_gib=cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu)
     save_cadence(cfg.checkpoint.save_every)
     check_micro_batches(cfg)
     _check_derived(cfg)
-    _check_memory(cfg)
     check_engine(cfg)
     _check_logger(cfg, here=here)
-    _check_hardware(cfg)
-    _check_groups(cfg, here=here, reads_rows=reads_rows)
+    if isinstance(cfg.data, RowsDataConfig):
+        check_sources(cfg.data, reads_rows=reads_rows)
+    _check_model(cfg.model, here=here)
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
@@ -126,24 +137,46 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     check_reward(cfg)
 
 
-def _check_memory(cfg: Config) -> None:
-    try:
-        _ = cfg.memory.recomputed
-    except KeyError:
-        names = ", ".join(each.name for each in Checkpointing)
-        raise ConfigError(
-            f"memory.checkpointing={as_typed(cfg.memory.checkpointing)}: must be one of {names} (true is full, false "
-            f"is none). For example: memory.checkpointing=attention."
-        ) from None
-
-
 def _check_launch(cfg: Config) -> None:
     joined = sizes.joined_world() is not None
     if joined:
-        check_joined(cfg)
+        _check_joined(cfg)
     else:
         refuse_broken(ALONE_HERE, cfg)
     _check_gpus(cfg.launch, joined=joined)
+
+
+def _check_joined(cfg: Config) -> None:
+    """Refuse nodes, or ranks on each, that the launcher of this process has not started."""
+    ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
+    assert ranks is not None
+    if nodes is None:
+        if ranks % cfg.launch.nodes:
+            fitting = sizes.listed(sizes.nearest(cfg.launch.nodes, sizes.divisors(ranks)))
+            raise ConfigError(
+                f"launch.nodes={cfg.launch.nodes}: the launcher has started {ranks} ranks, and every node must have "
+                f"equally many. Use launch.nodes={fitting}."
+            )
+        return
+    torchrun = "RANK" in os.environ
+    name, each = ("torchrun", "--nproc-per-node") if torchrun else ("srun", "--ntasks-per-node")
+    for key, stated, started, option in (
+        ("launch.nodes", cfg.launch.nodes, nodes, "--nnodes" if torchrun else "--nodes"),
+        ("launch.nproc", cfg.launch.nproc, ranks // nodes, each),
+    ):
+        if stated != started:
+            raise ConfigError(
+                f"{key}={stated}: {name} has started {ranks} ranks, {ranks // nodes} on each of {nodes} "
+                f"node{'s' * (nodes > 1)}. Use {key}={started}, or leave it out, or use {name} {option}={stated}."
+            )
+    # Ranks that srun has dealt to the nodes in turn: a ring's neighbours would lie on different nodes.
+    on_each, rank, node = ranks // nodes, sizes.joined_rank(), sizes.joined_node()
+    if cfg.parallel.ring_size > 1 and rank is not None and node not in (None, rank // on_each):
+        raise ConfigError(
+            f"parallel.ring_size={cfg.parallel.ring_size}: rank {rank} is on node {node}, and with {on_each} ranks on "
+            f"each it must be on node {rank // on_each}: ranks that are neighbours in a ring share a node. Use srun "
+            f"--distribution=block."
+        )
 
 
 def _check_gpus(launch: LaunchConfig, *, joined: bool) -> None:
@@ -226,21 +259,8 @@ def _check_logger(cfg: Config, *, here: bool) -> None:
         check_baseline("logger.baseline", cfg.logger.baseline)
 
 
-def _check_hardware(cfg: Config) -> None:
-    memory, reserve, ranks = cfg.hardware.memory_gib, cfg.hardware.reserve_gib, cfg.launch.ranks_per_gpu
-    if 0 < memory / ranks <= reserve:
-        share = f"launch.ranks_per_gpu={ranks} gives each rank {memory / ranks:.3g} GiB of it, and " * (ranks > 1)
-        fewer = ", fewer ranks on a GPU" * (ranks > 1)
-        raise ConfigError(
-            f"hardware.memory_gib={memory}: {share}hardware.reserve_gib={reserve} leaves nothing of it. Give more "
-            f"memory{fewer}, or a smaller reserve."
-        )
-
-
-def _check_groups(cfg: Config, *, here: bool, reads_rows: bool) -> None:
-    if isinstance(cfg.data, RowsDataConfig):
-        check_sources(cfg.data, reads_rows=reads_rows)
-    match cfg.model:
+def _check_model(model: ModelConfig, *, here: bool) -> None:
+    match model:
         case TinyModelConfig(heads=heads, kv_heads=kv_heads, hidden_size=hidden_size):
             if heads % kv_heads:
                 raise ConfigError(
@@ -254,5 +274,5 @@ def _check_groups(cfg: Config, *, here: bool, reads_rows: bool) -> None:
                     f"(rotary positions turn pairs of channels). Use "
                     f"model.hidden_size={sizes.listed([heads * each for each in even])}."
                 )
-        case HFModelConfig() as model:
+        case HFModelConfig():
             check_pretrained(model, here=here)

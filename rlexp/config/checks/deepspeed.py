@@ -6,7 +6,7 @@ is listed here. `tests/config/test_config.py` compares the list with DeepSpeed's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from rlexp.base.errors import ConfigError
@@ -69,7 +69,11 @@ PASSED_ZERO = {
 
 def check_overrides(overrides: Mapping[str, Any]) -> None:
     allowed = [*PASSED, *(f"zero_optimization.{key}" for key in PASSED_ZERO)]
-    for key, value in _leaves(overrides):
+    leaves, inside = dict(overrides), overrides.get("zero_optimization")
+    if isinstance(inside, Mapping):
+        del leaves["zero_optimization"]
+        leaves |= {f"zero_optimization.{key}": value for key, value in inside.items()}
+    for key, value in leaves.items():
         named = f"engine.overrides.{key}={value}"
         if key == "communication_data_type" and value not in ("fp32", "bf16"):
             raise ConfigError(f"{named}: must be fp32 or bf16. Use fp32 (exact), or bf16 (half the bytes).")
@@ -78,12 +82,3 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
         if key not in allowed:
             near = suggestion(key, [*allowed, *REFUSED])
             raise ConfigError(f"{named}: is not a DeepSpeed key that can be passed on.{near} Leave it out.")
-
-
-def _leaves(overrides: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the top-level keys, and those inside `zero_optimization`."""
-    for key, value in overrides.items():
-        if key == "zero_optimization" and isinstance(value, Mapping):
-            yield from ((f"{key}.{below}", each) for below, each in value.items())
-        else:
-            yield key, value

@@ -21,6 +21,7 @@ from rlexp.config.schema.bounds import example
 
 _WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 _ENTRIES = {Any: bool | int | float | str | None, float: int | float}  # what stands for a kind inside a container
+_PLAIN = "a number, a text, true, false, null, or a list or mapping of these"
 _LIST, _MAPPING = "a list, as [ONE, TWO] or []", "a mapping, as {NAME: VALUE} or {}"
 
 
@@ -87,7 +88,9 @@ def check_kinds(node: Any, prefix: str = "") -> None:
         if not isinstance(value, (int, float) if plain is float else _checked(plain)):
             raise ConfigError(f"{key}={value}: {rule(key, type(node))}")
         for where, each, hint in _misfits(key, value, plain):
-            raise ConfigError(f"{where}={_shown(each)}: must be {_entry_words(hint)}. Give it a plain value.")
+            shown = f"{type(each).__name__}(…)" if dataclasses.is_dataclass(each) else each
+            words = _PLAIN if hint is Any else in_words(hint)
+            raise ConfigError(f"{where}={shown}: must be {words}. Give it a plain value.")
         if dataclasses.is_dataclass(value):
             check_kinds(value, f"{key}.")
 
@@ -106,14 +109,6 @@ def _misfits(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:
             yield from _misfits(f"{key}.{name}" if isinstance(value, dict) else f"{key}[{name}]", each, inside)
     elif not isinstance(value, _ENTRIES.get(hint, hint)):
         yield key, value, hint
-
-
-def _shown(value: Any) -> str:
-    return f"{type(value).__name__}(…)" if dataclasses.is_dataclass(value) else str(value)
-
-
-def _entry_words(hint: Any) -> str:
-    return "a number, a text, true, false, null, or a list or mapping of these" if hint is Any else in_words(hint)
 
 
 def with_names(node: Any) -> Any:
