@@ -23,7 +23,7 @@ import sysconfig
 import tarfile
 import tempfile
 import time
-from argparse import Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -63,9 +63,7 @@ def main() -> int:
 
 
 def _arguments() -> Namespace:
-    parser = Parser(
-        prog="python -m bench.flash_attn_2", description=__doc__, formatter_class=RawDescriptionHelpFormatter
-    )
+    parser = Parser("bench.flash_attn_2", __doc__)
     parser.add_argument("--wheels", type=Path, metavar="FOLDER", help="where the wheel is to be")
     parser.add_argument(
         "--sdist", type=Path, metavar="FILE", help=f"flash_attn-{VERSION}.tar.gz, instead of a download"

@@ -58,7 +58,15 @@ def refuse_unwritable(file: Path | None, option: str = "--json") -> None:
         ) from None
 
 
-class Parser(argparse.ArgumentParser):
+class CommandParser(argparse.ArgumentParser):
+    """Parses the words behind `python -m NAME`, whose help is its module's docstring as it stands there."""
+
+    def __init__(self, name: str, doc: str | None) -> None:
+        form = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog=f"python -m {name}", description=doc, formatter_class=form)
+
+
+class Parser(CommandParser):
     """Reports a wrong option like any other mistake of the user's."""
 
     def error(self, message: str) -> None:  # type: ignore[override]

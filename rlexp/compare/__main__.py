@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rlexp.base.command import exit_code
+from rlexp.base.command import CommandParser, exit_code
 from rlexp.base.printable import printable, printable_lines
 from rlexp.compare import comparison as reports
 from rlexp.compare.comparison import Report
@@ -35,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlexp.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("rlexp.compare", __doc__)
     parser.add_argument("sources", nargs="+", metavar="FOLDER",
                         help="a sweep, a run, a folder of runs, or ENTITY/PROJECT")  # fmt: skip
     parser.add_argument("--out", type=Path,

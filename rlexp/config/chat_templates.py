@@ -65,8 +65,4 @@ def contents_of_template(value: str) -> str:
 
 def names_like(word: str) -> list[str]:
     """Return all names, the one most like `word` first."""
-
-    def likeness(name: str) -> float:
-        return difflib.SequenceMatcher(None, word.lower(), name).ratio()
-
-    return sorted(NAMED, key=lambda name: (-likeness(name), name))
+    return sorted(NAMED, key=lambda name: (-difflib.SequenceMatcher(None, word.lower(), name).ratio(), name))

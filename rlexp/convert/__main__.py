@@ -28,9 +28,7 @@ FIRST = "mine"  # the name in the printed command, if none is given
 
 
 def main() -> int:
-    parser = Parser(
-        prog="python -m rlexp.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.convert", __doc__)
     parser.add_argument("file", type=Path, metavar="FILE", help="a yaml file, or a shell script with the command")
     parser.add_argument(
         "--trainer", action="append", metavar="NAME", help="dpo, sft, kto, reward, grpo, …, where the file does not "

@@ -16,15 +16,13 @@ import webbrowser
 from pathlib import Path
 from shlex import quote
 
-from rlexp.base.command import exit_code
+from rlexp.base.command import CommandParser, exit_code
 from rlexp.dashboard import workspace
 from rlexp.training.sinks.wandb_access import NO_ACCOUNT, has_account
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlexp.dashboard", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("rlexp.dashboard", __doc__)
     parser.add_argument("project", nargs="?", default="rlexp", metavar="PROJECT", help="default: rlexp")
     parser.add_argument("--entity", help="the project's owner; default: the account's own entity")
     parser.add_argument("--group", help="only runs of this group; a sweep's runs form one")

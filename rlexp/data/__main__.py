@@ -38,9 +38,7 @@ def shown() -> int:
 
 
 def parse() -> argparse.Namespace:
-    parser = Parser(
-        prog="python -m rlexp.data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.data", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write a page to this file")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers to this file")

@@ -20,9 +20,7 @@ from rlexp.config.explain import explained
 
 
 def main() -> int:
-    parser = Parser(
-        prog="python -m rlexp.eval", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.eval", __doc__)
     parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value", help="at most one folder, and "
                         "settings as `python -m rlexp` takes them")  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the values to this file")
@@ -30,8 +28,8 @@ def main() -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rlexp.eval import evaluation, report
-    from rlexp.eval.job import job_of
+    from rlexp.eval import report
+    from rlexp.eval.job import evaluate, job_of
     from rlexp.launch.local import Interrupted
 
     job = job_of(options.words)
@@ -39,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.write(fitted(report.head(job)))
     sys.stdout.flush()
     try:
-        result = evaluation.evaluate(job)
+        result = evaluate(job)
     except Interrupted as stop:
         return stop.exit_code
     sys.stdout.write(fitted(report.text(job, result)))

@@ -1,17 +1,20 @@
-"""What is to be evaluated, and what comes of it."""
+"""What is to be evaluated, on which ranks, and what comes of it."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import CheckpointError, ConfigError, UserError
 from rlexp.base.file_hashes import files_of
+from rlexp.base.waiting import busy_message
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
 from rlexp.config.literals import literals
@@ -20,8 +23,12 @@ from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import SourceConfig
 from rlexp.launch import run_folder
+from rlexp.launch.joining import prepare_environment
+from rlexp.launch.local import PRELOAD, run_ranks
+from rlexp.launch.preflight_check import laid_out
 from rlexp.run_files.checkpoint_folder import named, read_position
 
+Result = TypeVar("Result")
 COLOCATED = {"mode": "colocated", "sampling_ranks": 0}
 KEYS = {each.name for each in fields(SourceConfig)}
 OF_A_SET = {"subset": None, "revision": None, "streaming": False}  # and not of a file
@@ -140,6 +147,29 @@ def for_evaluation(composed: DictConfig, *, reference: bool = False) -> Config:
     if not reference and draws(composed.loss.name):  # a model to compare with is not asked of held-out prompts
         composed.reference.path = composed.reference.revision = None
     return from_hydra(composed)
+
+
+# ---- the ranks, also of other commands that look at a trained model ----
+
+
+def evaluate(job: EvalJob) -> Evaluation:
+    """Evaluate on ranks of this machine."""
+    with busy_message("evaluates"):
+        from rlexp.eval.rank import evaluate_rank
+
+        return on_ranks(evaluate_rank, job)
+
+
+def on_ranks(work: Callable[..., Result], job: Any) -> Result:
+    """Run `work` on ranks of this machine, with the job and an empty folder, and return what rank 0 returns."""
+    job = replace(job, cfg=(cfg := laid_out(job.cfg)))
+    prepare_environment(cfg.launch)
+    deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].loads_pieces else ()
+    with tempfile.TemporaryDirectory(prefix="rlexp-eval-") as folder:
+        return run_ranks(
+            work, cfg.parallel.world_size, (job, folder), device=cfg.launch.device.value,
+            preload=(*PRELOAD, *deepspeed),
+        )[0]  # fmt: skip
 
 
 # ---- what only training needs is not asked for ----

@@ -10,14 +10,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from rlexp.base.command import exit_code
+from rlexp.base.command import CommandParser, exit_code
 from rlexp.config.schema import ExportDtype
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlexp.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("rlexp.export", __doc__)
     parser.add_argument("source", type=Path, metavar="RUN_OR_CHECKPOINT", help="the folder of a run or a checkpoint")
     parser.add_argument("--out", type=Path, help="a new or empty folder for the model")
     parser.add_argument("--dtype", choices=[each.value for each in ExportDtype], default=ExportDtype.auto.value,

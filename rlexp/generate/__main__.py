@@ -27,9 +27,7 @@ from rlexp.config.explain import explained
 
 
 def main() -> int:
-    parser = Parser(
-        prog="python -m rlexp.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.generate", __doc__)
     parser.add_argument("words", nargs="*", metavar="RUN_OR_CHECKPOINT key=value", help="at most one folder, and "
                         "settings as `python -m rlexp` takes them")  # fmt: skip
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="a prompt; may be repeated")
@@ -52,7 +50,7 @@ def at_least_1(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from rlexp.eval.evaluation import on_ranks
+    from rlexp.eval.job import on_ranks
     from rlexp.generate import report
     from rlexp.generate.job import Beside, job_of
     from rlexp.launch.local import Interrupted

@@ -38,9 +38,7 @@ OUT = "long_pairs.jsonl"
 
 
 def main() -> int:
-    parser = Parser(
-        prog="python -m rlexp.long_pairs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.long_pairs", __doc__)
     parser.add_argument("words", nargs="*", metavar="model=NAME", help="the model whose tokenizer counts, as `python "
                         "-m rlexp` takes it")  # fmt: skip
     parser.add_argument("--tokens", type=int, default=128_000, metavar="N", help="the most tokens of a prompt with its "

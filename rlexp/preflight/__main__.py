@@ -26,9 +26,7 @@ from rlexp.config.schema import HFModelConfig
 
 
 def main() -> int:
-    parser = Parser(
-        prog="python -m rlexp.preflight", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.preflight", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
     parser.add_argument("--longest", action="store_true", help="also search the longest sequences that fit")
     parser.add_argument("--verbose", action="store_true", help="also show what the sums are made of")

@@ -24,9 +24,7 @@ WIDTH = 80
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = Parser(
-        prog="python -m rlexp.recipe", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.recipe", __doc__)
     parser.add_argument("name", nargs="?", metavar="NAME", help="the recipe; without one, all are listed")
     parser.add_argument("--copy", type=Path, metavar="FILE", help="write the recipe to a new file that ends in .yaml")
     return exit_code(lambda: recipe(parser.parse_args(argv)))

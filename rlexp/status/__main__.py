@@ -22,7 +22,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.live import Live
 
-from rlexp.base.command import exit_code
+from rlexp.base.command import CommandParser, exit_code
 from rlexp.status import draw
 from rlexp.status.view import Look, StatusError, StatusView
 
@@ -35,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m rlexp.status", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = CommandParser("rlexp.status", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="a sweep, a run, or a folder of runs")
     parser.add_argument("--watch", action="store_true", help="repeat until all jobs have ended, with progress bars")
     parser.add_argument("--every", type=float, metavar="SECONDS", help=f"how often --watch looks; default: {EVERY:g}")

@@ -24,9 +24,7 @@ STEPS = "optimizer steps (default: 3; of losses that generate samples, those of 
 
 
 def main() -> int:
-    parser = Parser(
-        prog="python -m rlexp.verify", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = Parser("rlexp.verify", __doc__)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings, as `python -m rlexp` takes them")
     parser.add_argument("--steps", type=int, metavar="N", help=STEPS)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")

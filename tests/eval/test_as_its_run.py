@@ -17,8 +17,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.load import DERIVED, OF_CURVE, OF_HERE, compose_config, composed_like, to_plain
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
-from rlexp.eval.evaluation import evaluate
-from rlexp.eval.job import for_evaluation, job_of
+from rlexp.eval.job import evaluate, for_evaluation, job_of
 from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers.adapters import adapter_of
 from tests.helpers.models import saved

@@ -224,7 +224,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, run_of_keys: Path) -> Callable[..., t
         return kept[-1]
 
     monkeypatch.chdir(run_of_keys)
-    monkeypatch.setattr("rlexp.eval.evaluation.on_ranks", keep)
+    monkeypatch.setattr("rlexp.eval.job.on_ranks", keep)
     return ask
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from rlexp.base.errors import ConfigError
 from rlexp.base.kernel_needs import NEEDS, able, built, fits, installed, takes
@@ -57,14 +57,14 @@ def not_built(name: str, heads: Heads) -> str | None:
     return f"the installed version {version} has heads of {_listed(sizes)} only, and the model's are {heads.size}"
 
 
-def _listed(sizes: Collection[int]) -> str:
+def _listed(sizes: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(sizes)))
 
 
 def _unable(cfg: Config, heads: Heads | None, generations: set[int]) -> str | None:
     """Say why none of the GPUs can run the kernel with these heads; without GPUs, whether any kind can."""
     name, needs = cfg.parallel.kernel.value, NEEDS[cfg.parallel.kernel.value]
-    have = f"this run's have {' and '.join(map(str, sorted(generations)))}"
+    have = f"this run's have {_listed(generations)}"
     if generations and not generations & needs.heads.keys():
         return f"runs on GPUs of compute capability {_spoken([*needs.heads])}, and {have}"
     able_there = {each for each in generations if each in needs.heads} or {*needs.heads}

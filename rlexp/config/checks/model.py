@@ -147,10 +147,9 @@ def check_template(key: str, path: str) -> None:
         )
     try:
         text = file.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{key}={path}: is no UTF-8 text. Give a file with a jinja template.") from None
-    except IsADirectoryError:
-        raise ConfigError(f"{key}={path}: is a folder. Give a file with a jinja template.") from None
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        what = "is a folder" if isinstance(error, OSError) else "is no UTF-8 text"
+        raise ConfigError(f"{key}={path}: {what}. Give a file with a jinja template.") from None
     except (OSError, ValueError):
         raise ConfigError(
             f"{key}={path}: no such file can be read. Give one that exists; relative paths start at {Path.cwd()}."

@@ -38,25 +38,22 @@ def check_reward(cfg: Config) -> None:
 
 
 def _check_rule(key: str, cfg: RuleRewardConfig) -> None:
-    match cfg.rule:
-        case RuleName.count:
-            if not cfg.text:
-                raise ConfigError(
-                    f"{key}.text: has no value, and {key}.rule=count counts how often it occurs. Give {key}.text=TEXT, "
-                    f"or another {key}.rule."
-                )
-        case RuleName.regex:
-            if not cfg.pattern:
-                raise ConfigError(
-                    f"{key}.pattern: has no value, and {key}.rule=regex looks for it. Give {key}.pattern=REGEX."
-                )
-            try:
-                re.compile(cfg.pattern)
-            except re.error as error:
-                raise ConfigError(
-                    f"{key}.pattern={cfg.pattern}: is no regular expression ({error.msg} at character "
-                    f"{(error.pos or 0) + 1}). Give another, and quote it on the command line."
-                ) from None
+    if cfg.rule is RuleName.count and not cfg.text:
+        raise ConfigError(
+            f"{key}.text: has no value, and {key}.rule=count counts how often it occurs. Give {key}.text=TEXT, or "
+            f"another {key}.rule."
+        )
+    if cfg.rule is not RuleName.regex:
+        return
+    if not cfg.pattern:
+        raise ConfigError(f"{key}.pattern: has no value, and {key}.rule=regex looks for it. Give {key}.pattern=REGEX.")
+    try:
+        re.compile(cfg.pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"{key}.pattern={cfg.pattern}: is no regular expression ({error.msg} at character {(error.pos or 0) + 1}). "
+            f"Give another, and quote it on the command line."
+        ) from None
 
 
 def _check_function(key: str, cfg: PythonRewardConfig) -> None:

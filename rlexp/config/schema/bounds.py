@@ -41,17 +41,9 @@ class Bounds:
 ANY_INT, ANY_FLOAT = Bounds(least=-LARGEST_INT, most=LARGEST_INT), Bounds()
 
 
-def number(
-    default: Any,
-    *,
-    least: float | None = None,
-    above: float | None = None,
-    most: float | None = None,
-    below: float | None = None,
-    why: str = "",
-) -> Any:
-    """A field of the schema with its bounds."""
-    return dataclasses.field(default=default, metadata={"bounds": Bounds(least, above, most, below, why)})
+def number(default: Any, **bounds: Any) -> Any:
+    """A field of the schema with its bounds, given as to `Bounds`."""
+    return dataclasses.field(default=default, metadata={"bounds": Bounds(**bounds)})
 
 
 def check_bounds(node: Any, prefix: str = "") -> None:
