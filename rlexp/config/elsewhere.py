@@ -21,8 +21,16 @@ from rlexp.config.schema.rollouts import RolloutMode
 def compose_elsewhere(overrides: Sequence[str]) -> Config:
     """Return the configuration that these overrides have on the hardware that they name."""
     named = any(each.startswith("hardware=") and each != "hardware=auto" for each in overrides)
-    given = [*overrides] if named else [f"hardware={_here()}", *overrides]
-    gpus = _gpus(given)
+    if not named and (here := hardware_here()) is None:
+        raise ConfigError(
+            f"hardware=auto: no GPU is visible here, or none that is known. Name the hardware of the run: "
+            f"hardware={' or hardware='.join(dict.fromkeys(NAMES.values()))}."
+        )
+    given = [*overrides] if named else [f"hardware={here}", *overrides]
+    # The GPUs of a node are read before the configuration is composed.
+    option = [each.partition("=")[2] for each in given if each.startswith("hardware=")][-1]
+    own = [each.partition("=")[2] for each in given if each.startswith("hardware.gpus=")]
+    gpus = int(own[-1]) if own and own[-1].isdecimal() else int(described(option).get("gpus", 8))
     with assumed_gpus(gpus):
         cfg = from_hydra(composed(["launch.device=cuda", *given]), here=False, reads_rows=False)
     _check(cfg, gpus)
@@ -37,23 +45,6 @@ def composed_for(overrides: Sequence[str], searched: Path) -> Config:
     path = [quoted(f"file://{folder}") for folder in (config_root() / "launchers", config_root() / "sweeps", searched)]
     with assumed_gpus(8):
         return from_hydra(composed([f"hydra.searchpath=[{','.join(path)}]", *overrides]), here=False)
-
-
-def _here() -> str:
-    option = hardware_here()
-    if option is None:
-        raise ConfigError(
-            f"hardware=auto: no GPU is visible here, or none that is known. Name the hardware of the run: "
-            f"hardware={' or hardware='.join(dict.fromkeys(NAMES.values()))}."
-        )
-    return option
-
-
-def _gpus(overrides: Sequence[str]) -> int:
-    """Return the GPUs of a node of the hardware, read before the configuration is composed."""
-    option = [each.partition("=")[2] for each in overrides if each.startswith("hardware=")][-1]
-    own = [each.partition("=")[2] for each in overrides if each.startswith("hardware.gpus=")]
-    return int(own[-1]) if own and own[-1].isdecimal() else int(described(option).get("gpus", 8))
 
 
 def _check(cfg: Config, gpus: int) -> None:

@@ -68,7 +68,7 @@ def explain(error: BaseException) -> str | None:
             return refusal.group(1)
     for link in links:
         # Hydra makes the run's folder before our job starts. Errors of the job itself are not meant here.
-        through = _origin(link)
+        through = "\n".join(frame.filename for frame in traceback.extract_tb(link.__traceback__))
         if isinstance(link, OSError) and link.filename and "/hydra/" in through and "run/job.py" not in through:
             return (
                 f"hydra.run.dir: {link.filename} cannot be made ({link.strerror}). "
@@ -93,11 +93,6 @@ def explain(error: BaseException) -> str | None:
             return plain.format(*match.groups())
     message = _headless(text) or _unknown_key(text) or _unknown_option(text) or _bad_value(text, links)
     return message or f"{' '.join(text.split())} `python -m rlexp --help` says how values are set."
-
-
-def _origin(error: BaseException) -> str:
-    """Return the files that an exception passed through."""
-    return "\n".join(frame.filename for frame in traceback.extract_tb(error.__traceback__))
 
 
 def chain(error: BaseException | None) -> Iterator[BaseException]:

@@ -25,7 +25,6 @@ from rlexp.config.schema.keys import suggestion
 from rlexp.config.schema.loss_terms import OF_THE_SUM, loss_terms
 from rlexp.config.schema.losses import MPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
-from rlexp.config.schema.rollouts import RewardConfig
 
 GROUPS = ("data", "loss", "optim", "model", "adapter", "reference")
 # keys that runs of older versions have not written down, with what they meant
@@ -57,7 +56,8 @@ def identity(cfg: Config) -> dict[str, Any]:
 
 
 def curve_keys(cfg: Config) -> dict[str, Any]:
-    """Return the same, but with files by their names: nothing is read."""
+    """Return the same, but with files by their names: nothing is read. Terms and sources have all their keys, given or
+    not."""
     plain = to_plain(cfg)
     keys: dict[str, Any] = {"seed": cfg.seed, "train.batch_size": cfg.train.batch_size}
     for group in (*GROUPS, *(OF_SAMPLES if cfg.loss.draws else ())):
@@ -65,10 +65,15 @@ def curve_keys(cfg: Config) -> dict[str, Any]:
     if keys.get("adapter.path") is not None:  # the folder decides them
         keys = {key: value for key, value in keys.items() if key not in OF_FOLDER}
     if isinstance(cfg.loss, MPOConfig):
-        keys |= _keys_of_sum(cfg.loss)
-        del keys["loss.terms"]
-    if keys.pop("reward.terms", None):
-        keys |= _keys_of_terms(cfg.reward)
+        del keys["loss.terms"]  # the order of the terms counts for none but the metrics
+        for term in loss_terms(cfg.loss):
+            own = {"weight": term.weight} | to_plain(term.cfg)
+            keys |= {f"loss.terms.{term.name}.{leaf}": own[leaf] for leaf in own if leaf not in ("name", *OF_THE_SUM)}
+    if keys.pop("reward.terms", None):  # as if each term were a reward of its own
+        for each in reward_terms(cfg.reward):
+            own = to_plain(each.cfg)
+            keys |= {f"{each.key}.kind": own.pop("name"), f"{each.key}.weight": each.weight}
+            keys |= {f"{each.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
     if keys.pop("data.sources", None):
         assert isinstance(cfg.data, RowsDataConfig)
         for source in sources_of(cfg.data):
@@ -86,25 +91,6 @@ def of_length(keys: Mapping[str, Any], steps: int | None, warm_up: int | None) -
     ends = {"steps until which the learning rate falls": steps} if keys.get("optim.decay") in ENDING else {}
     warms = {"steps of the warm-up": warm_up} if keys.get("optim.warmup_ratio") else {}
     return {name: count for name, count in (ends | warms).items() if count is not None}
-
-
-def _keys_of_sum(loss: MPOConfig) -> dict[str, Any]:
-    """Return each key of each loss of a sum, given or not. The order of the terms counts for none but the metrics."""
-    keys: dict[str, Any] = {}
-    for term in loss_terms(loss):
-        own = {leaf: value for leaf, value in to_plain(term.cfg).items() if leaf not in ("name", *OF_THE_SUM)}
-        keys |= {f"loss.terms.{term.name}.{leaf}": value for leaf, value in {"weight": term.weight, **own}.items()}
-    return keys
-
-
-def _keys_of_terms(reward: RewardConfig) -> dict[str, Any]:
-    """Return each key of each term of a sum, given or not, as if the term were a reward of its own."""
-    keys: dict[str, Any] = {}
-    for term in reward_terms(reward):
-        own = to_plain(term.cfg)
-        keys |= {f"{term.key}.kind": own.pop("name"), f"{term.key}.weight": term.weight}
-        keys |= {f"{term.key}.{leaf}": value for leaf, value in own.items() if f"reward.{leaf}" not in FREE}
-    return keys
 
 
 def _rows(path: str) -> str:

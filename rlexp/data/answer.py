@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.model_names import called
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.row_kinds import EXAMPLE, ROWS_OF, SIDES, Kind
@@ -31,7 +30,7 @@ def preview(cfg: Config, samples: int) -> Preview:
     tokenizer = load_tokenizer(cfg.model)
     rows = read_rows(cfg, tokenizer)
     facts = Preview(
-        cfg.loss.name, needs.value, rows.kind.value, f"data={cfg.data.name}", called(cfg.model), cfg.data.max_length,
+        cfg.loss.name, needs.value, rows.kind.value, f"data={cfg.data.name}", cfg.model.called, cfg.data.max_length,
         cfg.data.packing, rows.sources, rows.reasons, problems=_problems(cfg, rows),
     )  # fmt: skip
     if not len(rows.lengths):

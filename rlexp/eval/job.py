@@ -193,7 +193,12 @@ def hold_out_alone(cfg: DictConfig) -> None:
         raise ConfigError("data.eval_path: has no value. Give the rows to evaluate: data.eval_path=FILE.")
     sources = data.get("sources") or {}
     for source in (data, *(each for each in sources.values() if isinstance(each, DictConfig))):
-        _take_held_out(source)
+        place = source.get("eval_path")
+        if isinstance(place, str):  # else none, or one that is refused where sources are checked
+            # A set's split, subset and revision may be of the rows to train on, or of these.
+            of_rows = {"split": "train"} | (OF_A_SET if files_of(place) else {})
+            with open_dict(source):
+                source.update({"path": place} | {key: value for key, value in of_rows.items() if key in source})
     held_out = {name: each for name, each in sources.items() if not _trained_on_alone(each)}
     if held_out:
         data.sources = held_out
@@ -204,13 +209,3 @@ def _trained_on_alone(source: Any) -> bool:
     return (
         isinstance(source, DictConfig) and source.keys() <= KEYS and not (source.keys() & {"eval_path", "eval_split"})
     )
-
-
-def _take_held_out(source: DictConfig) -> None:
-    """Name the held-out rows where those to train on are named. A set's split, subset and revision may be of either."""
-    place = source.get("eval_path")
-    if not isinstance(place, str):
-        return  # none, or one that is refused where sources are checked
-    of_rows = {"split": "train"} | (OF_A_SET if files_of(place) else {})
-    with open_dict(source):
-        source.update({"path": place} | {key: value for key, value in of_rows.items() if key in source})

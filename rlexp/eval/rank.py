@@ -10,27 +10,21 @@ from rlexp.training.checkpoint.restore import restore
 from rlexp.training.sinks.console import say
 from rlexp.training.train.build import build
 from rlexp.training.train.resume import saved_task
-from rlexp.training.train.task import Task
 
 
 def evaluate_rank(spec: RankSpec, job: EvalJob, folder: str) -> Evaluation:
     join(spec, job.cfg.launch)
     task = build(job.cfg, trains=False)
     try:
-        checkpoint, step = (None, 0) if job.folder is None else take_up(task, job.folder, Path(folder))
+        checkpoint, step = None, 0
+        if job.folder is not None:  # its newest whole checkpoint; `folder` has no runs
+            restored = restore(str(job.folder.resolve()), Path(folder), task.run.engine, task.run.world, say)
+            assert restored is not None, "a folder always has a checkpoint, or raises"
+            checkpoint, position = restored
+            step = int(position["step"])
+            task.restore(checkpoint, saved_task(position), step)
         values = task.evaluate(step)
     finally:
         task.close()
     leave_world()  # a rank that fails does not wait for the others: its error is what the user needs
     return Evaluation(checkpoint, step, values, len(task.examples.held_out), task.kind, task.run.attention)
-
-
-def take_up(task: Task, folder: Path, nothing: Path) -> tuple[Path, int]:
-    """Load the newest whole checkpoint of a folder, and the task's part of it; return it and its step. `nothing` is a
-    folder without runs."""
-    run = task.run
-    restored = restore(str(folder.resolve()), nothing, run.engine, run.world, say)
-    assert restored is not None, "a folder always has a checkpoint, or raises"
-    path, position = restored
-    task.restore(path, saved_task(position), position["step"])
-    return path, int(position["step"])

@@ -9,7 +9,6 @@ from pathlib import Path
 from rlexp.base.version import __version__
 from rlexp.base.wilson import wilson
 from rlexp.config.load import to_plain
-from rlexp.config.model_names import called
 from rlexp.config.schema.cadence import plural
 from rlexp.eval.job import EvalJob, Evaluation
 from rlexp.run_files.evaluations import OF_LENGTH, by_length
@@ -17,7 +16,7 @@ from rlexp.run_files.evaluations import OF_LENGTH, by_length
 
 def head(job: EvalJob) -> str:
     """Say what is evaluated, before it is read."""
-    cfg, of = job.cfg, job.folder or called(job.cfg.model)
+    cfg, of = job.cfg, job.folder or job.cfg.model.called
     return f"rlexp {__version__}  {cfg.loss.name} of {of}, {cfg.train.precision.value}\n"
 
 

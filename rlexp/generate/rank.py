@@ -124,8 +124,17 @@ def prompts_of(job: GenerateJob, cfg: Config, examples: Examples, tokenizer: Any
     step = 2 if job.cfg.data.unpair else 1  # both halves of a pair have its prompt
     rows = examples.held_out[::step][: job.rows]
     prompts = [prompt_of(each, place, tokenizer) for place, each in enumerate(rows)]
+    new, most = cfg.rollout.max_new_tokens, cfg.data.max_length
     for prompt in prompts:
-        refuse_too_long(prompt, cfg)
+        left = most - len(prompt.prompt)
+        if left < new:
+            remedy = (
+                f"Use rollout.max_new_tokens={left}, or a shorter prompt." if left > 0 else "Give a shorter prompt."
+            )
+            raise DataError(
+                f"{prompt.origin}: the prompt has {len(prompt.prompt)} tokens, and the model has {most} positions for "
+                f"it and an answer of rollout.max_new_tokens={new}. {remedy}"
+            )
     return prompts
 
 
@@ -134,14 +143,3 @@ def prompt_of(example: Example, place: int, tokenizer: Any) -> Example:
         return replace(example, index=place)
     text = tokenizer.decode(example.prompt, skip_special_tokens=True)
     return Example(place, example.prompt, origin=example.origin, text=text)
-
-
-def refuse_too_long(prompt: Example, cfg: Config) -> None:
-    length, new = len(prompt.prompt), cfg.rollout.max_new_tokens
-    if length + new > cfg.data.max_length:
-        left = cfg.data.max_length - length
-        remedy = f"Use rollout.max_new_tokens={left}, or a shorter prompt." if left > 0 else "Give a shorter prompt."
-        raise DataError(
-            f"{prompt.origin}: the prompt has {length} tokens, and the model has {cfg.data.max_length} positions for "
-            f"it and an answer of rollout.max_new_tokens={new}. {remedy}"
-        )

@@ -11,7 +11,6 @@ from pathlib import Path
 from rlexp.base import plain_json
 from rlexp.base.printable import printable
 from rlexp.base.version import __version__
-from rlexp.config.model_names import called
 from rlexp.generate.job import Answered, Beside, GenerateJob
 
 WIDEST = 100  # columns
@@ -20,7 +19,7 @@ WIDEST = 100  # columns
 def head(job: GenerateJob) -> str:
     """Say what is generated, before it is."""
     cfg, rollout, parallel = job.cfg, job.cfg.rollout, job.cfg.parallel
-    of = called(cfg.model) if job.folder is None else str(job.folder)
+    of = cfg.model.called if job.folder is None else str(job.folder)
     beside = {Beside.start: ", beside its start", Beside.reference: f", beside {cfg.reference.path}"}
     how = (
         "the likeliest token each time"
@@ -36,17 +35,12 @@ def head(job: GenerateJob) -> str:
 
 
 def text(job: GenerateJob, answers: Sequence[Answered]) -> str:
-    names = name_of_model(job), {Beside.reference: "reference"}.get(job.beside, "start")
+    trained = job.folder is not None or job.beside is Beside.start
+    alone = "answer" if job.beside is Beside.none else "model"
+    names = "trained" if trained else alone, {Beside.reference: "reference"}.get(job.beside, "start")
     wide, columns = max(map(len, names)), min(WIDEST, shutil.get_terminal_size().columns)
     lines = [line for each in answers for line in ("", *block(each, names, wide, columns))]
     return "\n".join(lines) + "\n"
-
-
-def name_of_model(job: GenerateJob) -> str:
-    """Name the answers: of what was trained, or of a model that is alone or beside another."""
-    if job.folder is not None or job.beside is Beside.start:
-        return "trained"
-    return "answer" if job.beside is Beside.none else "model"
 
 
 def block(each: Answered, names: tuple[str, str], wide: int, columns: int) -> Iterator[str]:

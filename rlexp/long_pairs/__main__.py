@@ -100,11 +100,10 @@ def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) 
 
 
 def tell(options: argparse.Namespace, made: list[Pair], model: ModelConfig | None, texts: Texts) -> None:
-    from rlexp.config.model_names import called
 
     tokens, places = [each.tokens for each in made], [each.place for each in made]
     counted = (f"estimated, {CHARACTERS:g} characters a token. With model=NAME, its tokenizer counts"
-               if model is None else f"counted with the tokenizer of {called(model)}")  # fmt: skip
+               if model is None else f"counted with the tokenizer of {model.called}")  # fmt: skip
     left_out = f"; {texts.no_text} other files are no text" if texts.no_text else ""
     path = shlex.quote(str(options.out))
     model_words = " ".join(map(shlex.quote, options.words)) or "model=NAME"

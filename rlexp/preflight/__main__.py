@@ -21,7 +21,6 @@ from pathlib import Path
 from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.base.printable import fitted
 from rlexp.config.explain import explained
-from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig
 
 
@@ -43,7 +42,7 @@ def preflight(options: argparse.Namespace) -> int:
     refuse_unwritable(options.json)
     local = not isinstance(cfg.model, HFModelConfig) or Path(cfg.model.path).expanduser().exists()
     source = "" if local else ", which is on the hub or in its cache"
-    sys.stderr.write(f"rlexp preflight: imports torch, and reads config.json of {called(cfg.model)}{source}\n")
+    sys.stderr.write(f"rlexp preflight: imports torch, and reads config.json of {cfg.model.called}{source}\n")
     quietly()
     from rlexp.preflight import report
     from rlexp.preflight.answer import answer

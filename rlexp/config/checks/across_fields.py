@@ -35,6 +35,7 @@ from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConf
 from rlexp.config.vllm_memory import check_vllm_memory
 
 MOST_RANKS = 512  # on one machine
+OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # also the names of packages and extras
 MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
 RECOMPUTED = [each.name for each in Checkpointing]
 
@@ -109,16 +110,26 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     """Refuse what cannot be run. With `here`, this machine runs it, and launch.device is resolved."""
     check_bounds(cfg)
     seconds("launch.time_limit", cfg.launch.time_limit)
-    if here:
-        _check_launch(cfg)
+    joined = here and sizes.joined_world() is not None
+    if joined:
+        _check_joined(cfg)
     else:
-        refuse_broken(ON_CLUSTER, cfg)
+        refuse_broken(ALONE_HERE if here else ON_CLUSTER, cfg)
+    if here:
+        _check_gpus(cfg.launch, joined=joined)
     refuse_broken(RULES, cfg, each_gib=cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu)
     save_cadence(cfg.checkpoint.save_every)
     check_micro_batches(cfg)
     _check_derived(cfg)
     check_engine(cfg)
-    _check_logger(cfg, here=here)
+    name = cfg.logger.name
+    if here and name in OPTIONAL_LOGGERS and not installed(name.value):
+        raise ConfigError(
+            f"logger={name.value}: the package {name.value} is not installed. Install it with "
+            f"`pip install -e '.[{name.value}]'` in a checkout, or use logger=wandb or logger=none."
+        )
+    if cfg.logger.baseline is not None:
+        check_baseline("logger.baseline", cfg.logger.baseline)
     if isinstance(cfg.data, RowsDataConfig):
         check_sources(cfg.data, reads_rows=reads_rows)
     _check_model(cfg.model, here=here)
@@ -135,15 +146,6 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     check_loss(cfg)
     check_evaluation(cfg)
     check_reward(cfg)
-
-
-def _check_launch(cfg: Config) -> None:
-    joined = sizes.joined_world() is not None
-    if joined:
-        _check_joined(cfg)
-    else:
-        refuse_broken(ALONE_HERE, cfg)
-    _check_gpus(cfg.launch, joined=joined)
 
 
 def _check_joined(cfg: Config) -> None:
@@ -241,22 +243,8 @@ def check_engine(cfg: Config) -> None:
     check_overrides(cfg.engine.overrides)
 
 
-OPTIONAL_LOGGERS = (LoggerName.tensorboard, LoggerName.trackio)  # also the names of packages and extras
-
-
 def installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
-
-
-def _check_logger(cfg: Config, *, here: bool) -> None:
-    name = cfg.logger.name
-    if here and name in OPTIONAL_LOGGERS and not installed(name.value):
-        raise ConfigError(
-            f"logger={name.value}: the package {name.value} is not installed. Install it with "
-            f"`pip install -e '.[{name.value}]'` in a checkout, or use logger=wandb or logger=none."
-        )
-    if cfg.logger.baseline is not None:
-        check_baseline("logger.baseline", cfg.logger.baseline)
 
 
 def _check_model(model: ModelConfig, *, here: bool) -> None:

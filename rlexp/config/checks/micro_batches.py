@@ -25,9 +25,16 @@ class AtOnce:
 
 
 def at_once(cfg: Config) -> AtOnce:
-    """Return how much a replica trains on at once."""
-    size = cfg.train.micro_batch_size
-    return AtOnce(samples=size) if isinstance(size, int) else _by_tokens(cfg)
+    """Return how much a replica trains on at once.
+
+    A number of tokens that is not said is enough for the longest sample, which needs that memory anyway; and no more
+    than a replica's share of the longest samples.
+    """
+    size, given, longest = cfg.train.micro_batch_size, cfg.train.max_tokens_per_micro_batch, longest_sample(cfg)
+    if isinstance(size, int) or not cfg.data.packing:  # without it every sequence is as long as the longest
+        return AtOnce(samples=size if isinstance(size, int) else 1)
+    most = min(max(usual_tokens(cfg), longest), _of_replica(cfg) * longest)
+    return AtOnce(tokens=most if given is None else given)
 
 
 def scoring_at_once(cfg: Config) -> AtOnce:
@@ -37,16 +44,6 @@ def scoring_at_once(cfg: Config) -> AtOnce:
         return AtOnce(samples=size or UNPACKED)
     given = cfg.train.max_tokens_per_micro_batch
     return AtOnce(tokens=max(usual_tokens(cfg), longest_sample(cfg)) if given is None else given)
-
-
-def _by_tokens(cfg: Config) -> AtOnce:
-    """What is not said is enough for the longest sample, which needs that memory anyway; and no more than a replica's
-    share of the longest samples."""
-    if not cfg.data.packing:
-        return AtOnce(samples=1)  # every sequence is as long as the longest: few tokens would be real
-    given, longest = cfg.train.max_tokens_per_micro_batch, longest_sample(cfg)
-    most = min(max(usual_tokens(cfg), longest), _of_replica(cfg) * longest)
-    return AtOnce(tokens=most if given is None else given)
 
 
 def usual_tokens(cfg: Config) -> int:

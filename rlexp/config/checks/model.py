@@ -32,7 +32,14 @@ def check_pretrained(model: HFModelConfig, *, here: bool) -> None:
     check_revision("model", model.path, model.revision)
     check_quantized("model.path", model.path)
     _check_gguf(model, folder if local else None, here=here)
-    _check_tokens(model, folder if local else None)
+    shown = f"model.add_tokens={model.add_tokens}"
+    if any(not token.strip() for token in model.add_tokens):
+        raise ConfigError(f"{shown}: holds a token that is empty, or blank. Leave it out.")
+    twice = [token for token, times in Counter(model.add_tokens).items() if times > 1]
+    if twice:
+        raise ConfigError(f"{shown}: names {twice[0]!r} twice. Give each token once.")
+    if model.add_tokens and local and model.gguf is None:
+        refuse_known(model.add_tokens, _vocabulary(folder))
     if model.chat_template is not None:
         check_template("model.chat_template", model.chat_template)
         if local and model.gguf is None and (known := _vocabulary(folder)):
@@ -84,17 +91,6 @@ def _gguf_files(folder: Path) -> list[str]:
 
 
 # ---- new tokens ----
-
-
-def _check_tokens(model: HFModelConfig, folder: Path | None) -> None:
-    shown = f"model.add_tokens={model.add_tokens}"
-    if any(not token.strip() for token in model.add_tokens):
-        raise ConfigError(f"{shown}: holds a token that is empty, or blank. Leave it out.")
-    twice = [token for token, times in Counter(model.add_tokens).items() if times > 1]
-    if twice:
-        raise ConfigError(f"{shown}: names {twice[0]!r} twice. Give each token once.")
-    if model.add_tokens and folder is not None and model.gguf is None:
-        refuse_known(model.add_tokens, _vocabulary(folder))
 
 
 def refuse_known(tokens: list[str], vocabulary: set[str]) -> None:

@@ -17,9 +17,21 @@ TRIED = Version("0.26"), Version("0.33")  # from the first, below the second
 HEADS_ON_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # sizes that its attention on CPUs has
 NATIVE = "or use rollout.engine=native"
 KEY = "rollout.engine=vllm"
+SIZES = ", ".join(map(str, HEADS_ON_CPU))
+
+
+def _size(cfg: Config) -> int | None:
+    heads = heads_of(cfg.model)
+    return None if heads is None else heads.size
 
 
 RULES = (
+    Rule("rollout.engine", lambda cfg: experts_in(cfg.model) is not None,
+         "the model is a mixture of experts ({experts}). vLLM rearranges their weights once, when it loads them, and "
+         "cannot be given new ones. Use rollout.engine=native."),
+    Rule("rollout.engine", lambda cfg: cfg.launch.device is Device.cpu and _size(cfg) not in (None, *HEADS_ON_CPU),
+         f"the model has heads of {{size}} numbers, and vLLM's attention on CPUs takes {SIZES}. Choose another model, "
+         f"{NATIVE}."),
     Rule("rollout.vllm_sleep", lambda cfg: cfg.rollout.vllm_sleep and cfg.launch.device is Device.cpu,
          "vLLM gives memory of a GPU back, and launch.device=cpu. Leave it out, or use launch.device=cuda."),
     Rule("rollout.engine",
@@ -31,18 +43,7 @@ RULES = (
 
 
 def check_vllm(cfg: Config, *, here: bool) -> None:
-    if (experts := experts_in(cfg.model)) is not None:
-        raise ConfigError(
-            f"{KEY}: the model is a mixture of experts ({experts}). vLLM rearranges their weights once, when it loads "
-            f"them, and cannot be given new ones. Use rollout.engine=native."
-        )
-    heads = heads_of(cfg.model)
-    if cfg.launch.device is Device.cpu and heads is not None and heads.size not in HEADS_ON_CPU:
-        raise ConfigError(
-            f"{KEY}: the model has heads of {heads.size} numbers, and vLLM's attention on CPUs takes "
-            f"{', '.join(map(str, HEADS_ON_CPU))}. Choose another model, {NATIVE}."
-        )
-    refuse_broken(RULES, cfg)
+    refuse_broken(RULES, cfg, experts=experts_in(cfg.model), size=_size(cfg))
     if here:
         _check_installed(cfg.launch.device)
 

@@ -85,11 +85,8 @@ def _term(loss: MPOConfig, key: str, keys: Any) -> LossTerm:
     )
     check_bounds(cfg, f"{key}.")
     cfg.sft_weight = 0.0  # ORPO's and CPO's own default: here it is loss.sft_weight alone
-    return LossTerm(name, _weight(key, keys.get("weight", 1.0)), cfg)
-
-
-def _weight(key: str, weight: Any) -> float:
+    weight = keys.get("weight", 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight <= sys.float_info.max:
         typed = as_typed(weight)
         raise ConfigError(f"{key}.weight={typed}: must be a number, at least 0. For example: {key}.weight=1.0.")
-    return float(weight)
+    return LossTerm(name, float(weight), cfg)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import ClassVar
 
 from omegaconf import MISSING
@@ -45,6 +46,11 @@ class ModelConfig:
     # data.max_length needs. `yarn:4:32768`: four times 32768, where the model says another number. null: its own
     rope: str | None = None
 
+    @property
+    def called(self) -> str:
+        """The name that a person would give the model."""
+        return self.name
+
 
 @dataclass
 class TinyModelConfig(ModelConfig):
@@ -72,6 +78,15 @@ class HFModelConfig(ModelConfig):
     chat_template: str | None = None
     add_tokens: list[str] = field(default_factory=list)  # new tokens; the embeddings get rows for them
     trust_remote_code: bool = False  # run Python code that comes with the model
+
+    @property
+    def called(self) -> str:
+        """The name of its GGUF file, or the last part of its path; a trained model's folder has its run's before it."""
+        if self.gguf is not None:
+            return Path(self.gguf).stem
+        path = Path(self.path)
+        generic = path.name in ("model", "") and path.parent.name
+        return f"{path.parent.name}/{path.name}" if generic else path.name or self.name
 
 
 class ReferenceName(Enum):

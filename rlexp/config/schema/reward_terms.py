@@ -63,10 +63,7 @@ def _term(name: str, keys: Any) -> RewardTerm:
         raise ConfigError(f"{why} Kinds: {', '.join(kinds)}.")
     own = {str(leaf): value for leaf, value in keys.items() if leaf not in TERM_KEYS}
     cfg = typed_entry(key, KINDS_OF_TERMS[kind], own, f"a reward of kind {kind}", TERM_KEYS)
-    return RewardTerm(name, _weight(key, keys.get("weight", TermConfig.weight)), key, cast(RewardConfig, cfg))
-
-
-def _weight(key: str, weight: Any) -> float:
+    weight = keys.get("weight", TermConfig.weight)
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise ConfigError(f"{key}.weight={weight}: must be a number. For example: {key}.weight=1.0.")
-    return float(weight)
+    return RewardTerm(name, float(weight), key, cast(RewardConfig, cfg))

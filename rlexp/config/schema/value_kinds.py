@@ -85,7 +85,8 @@ def check_kinds(node: Any, prefix: str = "") -> None:
         plain, optional = _unwrapped(hints[field.name])
         if value is None and optional:
             continue
-        if not isinstance(value, (int, float) if plain is float else _checked(plain)):
+        kind = plain if isinstance(plain, types.UnionType) else typing.get_origin(plain) or plain  # list for list[str]
+        if not isinstance(value, (int, float) if plain is float else kind):
             raise ConfigError(f"{key}={value}: {rule(key, type(node))}")
         for where, each, hint in _misfits(key, value, plain):
             shown = f"{type(each).__name__}(…)" if dataclasses.is_dataclass(each) else each
@@ -93,11 +94,6 @@ def check_kinds(node: Any, prefix: str = "") -> None:
             raise ConfigError(f"{where}={shown}: must be {words}. Give it a plain value.")
         if dataclasses.is_dataclass(value):
             check_kinds(value, f"{key}.")
-
-
-def _checked(plain: Any) -> Any:
-    """Return what `isinstance` takes for a kind: a list for a list of texts."""
-    return plain if isinstance(plain, types.UnionType) else typing.get_origin(plain) or plain
 
 
 def _misfits(key: str, value: Any, hint: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -39,7 +39,6 @@ from rlexp.base.files import open_to_others, write_text
 from rlexp.base.made_once import is_whole, making, seal
 from rlexp.config.checks.model import refuse_known
 from rlexp.config.content_ids import files_of_model, sampled
-from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, ModelConfig
 from rlexp.training.model.export import Export, export
 
@@ -75,12 +74,12 @@ def prepared(cfg: ModelConfig) -> ModelConfig:
     folder = _folder(cfg)
     if cfg.gguf is not None:
         reason = f"model.gguf={cfg.gguf}"
-        folder = _made(reason, called(cfg), [_state_of(folder / cfg.gguf)], partial(_from_gguf, folder, cfg.gguf))
+        folder = _made(reason, cfg.called, [_state_of(folder / cfg.gguf)], partial(_from_gguf, folder, cfg.gguf))
     if cfg.add_tokens:
         reason = f"model.add_tokens={cfg.add_tokens}"
         state = [*map(_state_of, files_of_model(folder)), cfg.add_tokens]
         grown = partial(grow, folder, cfg.add_tokens, trust_remote_code=cfg.trust_remote_code)
-        folder = _made(reason, called(cfg), state, grown)
+        folder = _made(reason, cfg.called, state, grown)
     return dataclasses.replace(cfg, path=str(folder), revision=None, gguf=None, add_tokens=[])
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rlexp.config.load import to_plain
-from rlexp.config.model_names import called
 from rlexp.config.schema import LoggerName
 from rlexp.launch import run_folder
 from rlexp.launch.rank_progress import deaths
@@ -57,7 +56,7 @@ def run_id_of(run: TrainingRun, run_dir: Path) -> str:
 
 def wandb_sink(run: TrainingRun, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
     cfg = run.cfg
-    tags = [cfg.loss.name, called(cfg.model)[:TAG], f"ring{run.world.ring.size}", cfg.train.precision.value]
+    tags = [cfg.loss.name, cfg.model.called[:TAG], f"ring{run.world.ring.size}", cfg.train.precision.value]
     facts = WandbFacts(
         described(run, run_dir), tags, cfg.checkpoint.best_metric, cfg.checkpoint.best, cfg.train.precision
     )

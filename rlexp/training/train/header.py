@@ -14,7 +14,6 @@ from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import heads_in
 from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.checks.rope import note_on_loaded
-from rlexp.config.model_names import called
 from rlexp.config.rates import rates_in_words
 from rlexp.config.schema import BackendName, Collectives, LoggerName
 from rlexp.config.schema.cadence import eval_cadence, plural, save_cadence
@@ -37,7 +36,7 @@ def header(task: Task, run_dir: Path) -> str:
     sampling = f", and {samplers} that sample{'s' * (samplers == 1)}" if samplers else ""
     shared = task.sharing()
     lines = [
-        f"rlexp {__version__}  {cfg.loss.name} on {called(cfg.model)} ({run.parameters:,} parameters{trained(run)}, "
+        f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.called} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}",
         f"ring of {world.ring.size} ({run.attention}) × {plural(world.dp_size, 'replica')} = "
         f"{plural(world.size, 'rank')} on {run.device.type}{sampling}",

