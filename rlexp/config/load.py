@@ -209,11 +209,8 @@ def _refuse_unknown(cfg: DictConfig) -> None:
         node = cfg._get_node(top)
         if not isinstance(node, DictConfig):
             continue
-        if (
-            top in KINDS
-            and not OmegaConf.is_missing(node, "name")
-            and OmegaConf.get_type(node) is not KINDS[top].get(node.name)
-        ):
+        named = top in KINDS and not OmegaConf.is_missing(node, "name")
+        if named and OmegaConf.get_type(node) is not KINDS[top].get(node.name):
             options = ", ".join(KINDS[top])
             raise ConfigError(f"{top}.name={node.name}: is set by choosing {top}=OPTION. Options: {options}.")
         for leaf in map(str, node):

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
 from rlexp.base.printable import fitted
+from rlexp.base.waiting import busy_message
 from rlexp.config.explain import explained
 
 
@@ -29,7 +30,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     from rlexp.eval import report
-    from rlexp.eval.job import evaluate, job_of
+    from rlexp.eval.job import job_of, on_ranks
     from rlexp.launch.local import Interrupted
 
     job = job_of(options.words)
@@ -37,7 +38,10 @@ def run(options: argparse.Namespace) -> int:
     sys.stdout.write(fitted(report.head(job)))
     sys.stdout.flush()
     try:
-        result = evaluate(job)
+        with busy_message("evaluates"):
+            from rlexp.eval.rank import evaluate_rank
+
+            result = on_ranks(evaluate_rank, job)
     except Interrupted as stop:
         return stop.exit_code
     sys.stdout.write(fitted(report.text(job, result)))

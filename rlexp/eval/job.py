@@ -14,7 +14,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import CheckpointError, ConfigError, UserError
 from rlexp.base.file_hashes import files_of
-from rlexp.base.waiting import busy_message
 from rlexp.config import sizes
 from rlexp.config.checks.evaluation import refuse_nothing_held_out
 from rlexp.config.literals import literals
@@ -150,14 +149,6 @@ def for_evaluation(composed: DictConfig, *, reference: bool = False) -> Config:
 
 
 # ---- the ranks, also of other commands that look at a trained model ----
-
-
-def evaluate(job: EvalJob) -> Evaluation:
-    """Evaluate on ranks of this machine."""
-    with busy_message("evaluates"):
-        from rlexp.eval.rank import evaluate_rank
-
-        return on_ranks(evaluate_rank, job)
 
 
 def on_ranks(work: Callable[..., Result], job: Any) -> Result:

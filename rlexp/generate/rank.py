@@ -128,12 +128,10 @@ def prompts_of(job: GenerateJob, cfg: Config, examples: Examples, tokenizer: Any
     for prompt in prompts:
         left = most - len(prompt.prompt)
         if left < new:
-            remedy = (
-                f"Use rollout.max_new_tokens={left}, or a shorter prompt." if left > 0 else "Give a shorter prompt."
-            )
+            remedy = f"Use rollout.max_new_tokens={left}, or" if left > 0 else "Give"
             raise DataError(
                 f"{prompt.origin}: the prompt has {len(prompt.prompt)} tokens, and the model has {most} positions for "
-                f"it and an answer of rollout.max_new_tokens={new}. {remedy}"
+                f"it and an answer of rollout.max_new_tokens={new}. {remedy} a shorter prompt."
             )
     return prompts
 

@@ -17,7 +17,8 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.load import DERIVED, OF_CURVE, OF_HERE, compose_config, composed_like, to_plain
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.loss_terms import compares
-from rlexp.eval.job import evaluate, for_evaluation, job_of
+from rlexp.eval.job import for_evaluation, job_of, on_ranks
+from rlexp.eval.rank import evaluate_rank
 from rlexp.run_files.metrics_jsonl import read_rows
 from tests.helpers.adapters import adapter_of
 from tests.helpers.models import saved
@@ -134,7 +135,9 @@ def test_the_values_are_those_of_the_run_s_row(case: str, loss: str, models: Pat
     more = DRAWN if KINDS["loss"][loss].draws else MORE.get(loss, ())
     words = (f"loss={loss}", f"model.path={models}/policy", *(word.format(models=models) for word in CASES[case]))
     folder = run(Where("torch", 1, 1, "fp64"), tmp_path / "run", *RUN, *words, *more)
-    found = evaluate(job_of([str(folder), "launch.device=cpu", "parallel=ring1", "train.micro_batch_size=1"]))
+    found = on_ranks(
+        evaluate_rank, job_of([str(folder), "launch.device=cpu", "parallel=ring1", "train.micro_batch_size=1"])
+    )
     row = read_rows(folder / "metrics.jsonl")[-1]
     assert found.values == {name: value for name, value in row.items() if name.startswith("eval/")}
     assert found.values

@@ -23,7 +23,7 @@ from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
 from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.checks.rope import with_rope_settled
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.checks.sharing import check_sharing
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import Checkpointing, Collectives, Config, Decay, Device, LaunchConfig, LoggerName
@@ -40,69 +40,69 @@ MOST_SHARING = 64  # as the schema bounds launch.ranks_per_gpu
 RECOMPUTED = [each.name for each in Checkpointing]
 
 RULES = (
-    Rule("launch.ranks_per_gpu", lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.ranks_per_gpu > 1,
-         "is for GPUs, and launch.device=cpu. Leave it out: on CPU launch.nproc={launch.nproc} alone starts so many "
-         "ranks."),
-    Rule("launch.collectives",
-         lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.collectives is Collectives.nccl,
-         "NCCL carries tensors of GPUs, and launch.device=cpu. Leave it out."),
-    Rule("launch.collectives",
-         lambda cfg: cfg.launch.ranks_per_gpu > 1 and cfg.launch.collectives is Collectives.nccl,
-         "NCCL refuses two ranks on one GPU, and launch.ranks_per_gpu={launch.ranks_per_gpu}. Leave "
-         "launch.collectives out, which takes staged, or use launch.ranks_per_gpu=1."),
-    Rule("launch.collectives",
-         lambda cfg: cfg.launch.device is not Device.cpu and cfg.launch.collectives is Collectives.gloo,
-         "gloo carries tensors of CPUs. On GPUs use launch.collectives=staged, which copies them to the host for gloo, "
-         "or leave it out."),
-    Rule("optim.warmup_ratio", lambda cfg: cfg.optim.warmup_ratio is not None and cfg.optim.warmup_steps,
-         "optim.warmup_steps={optim.warmup_steps} says how long the warm-up is, too. Give optim.warmup_steps=0 or "
-         "optim.warmup_ratio=null."),
-    Rule("optim.warmup_start",
-         lambda cfg: cfg.optim.warmup_start is not None and not cfg.optim.warmup_steps and not cfg.optim.warmup_ratio,
-         "there is no warm-up that it could begin. Give optim.warmup_steps=N or optim.warmup_ratio=0.1, or leave it "
-         "out."),
-    Rule("optim.min_lr_ratio",
-         lambda cfg: cfg.optim.min_lr_ratio and cfg.optim.decay not in (Decay.linear, Decay.cosine),
-         "is where optim.decay=linear or optim.decay=cosine end, and optim.decay={optim.decay.value} ends nowhere. "
-         "Leave it out, or use one of the two."),
-    Rule("optim.betas", lambda cfg: len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas),
-         "must be two numbers, each at least 0 and less than 1. For example: optim.betas=[0.9,0.999]."),
-    Rule("checkpoint.keep_best",
-         lambda cfg: cfg.checkpoint.keep_best and cfg.train.eval_every is None
-         and cfg.checkpoint.best_metric.startswith("eval/"),
-         "keeps by checkpoint.best_metric={checkpoint.best_metric}, which is never measured. Give train.eval_every=N, "
-         "or a metric of training."),
-    Rule("train.stop_after", lambda cfg: cfg.train.stop_after is not None and not cfg.checkpoint.on_exit,
-         "with checkpoint.on_exit=false what was trained would be lost. Leave checkpoint.on_exit=true."),
-    Rule("memory.checkpointing", lambda cfg: cfg.memory.checkpointing not in (*RECOMPUTED, True, False),
-         f"must be one of {', '.join(RECOMPUTED)} (true is full, false is none). For example: "
-         "memory.checkpointing=attention."),
-    Rule("hardware.memory_gib",
-         lambda cfg: 0 < cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu <= cfg.hardware.reserve_gib
-         and cfg.launch.ranks_per_gpu > 1,
-         "launch.ranks_per_gpu={launch.ranks_per_gpu} gives each rank {each_gib:.3g} GiB of it, and "
-         "hardware.reserve_gib={hardware.reserve_gib} leaves nothing of it. Give more memory, fewer ranks on a GPU, or "
-         "a smaller reserve."),
-    Rule("hardware.memory_gib", lambda cfg: 0 < cfg.hardware.memory_gib <= cfg.hardware.reserve_gib,
-         "hardware.reserve_gib={hardware.reserve_gib} leaves nothing of it. Give more memory, or a smaller reserve."),
-    Rule("logger.artifacts", lambda cfg: cfg.logger.artifacts and cfg.logger.name is not LoggerName.wandb,
-         "is for W&B, and logger={logger.name.value} keeps none. Use logger=wandb."),
+    Check("launch.ranks_per_gpu", lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.ranks_per_gpu > 1,
+          "is for GPUs, and launch.device=cpu. Leave it out: on CPU launch.nproc={launch.nproc} alone starts so many "
+          "ranks."),
+    Check("launch.collectives",
+          lambda cfg: cfg.launch.device is Device.cpu and cfg.launch.collectives is Collectives.nccl,
+          "NCCL carries tensors of GPUs, and launch.device=cpu. Leave it out."),
+    Check("launch.collectives",
+          lambda cfg: cfg.launch.ranks_per_gpu > 1 and cfg.launch.collectives is Collectives.nccl,
+          "NCCL refuses two ranks on one GPU, and launch.ranks_per_gpu={launch.ranks_per_gpu}. Leave "
+          "launch.collectives out, which takes staged, or use launch.ranks_per_gpu=1."),
+    Check("launch.collectives",
+          lambda cfg: cfg.launch.device is not Device.cpu and cfg.launch.collectives is Collectives.gloo,
+          "gloo carries tensors of CPUs. On GPUs use launch.collectives=staged, which copies them to the host for "
+          "gloo, or leave it out."),
+    Check("optim.warmup_ratio", lambda cfg: cfg.optim.warmup_ratio is not None and cfg.optim.warmup_steps,
+          "optim.warmup_steps={optim.warmup_steps} says how long the warm-up is, too. Give optim.warmup_steps=0 or "
+          "optim.warmup_ratio=null."),
+    Check("optim.warmup_start",
+          lambda cfg: cfg.optim.warmup_start is not None and not cfg.optim.warmup_steps and not cfg.optim.warmup_ratio,
+          "there is no warm-up that it could begin. Give optim.warmup_steps=N or optim.warmup_ratio=0.1, or leave it "
+          "out."),
+    Check("optim.min_lr_ratio",
+          lambda cfg: cfg.optim.min_lr_ratio and cfg.optim.decay not in (Decay.linear, Decay.cosine),
+          "is where optim.decay=linear or optim.decay=cosine end, and optim.decay={optim.decay.value} ends nowhere. "
+          "Leave it out, or use one of the two."),
+    Check("optim.betas", lambda cfg: len(cfg.optim.betas) != 2 or not all(0 <= beta < 1 for beta in cfg.optim.betas),
+          "must be two numbers, each at least 0 and less than 1. For example: optim.betas=[0.9,0.999]."),
+    Check("checkpoint.keep_best",
+          lambda cfg: cfg.checkpoint.keep_best and cfg.train.eval_every is None
+          and cfg.checkpoint.best_metric.startswith("eval/"),
+          "keeps by checkpoint.best_metric={checkpoint.best_metric}, which is never measured. Give train.eval_every=N, "
+          "or a metric of training."),
+    Check("train.stop_after", lambda cfg: cfg.train.stop_after is not None and not cfg.checkpoint.on_exit,
+          "with checkpoint.on_exit=false what was trained would be lost. Leave checkpoint.on_exit=true."),
+    Check("memory.checkpointing", lambda cfg: cfg.memory.checkpointing not in (*RECOMPUTED, True, False),
+          f"must be one of {', '.join(RECOMPUTED)} (true is full, false is none). For example: "
+          "memory.checkpointing=attention."),
+    Check("hardware.memory_gib",
+          lambda cfg: 0 < cfg.hardware.memory_gib / cfg.launch.ranks_per_gpu <= cfg.hardware.reserve_gib
+          and cfg.launch.ranks_per_gpu > 1,
+          "launch.ranks_per_gpu={launch.ranks_per_gpu} gives each rank {each_gib:.3g} GiB of it, and "
+          "hardware.reserve_gib={hardware.reserve_gib} leaves nothing of it. Give more memory, fewer ranks on a GPU, "
+          "or a smaller reserve."),
+    Check("hardware.memory_gib", lambda cfg: 0 < cfg.hardware.memory_gib <= cfg.hardware.reserve_gib,
+          "hardware.reserve_gib={hardware.reserve_gib} leaves nothing of it. Give more memory, or a smaller reserve."),
+    Check("logger.artifacts", lambda cfg: cfg.logger.artifacts and cfg.logger.name is not LoggerName.wandb,
+          "is for W&B, and logger={logger.name.value} keeps none. Use logger=wandb."),
 )  # fmt: skip
 ALONE_HERE = (
-    Rule("launch.nproc", lambda cfg: cfg.launch.nproc > MOST_RANKS,
-         f"one machine runs at most {MOST_RANKS} ranks. Use fewer."),
-    Rule("launch.nodes", lambda cfg: cfg.launch.nodes > 1,
-         "this command starts ranks on this machine only. Start it on every node with torchrun or srun, or use "
-         "hydra/launcher=slurm, or launch.nodes=1."),
+    Check("launch.nproc", lambda cfg: cfg.launch.nproc > MOST_RANKS,
+          f"one machine runs at most {MOST_RANKS} ranks. Use fewer."),
+    Check("launch.nodes", lambda cfg: cfg.launch.nodes > 1,
+          "this command starts ranks on this machine only. Start it on every node with torchrun or srun, or use "
+          "hydra/launcher=slurm, or launch.nodes=1."),
 )  # fmt: skip
 ON_CLUSTER = (
-    Rule("resume.mode", lambda cfg: cfg.resume.mode == "never",
-         "a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a new run, give another "
-         "hydra.sweep.dir=FOLDER."),
-    Rule("launch.time_limit",
-         lambda cfg: seconds("launch.time_limit", cfg.launch.time_limit) < cfg.launch.grace_seconds + 2 * BEFORE_END,
-         "ends before the first step, since a run starts to save launch.grace_seconds={launch.grace_seconds:g} plus "
-         f"{BEFORE_END} s before its limit. Raise it, or lower launch.grace_seconds."),
+    Check("resume.mode", lambda cfg: cfg.resume.mode == "never",
+          "a job that Slurm starts again must continue its run. Leave resume.mode=auto; for a new run, give another "
+          "hydra.sweep.dir=FOLDER."),
+    Check("launch.time_limit",
+          lambda cfg: seconds("launch.time_limit", cfg.launch.time_limit) < cfg.launch.grace_seconds + 2 * BEFORE_END,
+          "ends before the first step, since a run starts to save launch.grace_seconds={launch.grace_seconds:g} plus "
+          f"{BEFORE_END} s before its limit. Raise it, or lower launch.grace_seconds."),
 )  # fmt: skip
 
 

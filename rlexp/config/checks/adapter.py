@@ -9,7 +9,7 @@ from pathlib import Path
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.adapter_folder import ALL_LINEAR, SAYS, AdapterFolder, read_adapter
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.content_ids import of_weights
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
 
@@ -17,19 +17,19 @@ MERGED = "merged"  # a value of checkpoint.export
 
 
 OF_EXPORT = (
-    Rule("checkpoint.export", lambda cfg: isinstance(cfg.checkpoint.export, str) and cfg.checkpoint.export != MERGED,
-         f"must be true, false or {MERGED}. Give one of these."),
-    Rule("checkpoint.export", lambda cfg: cfg.checkpoint.export == MERGED and not isinstance(cfg.adapter, LoraConfig),
-         "merges an adapter into its model, and adapter=none. Use adapter=lora, or leave checkpoint.export out: the "
-         "whole model is written."),
+    Check("checkpoint.export", lambda cfg: isinstance(cfg.checkpoint.export, str) and cfg.checkpoint.export != MERGED,
+          f"must be true, false or {MERGED}. Give one of these."),
+    Check("checkpoint.export", lambda cfg: cfg.checkpoint.export == MERGED and not isinstance(cfg.adapter, LoraConfig),
+          "merges an adapter into its model, and adapter=none. Use adapter=lora, or leave checkpoint.export out: the "
+          "whole model is written."),
 )  # fmt: skip
 OF_LORA = (
-    Rule("adapter.dropout", lambda cfg: cfg.adapter.dropout,
-         "must be 0. Which inputs are dropped would depend on the layout, and so would the curve. Leave "
-         "adapter.dropout out; a smaller adapter.rank, or fewer steps, also hold an adapter back."),
-    Rule("model.freeze", lambda cfg: cfg.model.freeze,
-         "with adapter=lora all weights of the model are frozen already. Leave model.freeze out; adapter.targets says "
-         "which layers get an adapter."),
+    Check("adapter.dropout", lambda cfg: cfg.adapter.dropout,
+          "must be 0. Which inputs are dropped would depend on the layout, and so would the curve. Leave "
+          "adapter.dropout out; a smaller adapter.rank, or fewer steps, also hold an adapter back."),
+    Check("model.freeze", lambda cfg: cfg.model.freeze,
+          "with adapter=lora all weights of the model are frozen already. Leave model.freeze out; adapter.targets says "
+          "which layers get an adapter."),
 )  # fmt: skip
 
 

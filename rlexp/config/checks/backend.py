@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.kernel import not_built
 from rlexp.config.checks.layout import Heads
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.schema import BackendName, Checkpointing, Config, Device, KernelName, LayoutName, TransportName
 from rlexp.config.schema.models import Precision
 
@@ -21,21 +21,21 @@ ABLE = " or ".join(f"parallel.layout={each.value}" for each in LAYOUTS)
 
 
 RULES = (
-    Rule("parallel.backend", lambda cfg: cfg.parallel.layout not in LAYOUTS,
-         f"parallel.layout={{parallel.layout.value}} {{why}}. Use {ABLE}, {INSTEAD}"),
-    Rule("parallel.backend", lambda cfg: cfg.parallel.kernel is not KernelName.auto,
-         "always uses flash-attn's kernel, and parallel.kernel={parallel.kernel.value} names another. Leave "
-         f"parallel.kernel out, {INSTEAD}"),
-    Rule("parallel.backend", lambda cfg: cfg.parallel.transport is not TransportName.auto,
-         "has its own transport, and parallel.transport={parallel.transport.value} names another. Leave "
-         f"parallel.transport out, {INSTEAD}"),
-    Rule("parallel.backend", lambda cfg: cfg.memory.recomputed is Checkpointing.attention,
-         "attends inside the library, and memory.checkpointing=attention keeps what rlexp's own attention gives. Use "
-         f"memory.checkpointing=full, {INSTEAD}"),
-    Rule("parallel.backend", lambda cfg: cfg.launch.device is Device.cpu,
-         f"runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}"),
-    Rule("parallel.backend", lambda cfg: cfg.train.precision is not Precision.bf16,
-         f"cannot compute in train.precision={{train.precision.value}}. Use bf16, {INSTEAD}"),
+    Check("parallel.backend", lambda cfg: cfg.parallel.layout not in LAYOUTS,
+          f"parallel.layout={{parallel.layout.value}} {{why}}. Use {ABLE}, {INSTEAD}"),
+    Check("parallel.backend", lambda cfg: cfg.parallel.kernel is not KernelName.auto,
+          "always uses flash-attn's kernel, and parallel.kernel={parallel.kernel.value} names another. Leave "
+          f"parallel.kernel out, {INSTEAD}"),
+    Check("parallel.backend", lambda cfg: cfg.parallel.transport is not TransportName.auto,
+          "has its own transport, and parallel.transport={parallel.transport.value} names another. Leave "
+          f"parallel.transport out, {INSTEAD}"),
+    Check("parallel.backend", lambda cfg: cfg.memory.recomputed is Checkpointing.attention,
+          "attends inside the library, and memory.checkpointing=attention keeps what rlexp's own attention gives. Use "
+          f"memory.checkpointing=full, {INSTEAD}"),
+    Check("parallel.backend", lambda cfg: cfg.launch.device is Device.cpu,
+          f"runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, {INSTEAD}"),
+    Check("parallel.backend", lambda cfg: cfg.train.precision is not Precision.bf16,
+          f"cannot compute in train.precision={{train.precision.value}}. Use bf16, {INSTEAD}"),
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.schema import BackendName, Config, LayoutName, TransportName
 from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
@@ -60,14 +60,14 @@ class Choice:
 
 MOVABLE = (LayoutName.auto, *TRAVELLING)
 RULES = (
-    Rule("parallel.ulysses_size",
-         lambda cfg: cfg.parallel.ulysses_size is not None and cfg.parallel.layout is not LayoutName.hybrid,
-         "belongs to parallel.layout=hybrid, and the layout is {parallel.layout.value}. Use parallel.layout=hybrid, or "
-         "leave parallel.ulysses_size out."),
-    Rule("parallel.transport",
-         lambda cfg: cfg.parallel.transport is not TransportName.auto and cfg.parallel.layout not in MOVABLE,
-         "parallel.layout={parallel.layout.value} sends in its own way. Leave parallel.transport out, or use one of "
-         f"the layouts {', '.join(each.value for each in TRAVELLING)}."),
+    Check("parallel.ulysses_size",
+          lambda cfg: cfg.parallel.ulysses_size is not None and cfg.parallel.layout is not LayoutName.hybrid,
+          "belongs to parallel.layout=hybrid, and the layout is {parallel.layout.value}. Use parallel.layout=hybrid, "
+          "or leave parallel.ulysses_size out."),
+    Check("parallel.transport",
+          lambda cfg: cfg.parallel.transport is not TransportName.auto and cfg.parallel.layout not in MOVABLE,
+          "parallel.layout={parallel.layout.value} sends in its own way. Leave parallel.transport out, or use one of "
+          f"the layouts {', '.join(each.value for each in TRAVELLING)}."),
 )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.schema import AUTO, Config, Device
 from rlexp.config.schema.row_kinds import SIDES
 
@@ -119,15 +119,15 @@ def size_in_words(cfg: Config) -> str:
 
 
 RULES = (
-    Rule(BUDGET, lambda cfg: isinstance(cfg.train.micro_batch_size, int),
-         "fills micro-batches by tokens, and train.micro_batch_size={train.micro_batch_size} by samples. Leave one of "
-         "them out."),
-    Rule(BUDGET, lambda cfg: not cfg.data.packing,
-         "data.packing=false pads every sequence to the longest, so samples are counted. Use data.packing=true, or "
-         "train.micro_batch_size=NUMBER."),
-    Rule(BUDGET, lambda cfg: cfg.loss.draws and cfg.train.max_tokens_per_micro_batch < longest_sample(cfg),
-         "must hold one sample at least, and data.max_length={data.max_length} on {ring} may make it {longest} tokens "
-         f"a rank. Use {BUDGET}={{longest}} or more, or leave it out."),
+    Check(BUDGET, lambda cfg: isinstance(cfg.train.micro_batch_size, int),
+          "fills micro-batches by tokens, and train.micro_batch_size={train.micro_batch_size} by samples. Leave one of "
+          "them out."),
+    Check(BUDGET, lambda cfg: not cfg.data.packing,
+          "data.packing=false pads every sequence to the longest, so samples are counted. Use data.packing=true, or "
+          "train.micro_batch_size=NUMBER."),
+    Check(BUDGET, lambda cfg: cfg.loss.draws and cfg.train.max_tokens_per_micro_batch < longest_sample(cfg),
+          "must hold one sample at least, and data.max_length={data.max_length} on {ring} may make it {longest} tokens "
+          f"a rank. Use {BUDGET}={{longest}} or more, or leave it out."),
 )  # fmt: skip
 
 

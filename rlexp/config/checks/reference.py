@@ -11,7 +11,7 @@ from rlexp.config.checks.files import check_model_path
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import Choice, Heads, check_layout, heads_of, with_layout
 from rlexp.config.checks.model import check_revision
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import UnpairedConfig
@@ -32,35 +32,35 @@ def _precomputed(cfg: Config) -> bool:
 
 
 RULES = (
-    Rule("reference",
-         lambda cfg: cfg.reference.name is ReferenceName.adapter and not isinstance(cfg.adapter, LoraConfig),
-         "is the trained model without its adapter, and adapter=none. Use adapter=lora, or reference=model."),
-    Rule("reference", lambda cfg: cfg.reference.name is ReferenceName.none and compares(cfg.loss),
-         "loss={loss.name} compares the policy with a reference. Leave reference out, or use a loss without one, such "
-         "as {free}."),
-    Rule("reference.path",
-         lambda cfg: cfg.reference.path is not None and cfg.reference.name in APART,
-         "is a model of its own, and reference={reference.name.value} has none. Leave reference.path out, or use "
-         "reference=model or reference=precompute."),
-    Rule("reference.offload", lambda cfg: cfg.reference.offload and cfg.reference.name is not ReferenceName.model,
-         "moves the weights of reference=model, and reference={reference.name.value} holds none. Leave "
-         "reference.offload out."),
-    Rule("reference.offload", lambda cfg: cfg.reference.offload and not compares(cfg.loss),
-         "loss={loss.name} compares the policy with no reference model{idle}. Leave reference.offload out."),
-    Rule("reference", lambda cfg: _precomputed(cfg) and cfg.loss.draws,
-         "loss={loss.name} generates its own samples, which are not known before training. {instead}."),
-    Rule("reference", lambda cfg: _precomputed(cfg) and not compares(cfg.loss),
-         "loss={loss.name} compares the policy with no reference. Leave reference out."),
-    Rule("reference", lambda cfg: _precomputed(cfg) and isinstance(cfg.loss, UnpairedConfig) and cfg.loss.mismatches,
-         "loss={loss.name} also asks for answers to other prompts of the same train batch, which are not known before "
-         "training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."),
-    Rule("reference.revision", lambda cfg: cfg.reference.path is None and cfg.reference.revision is not None,
-         "is of the model in reference.path, which is not given. Give it, or leave reference.revision out."),
-    Rule("reference.path", lambda cfg: cfg.reference.path is not None and not compares(cfg.loss),
-         "loss={loss.name} compares the policy with no reference model{idle}. Leave reference.path out."),
-    Rule("reference.path", lambda cfg: cfg.reference.path is not None and not isinstance(cfg.model, HFModelConfig),
-         "is a model of transformers, and model={model.name} has a vocabulary of its own. Use model=hf "
-         "model.path=FOLDER, or leave reference.path out."),
+    Check("reference",
+          lambda cfg: cfg.reference.name is ReferenceName.adapter and not isinstance(cfg.adapter, LoraConfig),
+          "is the trained model without its adapter, and adapter=none. Use adapter=lora, or reference=model."),
+    Check("reference", lambda cfg: cfg.reference.name is ReferenceName.none and compares(cfg.loss),
+          "loss={loss.name} compares the policy with a reference. Leave reference out, or use a loss without one, such "
+          "as {free}."),
+    Check("reference.path",
+          lambda cfg: cfg.reference.path is not None and cfg.reference.name in APART,
+          "is a model of its own, and reference={reference.name.value} has none. Leave reference.path out, or use "
+          "reference=model or reference=precompute."),
+    Check("reference.offload", lambda cfg: cfg.reference.offload and cfg.reference.name is not ReferenceName.model,
+          "moves the weights of reference=model, and reference={reference.name.value} holds none. Leave "
+          "reference.offload out."),
+    Check("reference.offload", lambda cfg: cfg.reference.offload and not compares(cfg.loss),
+          "loss={loss.name} compares the policy with no reference model{idle}. Leave reference.offload out."),
+    Check("reference", lambda cfg: _precomputed(cfg) and cfg.loss.draws,
+          "loss={loss.name} generates its own samples, which are not known before training. {instead}."),
+    Check("reference", lambda cfg: _precomputed(cfg) and not compares(cfg.loss),
+          "loss={loss.name} compares the policy with no reference. Leave reference out."),
+    Check("reference", lambda cfg: _precomputed(cfg) and isinstance(cfg.loss, UnpairedConfig) and cfg.loss.mismatches,
+          "loss={loss.name} also asks for answers to other prompts of the same train batch, which are not known before "
+          "training. Use reference=model, or loss=bco or loss=apo_zero_unpaired."),
+    Check("reference.revision", lambda cfg: cfg.reference.path is None and cfg.reference.revision is not None,
+          "is of the model in reference.path, which is not given. Give it, or leave reference.revision out."),
+    Check("reference.path", lambda cfg: cfg.reference.path is not None and not compares(cfg.loss),
+          "loss={loss.name} compares the policy with no reference model{idle}. Leave reference.path out."),
+    Check("reference.path", lambda cfg: cfg.reference.path is not None and not isinstance(cfg.model, HFModelConfig),
+          "is a model of transformers, and model={model.name} has a vocabulary of its own. Use model=hf "
+          "model.path=FOLDER, or leave reference.path out."),
 )  # fmt: skip
 
 

@@ -13,13 +13,13 @@ from rlexp.config.schema.bounds import as_typed
 
 
 @dataclass(frozen=True)
-class Rule:
+class Check:
     key: str  # a key, or a group, which stands for its option
     broken: Callable[[Any], object]  # by a configuration
     says: str  # why, and what to do; `{train.batch_size}` is a value
 
 
-def refuse_broken(rules: Iterable[Rule], cfg: Config, **words: object) -> None:
+def refuse_broken(rules: Iterable[Check], cfg: Config, **words: object) -> None:
     """Refuse a configuration by the first rule that it breaks: `key=value: why. What to do.` `words` are further values
     for these sentences."""
     for rule in rules:

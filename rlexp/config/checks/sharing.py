@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.schema import BackendName, Config
 
 RULES = (
-    Rule("data.share_prefix", lambda cfg: not cfg.data.packing,
-         "data.packing=false pads every sequence to the longest, as a batch whose sequences are all apart. Use "
-         "data.packing=true, or data.share_prefix=false."),
-    Rule("data.share_prefix", lambda cfg: cfg.parallel.backend is not BackendName.native,
-         "parallel.backend={parallel.backend.value} attends inside a library that knows single sequences only. Use "
-         "parallel.backend=native, or data.share_prefix=false."),
+    Check("data.share_prefix", lambda cfg: not cfg.data.packing,
+          "data.packing=false pads every sequence to the longest, as a batch whose sequences are all apart. Use "
+          "data.packing=true, or data.share_prefix=false."),
+    Check("data.share_prefix", lambda cfg: cfg.parallel.backend is not BackendName.native,
+          "parallel.backend={parallel.backend.value} attends inside a library that knows single sequences only. Use "
+          "parallel.backend=native, or data.share_prefix=false."),
 )  # fmt: skip
 
 

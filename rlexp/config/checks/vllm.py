@@ -9,7 +9,7 @@ from packaging.version import Version
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.layout import experts_in, heads_of
-from rlexp.config.checks.rules import Rule, refuse_broken
+from rlexp.config.checks.rules import Check, refuse_broken
 from rlexp.config.schema import Collectives, Config, Device
 from rlexp.config.schema.rollouts import RolloutMode
 
@@ -26,19 +26,19 @@ def _size(cfg: Config) -> int | None:
 
 
 RULES = (
-    Rule("rollout.engine", lambda cfg: experts_in(cfg.model) is not None,
-         "the model is a mixture of experts ({experts}). vLLM rearranges their weights once, when it loads them, and "
-         "cannot be given new ones. Use rollout.engine=native."),
-    Rule("rollout.engine", lambda cfg: cfg.launch.device is Device.cpu and _size(cfg) not in (None, *HEADS_ON_CPU),
-         f"the model has heads of {{size}} numbers, and vLLM's attention on CPUs takes {SIZES}. Choose another model, "
-         f"{NATIVE}."),
-    Rule("rollout.vllm_sleep", lambda cfg: cfg.rollout.vllm_sleep and cfg.launch.device is Device.cpu,
-         "vLLM gives memory of a GPU back, and launch.device=cpu. Leave it out, or use launch.device=cuda."),
-    Rule("rollout.engine",
-         lambda cfg: cfg.rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged,
-         "with rollout.mode=colocated it makes its own groups of ranks, which launch.collectives=staged has never "
-         "carried (launch.ranks_per_gpu={launch.ranks_per_gpu} takes it). Use rollout=pipelined, "
-         f"{NATIVE}."),
+    Check("rollout.engine", lambda cfg: experts_in(cfg.model) is not None,
+          "the model is a mixture of experts ({experts}). vLLM rearranges their weights once, when it loads them, and "
+          "cannot be given new ones. Use rollout.engine=native."),
+    Check("rollout.engine", lambda cfg: cfg.launch.device is Device.cpu and _size(cfg) not in (None, *HEADS_ON_CPU),
+          f"the model has heads of {{size}} numbers, and vLLM's attention on CPUs takes {SIZES}. Choose another model, "
+          f"{NATIVE}."),
+    Check("rollout.vllm_sleep", lambda cfg: cfg.rollout.vllm_sleep and cfg.launch.device is Device.cpu,
+          "vLLM gives memory of a GPU back, and launch.device=cpu. Leave it out, or use launch.device=cuda."),
+    Check("rollout.engine",
+          lambda cfg: cfg.rollout.mode is RolloutMode.colocated and cfg.launch.carrier is Collectives.staged,
+          "with rollout.mode=colocated it makes its own groups of ranks, which launch.collectives=staged has never "
+          "carried (launch.ranks_per_gpu={launch.ranks_per_gpu} takes it). Use rollout=pipelined, "
+          f"{NATIVE}."),
 )  # fmt: skip
 
 
