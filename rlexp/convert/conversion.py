@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rlexp.base import plain_json
 from rlexp.base.errors import UserError
 from rlexp.base.secrets import masked
 from rlexp.convert import kinds
@@ -131,22 +129,22 @@ class Conversion:
         given = example not in (None, [], {}, "")
         return f"For example: {spelled}={example}." if given else f"Correct it, or leave {spelled} out{instead}."
 
-    def _least(self, name: str, least: float | None) -> float | None:
-        rule = self.by_name.get(name)
-        return least if rule is None or rule.least is None else rule.least
-
     def whole(self, name: str, default: Any = None, least: float | None = None) -> Any:
         """Return a whole number, or None if the file has none and there is no default."""
-        return self._checked(name, default, lambda value: kinds.whole(value, self._least(name, least)))
+        return self.number(name, default, least, kinds.whole)
 
-    def number(self, name: str, default: Any = None, least: float | None = None) -> Any:
-        return self._checked(name, default, lambda value: kinds.number(value, self._least(name, least)))
+    def number(
+        self, name: str, default: Any = None, least: float | None = None, fit: Callable[..., Any] = kinds.number
+    ) -> Any:
+        rule = self.by_name.get(name)
+        limit = least if rule is None or rule.least is None else rule.least
+        return self._checked(name, default, lambda value: fit(value, limit))
 
     def pair(self, name: str) -> list[float]:
         """Return two numbers."""
         value = self.get(name)
         pair = value if isinstance(value, list | tuple) else []
-        if len(pair) != 2 or not all(isinstance(each, int | float) and not isinstance(each, bool) for each in pair):
+        if len(pair) != 2 or not all(map(kinds.is_number, pair)):
             first, second = self.default(name)
             self.refuse(name, "must be two numbers", f"For example: {self.name(name)}={first} {second}.")
         return [float(each) for each in pair]
@@ -157,7 +155,7 @@ class Conversion:
         if value is None or value == []:
             return []
         weights = value if isinstance(value, list) else [value]
-        if not all(isinstance(each, int | float) and not isinstance(each, bool) and each >= least for each in weights):
+        if not all(kinds.is_number(each) and each >= least for each in weights):
             limit = f" of at least {least}" if least > -math.inf else ""
             self.refuse(name, f"must be a list of numbers{limit}", f"Give one for each {what}.")
         if len(weights) != count:
@@ -185,25 +183,11 @@ class Conversion:
         return [str(each).strip() for each in self._checked(name, None, lambda _: [kinds.text(v) for v in value]) or []]
 
     def mapping(self, name: str) -> dict[str, Any]:
-        def fit(value: Any) -> dict[str, Any]:
-            if isinstance(value, str) and value.startswith("{"):
-                with contextlib.suppress(ValueError):
-                    value = plain_json.loads(value)
-            if not isinstance(value, dict):
-                raise kinds.WrongKind("must be a mapping")
-            return {str(key): each for key, each in value.items()}
-
-        return self._checked(name, {}, fit) or {}
+        return self._checked(name, {}, kinds.mapping) or {}
 
     def entries(self, name: str) -> list[dict[str, Any]]:
         """Return a list of mappings."""
-
-        def fit(value: Any) -> list[dict[str, Any]]:
-            if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
-                raise kinds.WrongKind("must be a list of mappings, each with a path")
-            return value
-
-        return self._checked(name, None, fit) or []
+        return self._checked(name, None, kinds.entries) or []
 
     def needed(self, name: str, why: str, example: str) -> str:
         """Return a text without which there is no run."""
@@ -326,18 +310,16 @@ class Conversion:
             self.put(rule.key, ours, name, why=rule.why)
 
     def _explain(self, name: str, value: Any) -> None:
-        rule = self.by_name.get(name)
-        fate, why = Fate.ABSENT, f"no argument of {self.framework}'s {self.trainer} that is known here"
-        if name in self.environment and rule is None:
-            fate, why = Fate.OTHER, UNKNOWN_VARIABLE
-        elif rule is None and name in self.elsewhere:
-            fate, why = Fate.NEEDLESS, f"it changes nothing in {self.trainer}"
-        elif rule is not None and rule.fate is Fate.TAKEN:
-            fate, why = Fate.NEEDLESS, self._why_nothing(rule, name)
-        elif rule is not None:
+        if (rule := self.by_name.get(name)) is not None:
             harmless = any(_equal(value, each) for each in rule.harmless)
-            fate, why = Fate.NEEDLESS if harmless else rule.fate, rule.why
-        self._list(fate, name, why)
+            fate = Fate.NEEDLESS if harmless or rule.fate is Fate.TAKEN else rule.fate
+            self._list(fate, name, self._why_nothing(rule, name) if rule.fate is Fate.TAKEN else rule.why)
+        elif name in self.environment:
+            self._list(Fate.OTHER, name, UNKNOWN_VARIABLE)
+        elif name in self.elsewhere:
+            self._list(Fate.NEEDLESS, name, f"it changes nothing in {self.trainer}")
+        else:
+            self._list(Fate.ABSENT, name, f"no argument of {self.framework}'s {self.trainer} that is known here")
 
     def _why_nothing(self, rule: Rule, name: str) -> str:
         """Say why an argument that is taken over elsewhere sets nothing in this file."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
 import re
 import types
 import typing
+from collections.abc import Callable
 from enum import Enum
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.config.schema import KINDS, Config
+from rlexp.convert.rules import same
 
 SOURCES = "data.sources."
 
@@ -32,7 +36,7 @@ def hints(key: str, option: str = "") -> tuple[type, ...]:
     group, _, leaf = key.partition(".")
     top = typing.get_type_hints(Config).get(group)
     if top is None or not leaf:
-        return _parts(top) if top is not None else ()
+        return () if top is None else _parts(top)
     owners = _owners(group, option)
     if key.startswith(SOURCES):
         owners, leaf = [KINDS["data"]["hf"]], key.removeprefix(SOURCES).partition(".")[2]
@@ -75,15 +79,8 @@ def fitted(key: str, value: Any, option: str = "") -> Any:
         return value
     if kinds[:2] == (int, float):
         return number(value)
-    if kind is bool:
-        return flag(value)
-    if kind is int:
-        return whole(value)
-    if kind is float:
-        return number(value)
-    if kind is str:
-        return text(value)
-    return _composed(kind, value)
+    plain: dict[Any, Callable[[Any], Any]] = {bool: flag, int: whole, float: number, str: text}
+    return plain[kind](value) if kind in plain else _composed(kind, value)
 
 
 def _of_open(key: str, value: Any) -> Any:
@@ -95,7 +92,7 @@ def _of_open(key: str, value: Any) -> Any:
 def _composed(kind: Any, value: Any) -> Any:
     origin = typing.get_origin(kind)
     if origin is list:
-        inner: Any = {float: number, Any: _same}.get(typing.get_args(kind)[0], text)
+        inner: Any = {float: number, Any: same}.get(typing.get_args(kind)[0], text)
         if not isinstance(value, list | tuple):
             raise WrongKind("must be a list")
         return [inner(each) for each in value]
@@ -107,10 +104,6 @@ def _composed(kind: Any, value: Any) -> Any:
         names = [each.value for each in kind]
         if value not in names:
             raise WrongKind(f"must be one of {', '.join(map(str, names))}")
-    return value
-
-
-def _same(value: Any) -> Any:
     return value
 
 
@@ -128,27 +121,46 @@ def _unspaced(value: Any) -> Any:
 
 
 def whole(value: Any, least: float | None = None) -> int:
-    value = _unspaced(value)
-    made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-    limit = "" if least is None else f" of at least {least:g}"
-    if made is None or not finite(made) or made != int(made) or (least is not None and made < least):
-        raise WrongKind(f"must be a whole number{limit}")
+    made = number(value, least, "whole number")
+    if made != int(made):
+        raise WrongKind(f"must be a whole number{_at_least(least)}")
     return int(made)
 
 
-def number(value: Any, least: float | None = None) -> float:
-    value = _unspaced(value)
-    made = value if isinstance(value, int | float) and not isinstance(value, bool) else None
-    limit = "" if least is None else f" of at least {least:g}"
-    if made is None or not finite(made) or (least is not None and made < least):
-        raise WrongKind(f"must be a number{limit}")
+def number(value: Any, least: float | None = None, what: str = "number") -> float:
+    made, low = _unspaced(value), -math.inf if least is None else least
+    if not is_number(made) or not finite(made) or made < low:
+        raise WrongKind(f"must be a {what}{_at_least(least)}")
     return made
+
+
+def _at_least(least: float | None) -> str:
+    return "" if least is None else f" of at least {least:g}"
 
 
 def flag(value: Any) -> bool:
     if isinstance(value, bool) or value in (0, 1):
         return bool(value)
     raise WrongKind("must be true or false")
+
+
+def is_number(value: Any) -> typing.TypeGuard[int | float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    if isinstance(value, str) and value.startswith("{"):
+        with contextlib.suppress(ValueError):
+            value = plain_json.loads(value)
+    if not isinstance(value, dict):
+        raise WrongKind("must be a mapping")
+    return {str(key): each for key, each in value.items()}
+
+
+def entries(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(each, dict) for each in value):
+        raise WrongKind("must be a list of mappings, each with a path")
+    return value
 
 
 def text(value: Any) -> str:

@@ -47,41 +47,40 @@ def same(value: Any) -> Any:
     return value
 
 
-def taken(
-    names: str, key: str, why: str = "", rest: str = "", *, to: Callable[[Any], Any] = same, of: str = "", **more: Any
-) -> Rule:
+def _rule(names: str, fate: Fate, key: str, why: str, of: str = "", until: str = "", **more: Any) -> Rule:
+    return Rule(tuple(names.split()), fate, key, why, trainers=tuple(of.split()), until=tuple(until.split()), **more)
+
+
+def taken(names: str, key: str, why: str = "", rest: str = "", *, to: Callable[[Any], Any] = same, **more: Any) -> Rule:
     """Make a rule: our key takes their value, or what `to` makes of it."""
-    return Rule(tuple(names.split()), Fate.TAKEN, key, why, convert=to, trainers=tuple(of.split()), rest=rest, **more)
+    return _rule(names, Fate.TAKEN, key, why, rest=rest, convert=to, **more)
 
 
-def worked_out(
-    names: str, key: str, why: str = "", rest: str = "", *, of: str = "", until: str = "", **more: Any
-) -> Rule:
+def worked_out(names: str, key: str, why: str = "", rest: str = "", **more: Any) -> Rule:
     """Make a rule: our key follows from this argument and others. `rest` says why where it does not."""
-    trainers, ends = tuple(of.split()), tuple(until.split())
-    return Rule(tuple(names.split()), Fate.TAKEN, key, why, trainers=trainers, until=ends, rest=rest, **more)
+    return _rule(names, Fate.TAKEN, key, why, rest=rest, **more)
 
 
-def other(names: str, key: str, why: str, *, of: str = "", **more: Any) -> Rule:
+def other(names: str, key: str, why: str, **more: Any) -> Rule:
     """Make a rule: there is something of the kind here, and it means something else. Nothing is written."""
-    return Rule(tuple(names.split()), Fate.OTHER, key, why, convert=same, trainers=tuple(of.split()), **more)
+    return _rule(names, Fate.OTHER, key, why, **more)
 
 
-def absent(
-    names: str, why: str, *harmless: Any, of: str = "", until: str = "", fate: Fate = Fate.ABSENT, **more: Any
-) -> Rule:
+def absent(names: str, why: str, *harmless: Any, fate: Fate = Fate.ABSENT, **more: Any) -> Rule:
     """Make a rule: rlexp does not have it; or, by its `fate`, trains something else without it. With a harmless value,
     or none, nothing is lost. `until` names the options or keys of ours that would have it: a test fails once one
     exists."""
-    trainers, ends = tuple(of.split()), tuple(until.split())
-    return Rule(
-        tuple(names.split()), fate, "", why, convert=same, harmless=harmless, trainers=trainers, until=ends, **more
-    )
+    return _rule(names, fate, "", why, harmless=harmless, **more)
 
 
-def needless(names: str, why: str, *, of: str = "", **more: Any) -> Rule:
+def needless(names: str, why: str, **more: Any) -> Rule:
     """Make a rule: it changes no number, or rlexp always does it."""
-    return Rule(tuple(names.split()), Fate.NEEDLESS, "", why, convert=same, trainers=tuple(of.split()), **more)
+    return _rule(names, Fate.NEEDLESS, "", why, **more)
+
+
+def for_trainers(of: str, *rules: Rule) -> Sequence[Rule]:
+    """Return rules of arguments that only these trainers have."""
+    return [replace(rule, trainers=rule.trainers or tuple(of.split())) for rule in rules]
 
 
 def extended(shared: Sequence[Rule], *own: Rule, **defaults: Any) -> tuple[Rule, ...]:

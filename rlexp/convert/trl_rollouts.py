@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from rlexp.convert import kinds
 from rlexp.convert.conversion import Conversion, ConvertError
-from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, needless, other, taken, worked_out
+from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, for_trainers, needless, other, taken, worked_out
 
 DIVISORS = {"grpo": "sequence", "dapo": "token", "dr_grpo": "fixed"}
 LONG = 1024  # tokens that are allowed where TRL has no limit
@@ -16,99 +17,97 @@ ELSEWHERE = "no number depends on it here"
 UNWEIGHED = "vLLM generates no samples, or no weight is asked for"
 WINDOWS = ("vllm_max_model_length", "vllm_max_model_len")  # of prompt and answer
 TRAINERS, DRAWING = "grpo rloo ppo", "grpo rloo"
+Rewards = dict[str, dict[str, Any]]  # what each is, by the name of its term
 
 RULES: tuple[Rule, ...] = (
-    # samples
-    taken("num_generations rloo_k", "rollout.n_samples", default=ByTrainer(grpo=8, rloo=2), least=1, of=DRAWING),
-    taken("max_completion_length response_length", "rollout.max_new_tokens", least=1, of=TRAINERS,
-          default=ByTrainer(grpo=512, rloo=512, ppo=53)),
-    worked_out("steps_per_generation", "rollout.batch_size", "rlexp splits a rollout into train batches",
-               least=1, of=DRAWING),
-    worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", least=1, of=DRAWING),
-    taken("num_iterations", "rollout.epochs", default=1, of=DRAWING),
-    taken("temperature", "rollout.temperature", default=1.0, of=DRAWING),
-    taken("temperature", "rollout.temperature", default=0.7, of="ppo"),
-    taken("top_p", "rollout.top_p", default=1.0, of=DRAWING),
-    taken("top_k", "rollout.top_k", default=0, to=lambda value: 0 if value in (None, -1) else value, of=DRAWING),
-    taken("min_p", "rollout.min_p", to=lambda value: value or 0.0, of=DRAWING),
-    absent("generation_kwargs", "use rollout.stop, top_k, top_p, min_p and temperature", of=DRAWING),
-    absent("repetition_penalty", "no repetition penalty", 1.0, 1, of=DRAWING, until="repetition"),
-    absent("vllm_structured_outputs_regex", "answers are generated freely", of=DRAWING),
-    absent("num_generations_eval", "one answer per held-out prompt", of=DRAWING),
-    worked_out("use_vllm", "rollout.engine=vllm", of=DRAWING),
-    worked_out("vllm_mode", "rollout.mode", "vLLM's server mode is missing", "all ranks sample, then all train",
-               of=DRAWING),
-    taken("vllm_gpu_memory_utilization", "rollout.vllm_memory", of=DRAWING),
-    absent("vllm_tensor_parallel_size", "rlexp does not split a model to sample", 1, of=DRAWING),
-    taken("vllm_enable_sleep_mode", "rollout.vllm_sleep", default=False, of=DRAWING),
-    needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
-             "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
-             "no number depends on it", of=DRAWING),
-    worked_out("vllm_importance_sampling_correction", "rollout.importance_cap",
-               "weighs samples that vLLM generated", UNWEIGHED, default=True, of=DRAWING),
-    worked_out("vllm_importance_sampling_mode", "rollout.importance_cap", "token_truncate; others are missing",
-               UNWEIGHED, default="sequence_mask", of=DRAWING),
-    worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap",
-               rest=UNWEIGHED, default=3.0, of=DRAWING),
-    absent("vllm_importance_sampling_clip_min", "a weight has no lower limit", of=DRAWING),
-    needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
-             "no number depends on it", of=DRAWING),
-    taken("mask_truncated_completions overlong_filter", "rollout.overlong", of=DRAWING,
-          to=lambda value: "mask" if kinds.flag(value) else UNSAID),
-    taken("log_completions", "rollout.show_every", of=DRAWING, default=False,
-          to=lambda value: 10 if kinds.flag(value) else 0),
-    taken("num_completions_to_print", "rollout.show", of=DRAWING),
-    needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
-             "a few samples of a rollout are shown", of=DRAWING),
-    absent("max_tool_calling_iterations", "answers call no tools", of=DRAWING, until="tool_call"),
-    # rewards
-    worked_out("reward_funcs", "reward=python, reward.function",
-               "the function gets other arguments: docs/rewards.md", of=DRAWING),
-    worked_out("reward_model_name_or_path reward_model_path reward_model", "reward=model, reward.path",
-               of=TRAINERS),
-    worked_out("reward_weights", "reward.terms.NAME.weight", rest="there is one reward", of=DRAWING),
-    absent("multi_objective_aggregation", "rlexp adds scores, then normalizes", "sum_then_normalize", of="grpo"),
-    # GRPO
-    worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", rest="importance_sampling_level=sequence decides",
-               of="grpo"),
-    worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", default="dapo",
-               of="grpo"),
-    worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo",
-               "token is the level of every loss but gspo", default="token", of="grpo"),
-    taken("beta", "loss.beta", default=0.0, of="grpo"),
-    worked_out("use_bias_correction_kl", "loss.kl", rest="the divergence is k3 itself here", default=True, of="grpo"),
-    worked_out("epsilon", "loss.clip_low", default=0.2, of=DRAWING),
-    worked_out("epsilon_high", "loss.clip_high", of=DRAWING),
-    taken("delta", "loss.dual_clip", of="grpo"),
-    taken("entropy_coef", "loss.entropy", of="grpo"),
-    absent("use_adaptive_entropy", "the weight of the entropy is fixed", of="grpo"),
-    needless("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target", "only with use_adaptive_entropy",
-             of="grpo"),
-    absent("top_entropy_quantile", "all tokens of an answer are trained on", 1.0, 1, of="grpo"),
-    absent("off_policy_mask_threshold", "rlexp weighs samples, and drops none", of="grpo"),
-    needless("sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
-             "only with losses that rlexp lacks", of="grpo"),
-    # RLOO
+    *for_trainers(DRAWING,
+        # samples
+        taken("num_generations rloo_k", "rollout.n_samples", default=ByTrainer(grpo=8, rloo=2), least=1),
+        taken("max_completion_length response_length", "rollout.max_new_tokens", least=1, of=TRAINERS,
+              default=ByTrainer(grpo=512, rloo=512, ppo=53)),
+        worked_out("steps_per_generation", "rollout.batch_size", "rlexp splits a rollout into train batches", least=1),
+        worked_out("generation_batch_size", "rollout.batch_size", "prompts, not answers", least=1),
+        taken("num_iterations", "rollout.epochs", default=1),
+        taken("temperature", "rollout.temperature", default=1.0),
+        taken("temperature", "rollout.temperature", default=0.7, of="ppo"),
+        taken("top_p", "rollout.top_p", default=1.0),
+        taken("top_k", "rollout.top_k", default=0, to=lambda value: 0 if value in (None, -1) else value),
+        taken("min_p", "rollout.min_p", to=lambda value: value or 0.0),
+        absent("generation_kwargs", "use rollout.stop, top_k, top_p, min_p and temperature"),
+        absent("repetition_penalty", "no repetition penalty", 1.0, 1, until="repetition"),
+        absent("vllm_structured_outputs_regex", "answers are generated freely"),
+        absent("num_generations_eval", "one answer per held-out prompt"),
+        worked_out("use_vllm", "rollout.engine=vllm"),
+        worked_out("vllm_mode", "rollout.mode", "vLLM's server mode is missing", "all ranks sample, then all train"),
+        taken("vllm_gpu_memory_utilization", "rollout.vllm_memory"),
+        absent("vllm_tensor_parallel_size", "rlexp does not split a model to sample", 1),
+        taken("vllm_enable_sleep_mode", "rollout.vllm_sleep", default=False),
+        needless("vllm_model_impl vllm_max_model_length vllm_max_model_len vllm_device vllm_dtype vllm_server_base_url "
+                 "vllm_server_host vllm_server_port vllm_server_timeout vllm_group_port cache_implementation",
+                 "no number depends on it"),
+        worked_out("vllm_importance_sampling_correction", "rollout.importance_cap",
+                   "weighs samples that vLLM generated", UNWEIGHED, default=True),
+        worked_out("vllm_importance_sampling_mode", "rollout.importance_cap", "token_truncate; others are missing",
+                   UNWEIGHED, default="sequence_mask"),
+        worked_out("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", "rollout.importance_cap",
+                   rest=UNWEIGHED, default=3.0),
+        absent("vllm_importance_sampling_clip_min", "a weight has no lower limit"),
+        needless("use_transformers_paged use_transformers_continuous_batching transformers_continuous_batching_config",
+                 "no number depends on it"),
+        taken("mask_truncated_completions overlong_filter", "rollout.overlong",
+              to=lambda value: "mask" if kinds.flag(value) else UNSAID),
+        taken("log_completions", "rollout.show_every", default=False, to=lambda value: 10 if kinds.flag(value) else 0),
+        taken("num_completions_to_print", "rollout.show"),
+        needless("log_unique_prompts wandb_log_unique_prompts log_multimodal log_completions_hub_repo",
+                 "a few samples of a rollout are shown"),
+        absent("max_tool_calling_iterations", "answers call no tools", until="tool_call"),
+        # rewards
+        worked_out("reward_funcs", "reward=python, reward.function",
+                   "the function gets other arguments: docs/rewards.md"),
+        worked_out("reward_model_name_or_path reward_model_path reward_model", "reward=model, reward.path",
+                   of=TRAINERS),
+        worked_out("reward_weights", "reward.terms.NAME.weight", rest="there is one reward"),
+        absent("multi_objective_aggregation", "rlexp adds scores, then normalizes", "sum_then_normalize", of="grpo"),
+    ),
+    *for_trainers("grpo",
+        worked_out("scale_rewards", "loss=grpo or loss=dr_grpo", rest="importance_sampling_level=sequence decides"),
+        worked_out("loss_type", "loss.normalize", "grpo is sequence, dapo is token, dr_grpo is fixed", default="dapo"),
+        worked_out("importance_sampling_level", "loss=gspo", "sequence, with loss_type=grpo",
+                   "token is the level of every loss but gspo", default="token"),
+        taken("beta", "loss.beta", default=0.0),
+        worked_out("use_bias_correction_kl", "loss.kl", rest="the divergence is k3 itself here", default=True),
+        worked_out("epsilon", "loss.clip_low", default=0.2, of=DRAWING),
+        worked_out("epsilon_high", "loss.clip_high", of=DRAWING),
+        taken("delta", "loss.dual_clip"),
+        taken("entropy_coef", "loss.entropy"),
+        absent("use_adaptive_entropy", "the weight of the entropy is fixed"),
+        needless("entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target",
+                 "only with use_adaptive_entropy"),
+        absent("top_entropy_quantile", "all tokens of an answer are trained on", 1.0, 1),
+        absent("off_policy_mask_threshold", "rlexp weighs samples, and drops none"),
+        needless("sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_k_neg vespo_lambda_pos vespo_lambda_neg",
+                 "only with losses that rlexp lacks"),
+    ),
     taken("beta", "loss.beta", default=0.05, of="rloo"),
     absent("normalize_advantages", "loss.whiten is over the train batch, by tokens", of="rloo"),
     absent("reward_clip_range", "scores are not clipped", of="rloo"),
-    # PPO
-    taken("kl_coef", "loss.beta", default=0.05, of="ppo"),
-    taken("kl_estimator", "loss.kl", default="k1", of="ppo"),
-    worked_out("cliprange", "loss.clip_low, loss.clip_high", default=0.2, of="ppo"),
-    taken("cliprange_value", "loss.value_clip", default=0.2, of="ppo"),
-    taken("vf_coef", "loss.value_coef", default=0.1, of="ppo"),
-    taken("gamma", "loss.gamma", default=1.0, of="ppo"),
-    taken("lam", "loss.lam", default=0.95, of="ppo"),
-    taken("num_ppo_epochs", "rollout.epochs", default=4, least=1, of="ppo"),
-    other("num_mini_batches", "rollout.minibatches",
-          "TRL ignores it; in rlexp train.batch_size decides", of="ppo"),
-    worked_out("total_episodes", "train.max_steps", least=1, of="ppo"),
-    worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty", of="ppo"),
-    needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token", of="ppo"),
-    absent("whiten_rewards", "loss.whiten normalizes advantages", of="ppo"),
-    needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
-             "micro_batch_size local_batch_size num_total_batches", "no number depends on it", of="ppo"),
+    *for_trainers("ppo",
+        taken("kl_coef", "loss.beta", default=0.05),
+        taken("kl_estimator", "loss.kl", default="k1"),
+        worked_out("cliprange", "loss.clip_low, loss.clip_high", default=0.2),
+        taken("cliprange_value", "loss.value_clip", default=0.2),
+        taken("vf_coef", "loss.value_coef", default=0.1),
+        taken("gamma", "loss.gamma", default=1.0),
+        taken("lam", "loss.lam", default=0.95),
+        taken("num_ppo_epochs", "rollout.epochs", default=4, least=1),
+        other("num_mini_batches", "rollout.minibatches", "TRL ignores it; in rlexp train.batch_size decides"),
+        worked_out("total_episodes", "train.max_steps", least=1),
+        worked_out("missing_eos_penalty", "rollout.overlong=penalty, rollout.overlong_penalty"),
+        needless("stop_token stop_token_id", "an answer ends with the end-of-sequence token"),
+        absent("whiten_rewards", "loss.whiten normalizes advantages"),
+        needless("local_rollout_forward_batch_size num_sample_generations exp_name batch_size mini_batch_size "
+                 "micro_batch_size local_batch_size num_total_batches", "no number depends on it"),
+    ),
 )  # fmt: skip
 
 
@@ -173,11 +172,12 @@ def _ppo(conv: Conversion) -> None:
 
 
 def _rewards(conv: Conversion) -> None:
-    terms: dict[str, dict[str, Any]] = {}
-    functions = conv.texts("reward_funcs")
+    terms: Rewards = {}
+    files, functions = set[str](), conv.texts("reward_funcs")
     for name in functions:
         module, _, function = name.rpartition(".")
         terms[_unused(terms, name)] = {"kind": "python", "function": f"{module or 'rewards'}:{function}"}
+        files.add(f"{(module or 'rewards').replace('.', '/')}.py")
     model = conv.text("reward_model_name_or_path", None if terms or conv.trainer != "ppo" else "EleutherAI/pythia-160m")
     if model is not None:
         terms[_unused(terms, "model")] = {"kind": "model", "path": model}
@@ -186,27 +186,27 @@ def _rewards(conv: Conversion) -> None:
         conv.missing("reward_funcs", why, "my_rewards.score")
     names = ["reward_funcs"] * bool(functions) + ["reward_model_name_or_path"] * (model is not None)
     if functions:
-        named = {term["function"].partition(":")[0] for term in terms.values() if "path" not in term}
-        files = sorted(f"{module.replace('.', '/')}.py" for module in named)
         conv.notes.append(
             f"Rewards: {conv.framework} calls f(completions, …, **columns), rlexp f(prompts, answers, rows). "
-            f"Write {' and '.join(files)} with functions of our form, which call the old ones: docs/rewards.md."
+            f"Write {' and '.join(sorted(files))} with functions of our form, which call the old ones: docs/rewards.md."
         )
     weights = conv.weights("reward_weights", len(terms), "reward")
-    if len(terms) == 1 and not weights:
-        ((_, term),) = terms.items()
-        conv.choose("reward", term.pop("kind"), *names)
-        for key, value in term.items():
-            conv.put(f"reward.{key}", value, *names)
-        return
-    conv.choose("reward", "sum", *names)
+    weights = weights or ([1.0] * len(terms) if len(terms) > 1 else [])
+    put_rewards(conv, terms, weights, names, "reward_weights")
+
+
+def put_rewards(conv: Conversion, terms: Rewards, weights: Sequence[float], by: Sequence[str], weighs: str) -> None:
+    """Set a sum of rewards with their weights, or the only one, which has none."""
+    conv.choose("reward", "sum" if weights else next(iter(terms.values()))["kind"], *by)
     for place, (name, term) in enumerate(terms.items()):
         for key, value in term.items():
-            conv.put(f"reward.terms.{name}.{key}", value, *names)
-        conv.put(f"reward.terms.{name}.weight", weights[place] if weights else 1.0, "reward_weights")
+            if weights or key != "kind":
+                conv.put(f"reward.terms.{name}.{key}" if weights else f"reward.{key}", value, *by)
+        if weights:
+            conv.put(f"reward.terms.{name}.weight", weights[place], weighs)
 
 
-def _unused(terms: dict[str, dict[str, Any]], name: str) -> str:
+def _unused(terms: Rewards, name: str) -> str:
     """Return a name for a term of a reward: the last part of its path, or of more parts if two end alike."""
     parts = [re.sub(r"\W", "_", part) for part in name.split(".")]
     names = ["_".join(parts[-count:]) for count in range(1, len(parts) + 1)]
