@@ -10,9 +10,10 @@ from shlex import quote
 from typing import Any
 
 from rlexp.config.schema import KINDS
-from rlexp.convert import axolotl, images, llamafactory, openrlhf, swift, trl, versions
+from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl, versions
 from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.launchers import STARTS
+from rlexp.convert.model_keys import described
 from rlexp.convert.read import (
     Asked,
     is_named_value,
@@ -23,10 +24,11 @@ from rlexp.convert.read import (
     read,
     refuse_unknown,
     text_of,
-    trainer_of_axolotl,
+    trainer_of,
 )
 from rlexp.convert.rules import Fate, Rule
-from rlexp.convert.shell import ScriptCall, Unknown, shown
+from rlexp.convert.shell import ScriptCall, shown
+from rlexp.convert.shell_words import Unknown
 from rlexp.convert.versions import Versions
 
 
@@ -59,6 +61,17 @@ FORMS = {
     "megatron": "is for Megatron-SWIFT, which splits a model by tensor and pipeline parallelism, and is not converted. "
     "Write its settings as those of swift sft, swift pt or swift rlhf; an engine splits the state: docs/engines.md.",
 }
+UNREAD = "rlexp reads texts alone."
+OF_A_MODEL = re.compile(
+    r"(?<![a-z])(?:vl|vlm|vision|omni|audio|ocr|llava|pixtral|internvl|smolvlm|voxtral|minicpm[-_]?v|glm[-_]?4v|mllama|"
+    r"idefics|paligemma|qvq|cogvlm|florence)(?![a-z])",
+    re.I,
+)
+# Arguments that only a model with images, videos or sound has.
+OF_A_FILE = re.compile(
+    r"(?:processor_type|image_\w+|video_\w+|freeze_(?:vit|aligner|vision_tower|multi_modal_projector|language_model)|"
+    r"(?:vit|aligner)_\w+|(?i:(?:video_)?max_pixels)|FPS_MAX_FRAMES|VIDEO_\w+)"
+)
 # Other names of what we have, where a framework's files are not converted.
 OURS = {"pt": "sft", "rm": "reward"}
 
@@ -73,14 +86,15 @@ def converted(
         raise ConvertError(
             f"--trainer: names a version of {version[0]}, and {file} is {asked.framework}'s. Leave it out."
         )
-    framework = FRAMEWORKS[asked.framework]
-    chosen = asked.trainer or trainer or (trl.trainer_of(asked.given) if asked.framework == "TRL" else None)
+    trainers = FRAMEWORKS[asked.framework].trainers
+    by_arguments = trl.trainer_of(asked.given) if asked.framework == "TRL" else None
+    chosen = asked.trainer or trainer or by_arguments
     if chosen is None:
-        others = ", ".join(each for each in framework.trainers if each != "dpo")
+        others = ", ".join(each for each in trainers if each != "dpo")
         raise ConvertError(f"{file}: does not say which trainer it is for. Say --trainer dpo, or one of {others}.")
-    if trainer is not None and trainer != chosen:
+    if trainer not in (None, chosen):
         raise ConvertError(f"--trainer={trainer}: {file} is for {chosen}. Leave --trainer out.")
-    if chosen not in framework.trainers:
+    if chosen not in trainers:
         raise ConvertError(f"{file}: {_unread(asked.framework, chosen)}")
     known = version[1] if version is not None else versions.of_file(asked.framework, file, asked.given)
     conv = of_asked(replace(asked, trainer=chosen), gpus, known, file.parent)
@@ -91,9 +105,8 @@ def converted(
         conv.notes.append(
             f"Sourced: {', '.join(sourced)} is not read; what it sets is not seen (--set VARIABLE=VALUE)."
         )
-    other = trl.trainer_of(asked.given) if asked.framework == "TRL" and trainer is not None else None
-    if other not in (None, chosen):
-        conv.notes.insert(0, f"Trainer: --trainer says {chosen}, and the file has arguments of {other} alone.")
+    if trainer is not None and by_arguments not in (None, chosen):
+        conv.notes.insert(0, f"Trainer: --trainer says {chosen}, and the file has arguments of {by_arguments} alone.")
     return conv
 
 
@@ -103,7 +116,7 @@ def _unread(framework: str, trainer: str) -> str:
     if trainer in FORMS:
         return FORMS[trainer]
     if trainer.endswith("_vlm"):
-        return f"is for {framework}'s {trainer}, which trains on images. {images.UNREAD}"
+        return f"is for {framework}'s {trainer}, which trains on images. {UNREAD}"
     if framework == "TRL" and "_" in trainer and trainer.partition("_")[0] in trl.TRAINERS:
         return (
             f"is for TRL's script {trainer}.py, which sets rows and arguments that the command does not say. Write "
@@ -156,32 +169,51 @@ def of_asked(
         conv.remark(Fate.ABSENT, "a word without a name", word, "no argument's value")
     if options := [word.partition("=")[0] for word in asked.around if word.startswith("--")]:
         conv.remark(Fate.NEEDLESS, asked.around[0], " ".join(options), STARTS)
+    conv.choose("model", "hf")
+    conv.choose("data", "hf")
     framework.convert(conv)
-    images.note(conv, str(conv.values["model.path"].value))
+    _images(conv, str(conv.values["model.path"].value))
     conv.settle()
     return conv
+
+
+def _images(conv: Conversion, model: str) -> None:
+    """Say first that only texts are trained on, where a model or an argument is made for more."""
+    names = [name for name in conv.given if OF_A_FILE.fullmatch(name) and conv.given[name] not in (None, False)]
+    theirs = conv.framework == "LLaMA-Factory"  # whose defaults these are
+    frozen = [name for name in names if theirs and name.startswith("freeze_") and conv.given[name] is True]
+    names = [name for name in names if name not in frozen]
+    for name in frozen:
+        conv.tell(Fate.NEEDLESS, name, "only with a model that reads images")
+    for name in names:
+        conv.remark(Fate.ABSENT, name, conv.given[name], "images, videos and sound are not read")
+    named = ("/".join(model.rstrip("/").split("/")[-3:]), str(conv.given.get("model_type") or ""))
+    if names or any(map(OF_A_MODEL.search, named)) or "vision_config" in described(model):
+        conv.notes.insert(0, f"Images: the file is for a model that reads more than texts. {UNREAD}")
 
 
 def _spelled(given: Mapping[str, Any], known: Iterable[str], *, shortened: bool = False) -> dict[str, Any]:
     """Return arguments with underscores, where the trainer takes dashes for them too, and with the whole name where a
     command may have its beginning."""
-    names = {name: name if name in known else name.replace("-", "_") for name in given}
-    for name, start in names.items():
+    spelled = {}
+    for name, value in given.items():
+        start = name if name in known else name.replace("-", "_")
         meant = [each for each in known if each.startswith(start)] if shortened and len(start) >= SHORTEST else []
-        names[name] = meant[0] if start not in known and len(meant) == 1 else start
-    return {names[name] if names[name] in known else name: value for name, value in given.items()}
+        whole = meant[0] if start not in known and len(meant) == 1 else start
+        spelled[whole if whole in known else name] = value
+    return spelled
 
 
 def _with_yaml(asked: Asked, file: Path) -> Asked:
     """Put in the arguments of the yaml file that a command of TRL or ms-swift names. Those of the command win."""
     option = asked.framework in ("TRL", "ms-swift") and asked.of_command and "config" in asked.given
     first = asked.positional[0] if asked.positional and (asked.framework != "TRL" or asked.program) else ""
-    if not option and not first.endswith((".yaml", ".yml")):
-        if asked.framework in ("LLaMA-Factory", "axolotl") and first and not asked.given:
-            refuse_unknown("the yaml file", first)
-        return asked
     named = asked.given["config"] if option else first
-    refuse_unknown("the yaml file", named)
+    of_yaml = option or first.endswith((".yaml", ".yml"))
+    if of_yaml or (asked.framework in ("LLaMA-Factory", "axolotl") and first and not asked.given):
+        refuse_unknown("the yaml file", named)
+    if not of_yaml:
+        return asked
     line = {name: value for name, value in asked.given.items() if name != "config"}
     positional = [word for word in asked.positional if word != named]
     given = _beside(named, file)
@@ -193,11 +225,7 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
         positional = [word for word in positional if not is_named_value(word)]
     environment = {**(variables if isinstance(variables, dict) else {}), **asked.environment}
     given |= {name.replace("-", "_") if asked.framework == "axolotl" else name: value for name, value in line.items()}
-    trainer = {
-        "LLaMA-Factory": str(given.get("stage", "sft")),
-        "axolotl": trainer_of_axolotl(given),
-        "ms-swift": str(given.get("rlhf_type", asked.trainer)),
-    }.get(asked.framework, asked.trainer)
+    trainer = trainer_of(asked.framework, given, str(asked.trainer))
     return replace(asked, trainer=trainer, given=given, positional=positional, environment=environment)
 
 

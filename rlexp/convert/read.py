@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from rlexp.base import plain_yaml
 from rlexp.base.secrets import is_secret, masked
 from rlexp.convert.conversion import ConvertError
-from rlexp.convert.shell import ENDS, Command, ScriptCall, TooMuch, Unknown, commands, shown
+from rlexp.convert.shell import ENDS, Command, ScriptCall, commands, shown
+from rlexp.convert.shell_words import TooMuch, Unknown, like
 
-SCRIPTS_OF_TRL = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
-                  "reward_modeling": "reward"}  # fmt: skip
+# What the programs of trainers are called, where that is not the trainer.
+SCRIPTS = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo", "ppo_ray": "ppo",
+           "reward_modeling": "reward"}  # fmt: skip
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 OF_SWIFT = ("rlhf", "sft", "pt")
 OF_MEGATRON = "tensor_model_parallel_size"  # an argument of Megatron-SWIFT alone
@@ -207,12 +209,11 @@ def _wrong_line(text: str) -> str:
 
 
 def _of_mapping(file: Path, given: dict[str, Any]) -> Asked:
+    of_v1 = {"model", "train_dataset"} <= given.keys()
     if "base_model" in given:
-        return Asked("axolotl", trainer_of_axolotl(given), given)
-    if {"model", "train_dataset"} <= given.keys():
-        return Asked("LLaMA-Factory", str(given.get("stage", "v1")), given)
-    if {"stage", "finetuning_type"} & given.keys():
-        return Asked("LLaMA-Factory", str(given.get("stage", "sft")), given)
+        return Asked("axolotl", trainer_of("axolotl", given, ""), given)
+    if of_v1 or {"stage", "finetuning_type"} & given.keys():
+        return Asked("LLaMA-Factory", str(given.get("stage", "v1" if of_v1 else "sft")), given)
     if "model" in given and {"rlhf_type", "tuner_type", "train_type", OF_MEGATRON} & given.keys():
         return _with_variables(Asked("ms-swift", "megatron" if OF_MEGATRON in given else None, given))
     if not {"model_name_or_path", "sft_model_path", "dataset_name", "datasets", "dataset_mixture", "output_dir"} & {
@@ -233,9 +234,17 @@ def _with_variables(asked: Asked) -> Asked:
     return replace(asked, trainer=trainer, given=rest, environment={str(key): each for key, each in variables.items()})
 
 
-def trainer_of_axolotl(given: dict[str, Any]) -> str:
+def trainer_of(framework: str, given: Mapping[str, Any], other: str) -> str:
+    """Return the trainer that arguments ask for, where a framework has an argument for it; else another one."""
     kinds = {"reward_model": "reward", "process_reward_model": "prm"}
-    return str(given.get("rl") or next((kind for name, kind in kinds.items() if given.get(name)), "sft"))
+    match framework:
+        case "LLaMA-Factory":
+            return str(given.get("stage", "sft"))
+        case "ms-swift":
+            return str(given.get("rlhf_type", other))
+        case "axolotl":
+            return str(given.get("rl") or next((kind for name, kind in kinds.items() if given.get(name)), "sft"))
+    return other
 
 
 _UNKNOWN = (
@@ -264,81 +273,69 @@ def plain(value: Any) -> Any:
 # ---- commands ----
 
 
+class Program(NamedTuple):
+    """How a command starts a trainer: by a program, whose name may have the trainer, or by a command of the program."""
+
+    framework: str
+    name: str
+    commands: Sequence[str] = ()
+    takes: Callable[[Sequence[str]], bool] = lambda _: True  # whether the words behind it are a trainer's
+
+
+def _has_stage(rest: Sequence[str]) -> bool:
+    return "".join(rest[:1]).endswith((".yaml", ".yml")) or {"--stage", "--finetuning_type"} <= {*rest}
+
+
+def _as_trl(rest: Sequence[str]) -> bool:
+    names = {each.removeprefix("--").partition("=")[0] for each in rest}
+    return any(each.endswith((".yaml", ".yml")) for each in rest) or len(OF_TRAINING & names) > 1
+
+
+# Of open-r1 and alignment-handbook, whose programs have TRL's arguments, and copies of them.
+RECIPE = Program("TRL", r"(?:\S*/)?(?:open_r1/|run_)(sft|grpo|dpo|orpo|kto|simpo)\.py", takes=_as_trl)
+PROGRAMS = (
+    Program("OpenRLHF", r"(?=.*openrlhf)(?:\S*[/.])?train_(\w+?)(?:\.py)?"),
+    Program("OpenRLHF", r"(?:\S*[/.])?train_(\w+?)\.py", takes=lambda rest: "--pretrain" in rest),
+    Program("TRL", r"(?:.*/)?trl", TRAINERS_OF_TRL),
+    Program("TRL", r"(?:\S*/)?(?:trl|examples)/scripts/(?:\w+/)?(\w+?)\.py"),
+    Program("TRL", r"trl\.scripts\.(\w+)"),
+    Program("ms-swift", r"(?:.*/)?swift", OF_SWIFT),
+    Program("ms-swift", "(megatron)", OF_SWIFT),
+    Program("ms-swift", rf".*swift/cli/({'|'.join(OF_SWIFT)})\.py"),
+    Program("LLaMA-Factory", r"(?:.*/)?llamafactory-cli", ["train"]),
+    Program("LLaMA-Factory", r"(?:\S*/)?train(?:_bash)?\.py", takes=_has_stage),
+    Program("axolotl", r"(?:.*/)?axolotl", ["train"]),
+    Program("axolotl", r"(?:\S*/)?axolotl[./]cli[./]train(?:\.py)?"),
+    RECIPE,
+)
+
+
 def _asked(command: Command) -> Asked | None:
     """Return what a command of a trainer asks for; None for any other command."""
     words, blank = command.words, command.words[-1] and not command.words[-1].strip()
     for place, word in enumerate(words):
-        for find in (_openrlhf, _trl, _swift, _factory, _axolotl, _recipe):
-            if (match := find(words, place, word)) is None:
+        rest = words[place + 1 :]
+        for program in PROGRAMS:
+            match, command_of = re.fullmatch(program.name, word), "".join(rest[: bool(program.commands)])
+            if match is None or command_of not in (program.commands or [""]) or not program.takes(rest):
                 continue
-            framework, trainer, after = match
             if blank:
                 raise ConvertError(f"the command of line {command.line} ends too early, at a space behind a backslash: "
                                    f"bash takes it for a word. Remove that space.")  # fmt: skip
-            line, before = _Arguments(words[after:]), _Arguments(words[:place])
-            if framework == "ms-swift" and trainer == "rlhf":
-                trainer = str(line.given.get("rlhf_type", "dpo"))
-            if framework == "LLaMA-Factory":
-                trainer = str(line.given.get("stage", "sft"))
-            return Asked(framework, trainer, line.given, before.given, dict(command.environment), line.positional,
-                         command.around, line.again, of_command=True, used=command.used,
-                         sourced=command.sourced, program=word if find is _recipe else "")  # fmt: skip
+            line, before = _Arguments(rest[bool(program.commands) :]), _Arguments(words[:place])
+            trainer = _trainer_of(program, word, match[1] if match.lastindex else command_of, line.given)
+            return Asked(program.framework, trainer, line.given, before.given, dict(command.environment),
+                         line.positional, command.around, line.again, of_command=True, used=command.used,
+                         sourced=command.sourced, program=word if program is RECIPE else "")  # fmt: skip
     return None
 
 
-def _openrlhf(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    match = re.fullmatch(r"(?:\S*[/.])?(train_\w+?)(\.py)?", word)
-    of_old = match is not None and match[2] and "--pretrain" in words[place:]  # examples/train_dpo.py
-    if match is None or not ("openrlhf" in word or of_old):
-        return None
-    trainer = {"train_ppo_ray": "ppo", "train_ppo": "ppo"}.get(match[1], match[1].removeprefix("train_"))
-    return "OpenRLHF", trainer, place + 1
-
-
-def _trl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    if word.rpartition("/")[2] == "trl" and words[place + 1 : place + 2] and words[place + 1] in TRAINERS_OF_TRL:
-        return "TRL", words[place + 1], place + 2
-    script = re.fullmatch(r"(?:\S*/)?(?:trl|examples)/scripts/(?:\w+/)?(\w+?)\.py|trl\.scripts\.(\w+)", word)
-    if script is None:
-        return None
-    name = "rloo of TRL before 0.19" if "/rloo/" in word else script[1] or script[2]
-    return "TRL", SCRIPTS_OF_TRL.get(name, name), place + 1
-
-
-def _recipe(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    """Recognize the programs of open-r1 and alignment-handbook, which have TRL's arguments, and copies of them."""
-    script = re.fullmatch(r"(?:\S*/)?(?:open_r1/|run_)(sft|grpo|dpo|orpo|kto|simpo)\.py", word)
-    rest = words[place + 1 :]
-    names = {each.removeprefix("--").partition("=")[0] for each in rest}
-    if script is None or not (any(each.endswith((".yaml", ".yml")) for each in rest) or len(OF_TRAINING & names) > 1):
-        return None
-    return "TRL", {"simpo": "cpo"}.get(script[1], script[1]), place + 1
-
-
-def _swift(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    if word.rpartition("/")[2] == "swift" and words[place + 1 : place + 2] and words[place + 1] in OF_SWIFT:
-        return "ms-swift", words[place + 1], place + 2
-    if word == "megatron" and words[place + 1 : place + 2] and words[place + 1] in OF_SWIFT:
-        return "ms-swift", "megatron", place + 2
-    script = re.search(rf"swift/cli/({'|'.join(OF_SWIFT)})\.py$", word)
-    return ("ms-swift", script[1], place + 1) if script else None
-
-
-def _factory(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    if word.rpartition("/")[2] == "llamafactory-cli" and words[place + 1 : place + 2] == ["train"]:
-        return "LLaMA-Factory", "", place + 2
-    script = re.fullmatch(r"(?:\S*/)?(train_bash|train)\.py", word)
-    rest = words[place + 1 :]
-    reads = rest[:1] and rest[0].endswith((".yaml", ".yml"))
-    flags = "--stage" in rest and "--finetuning_type" in rest
-    return ("LLaMA-Factory", "", place + 1) if script and (flags or reads) else None
-
-
-def _axolotl(words: Sequence[str], place: int, word: str) -> tuple[str, str, int] | None:
-    if word.rpartition("/")[2] == "axolotl" and words[place + 1 : place + 2] == ["train"]:
-        return "axolotl", "sft", place + 2
-    module = re.fullmatch(r"(?:\S*/)?axolotl[./]cli[./]train(?:\.py)?", word)
-    return ("axolotl", "sft", place + 1) if module else None
+def _trainer_of(program: Program, word: str, name: str, given: Mapping[str, Any]) -> str:
+    if program.framework in ("LLaMA-Factory", "axolotl") or name == "rlhf":
+        return trainer_of(program.framework, {} if program.framework == "axolotl" else given, "dpo")
+    if program.framework == "TRL" and "/rloo/" in word:
+        return "rloo of TRL before 0.19"
+    return "cpo" if program is RECIPE and name == "simpo" else SCRIPTS.get(name, name)
 
 
 class _Arguments:
@@ -353,25 +350,18 @@ class _Arguments:
             if (option := re.match(r"--?[A-Za-z]", word)) is not None:
                 dashes = 2 if option[0].startswith("--") else 0
                 name, equals, value = word[dashes:].partition("=")
-                self._begin(name, _like(word, value) if equals else True)
+                if name in self.given:
+                    self.again.append((name, self.given.pop(name)))
+                self.given[name] = like(word, value) if equals else True
             elif word == "--":
                 name = None
             elif name is not None:
-                self._add(name, word)
+                before = self.given[name]
+                self.given[name] = (
+                    word if before is True else [*(before if isinstance(before, list) else [before]), word]
+                )
             elif word != "\\":
                 self.positional.append(word)
-
-    def _begin(self, name: str, value: Any) -> None:
-        if name in self.given:
-            self.again.append((name, self.given.pop(name)))
-        self.given[name] = value
-
-    def _add(self, name: str, value: str) -> None:
-        before = self.given[name]
-        if isinstance(before, list):
-            before.append(value)
-        else:
-            self.given[name] = value if before is True else [before, value]
 
 
 def is_named_value(word: str) -> bool:
@@ -381,12 +371,7 @@ def is_named_value(word: str) -> bool:
 def named_value(word: str) -> tuple[str, str]:
     """Return the name and the value of a word like learning_rate=1e-7."""
     name, _, value = word.partition("=")
-    return str(name), _like(word, value)
-
-
-def _like(word: str, value: str) -> str:
-    """Return a part of a word; it is unknown if the word is."""
-    return Unknown.of(value, word.part, word.why) if isinstance(word, Unknown) else value
+    return str(name), like(word, value)
 
 
 def refuse_unknown(name: str, value: Any, sourced: Sequence[str] = ()) -> None:

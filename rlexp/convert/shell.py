@@ -11,27 +11,16 @@ import fnmatch
 import operator
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
+from getopt import GetoptError, gnu_getopt
 from itertools import takewhile
 from pathlib import Path
 
 from rlexp.base.secrets import HIDDEN, is_secret, masked
-from rlexp.convert.shell_words import (
-    ARRAY,
-    ASSIGNMENT,
-    Expansion,
-    ShellToken,
-    ShellTokens,
-    TooMuch,
-    Unknown,
-    joined,
-    like,
-)
+from rlexp.convert.shell_words import ARRAY, ASSIGNMENT, Expansion, ShellTokens, TooMuch, Unknown, joined, like
 
-__all__ = ("Command", "TooMuch", "Unknown", "commands")
-
-Place = tuple[ShellTokens, int, ShellToken]
 Status = tuple[bool | None, bool | None]  # whether a command succeeds, for && and ||, and for `if`
 SUCCESS: Status = (True, None)  # of a program: most succeed
 DECLARES = ("export", "readonly", "declare", "typeset", "local")
@@ -97,7 +86,7 @@ class _Script(Expansion):
         super().__init__(known, call.arguments)
         self.tokens, self.given = ShellTokens(text), call.variables
         self.commands: list[Command] = []  # that have been met
-        self.functions: dict[str, Place] = {}
+        self.functions: dict[str, ShellTokens] = {}
         self.exported: dict[str, str] = {}
         self.sourced: dict[str, None] = {}  # a set in the order of the script
         self.rounds, self.steps = MOST_ROUNDS, MOST_COMMANDS
@@ -114,14 +103,6 @@ class _Script(Expansion):
     @property
     def next(self) -> str:
         return self.tokens.token.text
-
-    @property
-    def place(self) -> Place:
-        return self.tokens, self.tokens.at, self.tokens.token
-
-    def go(self, place: Place) -> None:
-        self.tokens = place[0]
-        _, self.tokens.at, self.tokens.token = place
 
     def block(self, *ends: str, runs: bool = True) -> None:
         """Follow commands, with && and || between them, up to one of these words or the end."""
@@ -158,7 +139,7 @@ class _Script(Expansion):
         tokens, line = self.tokens, self.tokens.token.line
         if (function := tokens.take_match(FUNCTION)) is not None:
             if runs:
-                self.functions[function[1] or function[2]] = self.place
+                self.functions[function[1] or function[2]] = copy(tokens)
             self._through("}", runs=False)
         elif (arithmetic := tokens.take_match(ARITHMETIC)) is not None:
             if runs:
@@ -201,7 +182,7 @@ class _Script(Expansion):
         if after is None:
             self._forget(name)
         else:
-            self._set(name, [str(after)])
+            self.assign(name, [str(after)])
         return before if step[3] else after
 
     def _doubt(self, holds: bool | None, keyword: str = "") -> None:
@@ -258,12 +239,12 @@ class _Script(Expansion):
 
     def _while(self, runs: bool) -> None:
         """Follow the rounds of `while` or `until`: one if only bash knows how many there are."""
-        outer, start, status = self.doubt, self.place, SUCCESS if runs else self.status
+        outer, start, status = self.doubt, copy(self.tokens), SUCCESS if runs else self.status
         again = True
         while again:
-            self.go(start)
+            self.tokens = copy(start)
             follows = self._condition("do", runs) is not False
-            once = bool(self.doubt) or (start[2].text == "while" and self.source in ("true", ":"))
+            once = bool(self.doubt) or (start.token.text == "while" and self.source in ("true", ":"))
             again = self._round(follows) and not once
             status = self.status if follows else status
         self.doubt, self.status = outer, status
@@ -272,7 +253,7 @@ class _Script(Expansion):
         line, arithmetic = self.tokens.take().line, self.tokens.take_match(ARITHMETIC)
         header = [arithmetic[0]] if arithmetic else self.tokens.take_command("do")
         self._through("do", runs=False)
-        start = self.place
+        start = copy(self.tokens)
         if not runs or not header:
             self._through("done", runs=False)
             return
@@ -285,7 +266,7 @@ class _Script(Expansion):
         elif self.doubt or header[1:2] != ["in"] or any(isinstance(each, Unknown) for each in items):
             items = [Unknown.of(f"${name}", f"${name}", self.doubt or f"line {line}, `{self.source}`")]
         for item in items:
-            self.go(start)
+            self.tokens = copy(start)
             self.known[name] = [item]
             if not self._round(True, name):
                 return
@@ -320,9 +301,10 @@ class _Script(Expansion):
             [self.one(each) for each in rest] if rest[:1] == ["[["] else [e for each in rest for e in self.split(each)]
         )
         documents = [text if literal else self.filled(text) for text, literal in self.tokens.documents]
-        values = [self._value(each) for each in assigned] if declares else []  # of all before any is set
-        prefix = dict(self._assign(each, declares, keep=not rest, made=values[place] if values else None)
-                      for place, each in enumerate(assigned))  # fmt: skip
+        values: Iterable[tuple[str, list[str]]] = map(self._value, assigned)
+        values = [*values] if declares else values  # of all before any is set
+        prefix = dict(self._assign(each, *value, declares, keep=not rest)
+                      for each, value in zip(assigned, values, strict=True))  # fmt: skip
         self.source = shown(written)
         self.status = (None, None) if words and words[0] in ASKING else SUCCESS
         match words:
@@ -334,10 +316,9 @@ class _Script(Expansion):
                 if not self.doubt and (self.loops or name in ("exit", "return")):
                     self.left = "exit" if name == "return" and not self.depth else name
             case ["eval", *others]:
-                tokens = ShellTokens(joined(others, " "), self.line)
-                self._within((tokens, tokens.at, tokens.token), prefix, self.args)
+                self._within(ShellTokens(joined(others, " "), self.line), prefix, self.args)
             case [name, *arguments] if name in self.functions and self.depth < MOST_WITHIN:
-                self._within(self.functions[name], prefix, arguments)
+                self._within(copy(self.functions[name]), prefix, arguments)
             case [name, *others] if not self._builtin(words, documents) and name not in SILENT:
                 self.sourced |= dict.fromkeys(others[:1] if name in ("source", ".") else [])
                 self._program(words, prefix)
@@ -377,21 +358,17 @@ class _Script(Expansion):
 
     def _forget(self, name: str, why: str = "") -> None:
         """Give a variable a value that only bash knows."""
-        self._set(name, [Unknown.of(f"${name}", f"${name}", why)])
+        self.assign(name, [Unknown.of(f"${name}", f"${name}", why)])
 
     def _read(self, words: Sequence[str], documents: Sequence[str]) -> None:
         """Give the variables of `read` what only bash knows, or the here-document that it reads whole."""
-        names, takes = list[str](), ""
-        for word in words:
-            if not takes and word.startswith("-") and len(word) > 1:
-                takes = word[-1] if word[-1] in "pdtnNui" else ""
-            elif takes:
-                takes = ""
-            else:
-                names.append(word)
+        try:
+            _, names = gnu_getopt([*words], "aersSd:i:n:N:p:t:u:")
+        except GetoptError:
+            names = [word for word in words if not word.startswith("-")]
         for name in names:
             whole = like(documents[-1], documents[-1].strip()) if documents and len(names) == 1 else None
-            self._set(name, [Unknown.of(f"${name}", f"${name}") if whole is None else whole])
+            self.assign(name, [Unknown.of(f"${name}", f"${name}") if whole is None else whole])
 
     def _value(self, written: str) -> tuple[str, list[str]]:
         """Return an assignment as bash makes it, and the elements of its value."""
@@ -399,27 +376,20 @@ class _Script(Expansion):
         word = self.one(written)
         return word, self.words(array[2]) if array else [like(word, word.partition("=")[2])]
 
-    def _assign(
-        self, written: str, declares: str, *, keep: bool, made: tuple[str, list[str]] | None = None
-    ) -> tuple[str, str]:
+    def _assign(self, written: str, word: str, value: list[str], declares: str, *, keep: bool) -> tuple[str, str]:
         """Return the name and the value of an assignment. If it is one for the script, keep it."""
-        array = ARRAY.fullmatch(written)
-        word, value = made or self._value(written)
         name, assigns, _ = word.partition("=")
         name = name.removesuffix("+")
         if declares == "local":
             self.hidden.setdefault(name, self.known.get(name))
         if keep and assigns:
             self.used.discard(name)
-            self._set(name, value, more=word.startswith(f"{name}+"), array=array is not None)
+            self.assign(name, value, more=word.startswith(f"{name}+"), array=ARRAY.fullmatch(written) is not None)
         if declares == "export" and name in self.known:
             self.exported[name] = joined(self.known[name], " ")
         return name, joined(value, " ")
 
-    def assign(self, name: str, value: list[str]) -> None:
-        self._set(name, value)
-
-    def _set(self, name: str, value: list[str], *, more: bool = False, array: bool = False) -> None:
+    def assign(self, name: str, value: list[str], *, more: bool = False, array: bool = False) -> None:
         if name in self.given:
             return
         if (element := ELEMENT.match(name)) is not None:
@@ -434,27 +404,25 @@ class _Script(Expansion):
         if name in self.exported:
             self.exported[name] = joined(after, " ")
 
-    def _within(self, start: Place, prefix: dict[str, str], args: list[str] | None) -> None:
+    def _within(self, script: ShellTokens, prefix: dict[str, str], args: list[str] | None) -> None:
         """Follow a function, or a script that is one word of a command."""
-        outer, behind = (self.line, self.args, self.prefix, self.hidden, self.loops), self.place
-        self.args, self.prefix, self.hidden, self.loops = args, self.prefix | prefix, {}, []
+        outer = self.tokens, self.line, self.args, self.prefix, self.hidden, self.loops
+        self.tokens, self.args, self.prefix, self.hidden, self.loops = script, args, self.prefix | prefix, {}, []
         self.depth += 1
-        self.go(start)
         self.block("}")
         self.left = self.left if self.left == "exit" else ""
         for name, value in self.hidden.items():
             self.known.pop(name, None)
             self.known |= {} if value is None else {name: value}
-        self.go(behind)
-        self.line, self.args, self.prefix, self.hidden, self.loops = outer
+        self.tokens, self.line, self.args, self.prefix, self.hidden, self.loops = outer
         self.depth -= 1
 
     def _program(self, words: list[str], prefix: dict[str, str]) -> None:
         outer = {**self.known}, {**self.exported}
         inner = [place for place, word in enumerate(words) if self.depth < MOST_WITHIN and _has_command(word)]
         for place in inner:
-            tokens, count = ShellTokens(words[place], self.line), len(self.commands)
-            self._within((tokens, tokens.at, tokens.token), prefix, self.args)
+            count = len(self.commands)
+            self._within(ShellTokens(words[place], self.line), prefix, self.args)
             for number, each in enumerate(self.commands[count:], count):
                 self.commands[number] = replace(each, around=[*words[:place], *each.around])
         if inner:
