@@ -64,18 +64,14 @@ def rules(
     """Return the rules of what makes an adapter, by their names and defaults, with what is said of some of our keys;
     and of what is missing, by their names and what would have it."""
     made = []
-    for key, alias in SHAPE.items():
-        default = defaults.get(key, UNSAID)
+    for key in [key for key in SHAPE if key in names]:
+        default, least = defaults.get(key, UNSAID), {"rank": 1, "alpha": 0, "dropout": 0}.get(key)
         text = texts.get(key, f"their default is {default:g}" if isinstance(default, int | float) else "")
         text = "; ".join(filter(None, [text, NO_DROPOUT])) if key == "dropout" else text
         apart = split if key in ("targets", "also") else None
-        if name := names.get(key):
-            least = {"rank": 1, "alpha": 0, "dropout": 0}.get(key)
-            made.append(
-                worked_out(name, f"adapter.{key}", text, default=default, alias=alias, split=apart, least=least)
-            )
-    made += [absent(name, LACKING[name], until=until) for name, until in lacks.items()]
-    return of_adapter(*made)
+        made.append(worked_out(names[key], f"adapter.{key}", text, default=default, alias=SHAPE[key], split=apart,
+                               least=least))  # fmt: skip
+    return of_adapter(*made, *(absent(name, LACKING[name], until=until) for name, until in lacks.items()))
 
 
 def of_adapter(*rules: Rule) -> Sequence[Rule]:
@@ -94,8 +90,10 @@ def lora(
         for name in (*SHAPE.values(), EVERY):
             conv.tell(Fate.NEEDLESS, name, "the adapter's folder says it")
         return
-    conv.put("adapter.rank", _needed(conv, "lora_rank", conv.whole("lora_rank")), "lora_rank")
-    conv.put("adapter.alpha", _needed(conv, "lora_alpha", conv.number("lora_alpha", alpha)), "lora_alpha")
+    for name, value in (("lora_rank", conv.whole("lora_rank")), ("lora_alpha", conv.number("lora_alpha", alpha))):
+        if value is None:
+            conv.missing(name, f"{conv.framework} has no default", "16")
+        conv.put(name.replace("lora_", "adapter."), value, name)
     conv.put("adapter.dropout", 0.0, "lora_dropout")
     if conv.number("lora_dropout", 0.0):
         conv.differs("lora_dropout", NO_DROPOUT)
@@ -120,12 +118,6 @@ def _folder(conv: Conversion) -> str | None:
     return folders[-1] if folders else None
 
 
-def _needed(conv: Conversion, name: str, value: float | None) -> float:
-    if value is None:
-        conv.missing(name, f"{conv.framework} has no default", "16")
-    return value
-
-
 def _targets(conv: Conversion, default: tuple[str, ...]) -> None:
     """Set the layers that get an adapter; all linear layers but the head are `[]` here."""
     name, every = "target_modules", conv.flag(EVERY)
@@ -137,32 +129,28 @@ def _targets(conv: Conversion, default: tuple[str, ...]) -> None:
         example = "q_proj v_proj" if conv.of_command else "[q_proj, v_proj]"
         conv.missing(name, "nothing says which layers get an adapter", example)
     layers = [each.rstrip(",") for each in given]
-    if layers != given:
-        why = "theirs takes the comma for a part of the name; here it is none"
-        conv.remark(Fate.OTHER, conv.spelled(name), given, why)
     heads = [each for each in layers if each in NO_ADAPTER]
     patterns = [each for each in layers if re.fullmatch(r"[\w.-]+", each) is None]
     if every or patterns or any(each in ALL_LINEAR for each in layers):
-        by = [name, *[EVERY] * every]
-        conv.put("adapter.targets", [], *by, why="all linear layers but the head")
+        conv.put("adapter.targets", [], name, *[EVERY] * every, why="all linear layers but the head")
     elif named := [each for each in layers if each not in heads]:
         conv.put("adapter.targets", named, name)
     else:
         conv.refuse(name, "names the head or embeddings alone, which take no adapter here", "Name linear layers too.")
-    if patterns:
-        why = "all linear layers get an adapter: name others by adapter.targets"
-        conv.remark(Fate.ABSENT, conv.spelled(name), patterns, why)
-    if heads:
-        why = "head and embeddings take no adapter here; adapter.also trains them whole"
-        conv.remark(Fate.ABSENT, conv.spelled(name), heads, why)
+    for fate, some, why in (
+        (Fate.OTHER, given * (layers != given), "theirs takes the comma for a part of the name; here it is none"),
+        (Fate.ABSENT, patterns, "all linear layers get an adapter: name others by adapter.targets"),
+        (Fate.ABSENT, heads, "head and embeddings take no adapter here; adapter.also trains them whole"),
+    ):
+        if some:
+            conv.remark(fate, conv.spelled(name), some, why)
 
 
 def _also(conv: Conversion) -> None:
     """Set the modules that are trained whole beside the adapter."""
     name = "modules_to_save"
     given = [each.rstrip(",") for each in conv.texts(name) if each]
-    words = [each for each in given if each.startswith("all-")]
-    if words:
+    if words := [each for each in given if each.startswith("all-")]:
         conv.remark(Fate.ABSENT, conv.spelled(name), words, "adapter.also takes names of modules, as lm_head")
     if modules := [each for each in given if each not in words]:
         conv.put("adapter.also", modules, name)
@@ -174,11 +162,9 @@ def of_family(conv: Conversion) -> tuple[str, ...]:
     if conv.texts("target_modules") or family in OF_FAMILIES:
         return OF_FAMILIES.get(family, QUERIES_AND_VALUES)
     known = f"and peft has none for {family}" if family else "which no config.json here says"
-    why = (
-        f"their default depends on the model's family, {known}; q_proj and v_proj are taken, those of Llama, Mistral, "
-        f"Qwen2, Qwen3 and Gemma; for another family give adapter.targets"
-    )
-    conv.remark(Fate.OTHER, conv.spelled("target_modules"), None, why)
+    conv.remark(Fate.OTHER, conv.spelled("target_modules"), None,
+                f"their default depends on the model's family, {known}; q_proj and v_proj are taken, those of Llama, "
+                f"Mistral, Qwen2, Qwen3 and Gemma; for another family give adapter.targets")  # fmt: skip
     return QUERIES_AND_VALUES
 
 
@@ -199,12 +185,8 @@ def precomputed(conv: Conversion, name: str = "precompute_ref_log_probs") -> Non
     if not compared(conv):
         conv.tell(Fate.NEEDLESS, name, f"loss={loss} compares with no reference")
     elif loss == "kto":
-        conv.tell(
-            Fate.NEEDLESS,
-            name,
-            "the numbers are the same: loss=kto also asks for answers to other prompts of the train batch, so the "
-            "reference is computed in each step",
-        )
+        conv.tell(Fate.NEEDLESS, name, "the numbers are the same: loss=kto also asks for answers to other prompts of "
+                  "the train batch, so the reference is computed in each step")  # fmt: skip
     else:
         conv.choose("reference", "precompute", name)
 

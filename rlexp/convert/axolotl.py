@@ -58,11 +58,10 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
     worked_out("adapter", "adapter=lora", "lora, and qlora without quantization; others are missing",
                until="adapter=llama"),
-    *adapters.rules(
-        {"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "lora_target_modules",
-         "also": "lora_modules_to_save", "rslora": "peft_use_rslora"}, {},
-        {"peft_use_dora": "dora", "lora_target_parameters": "parameters", "loraplus_lr_ratio": "adapter.lr_ratio"},
-    ),
+    *adapters.rules({"rank": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout",
+                     "targets": "lora_target_modules", "also": "lora_modules_to_save", "rslora": "peft_use_rslora"}, {},
+                    {"peft_use_dora": "dora", "lora_target_parameters": "parameters",
+                     "loraplus_lr_ratio": "adapter.lr_ratio"}),
     *adapters.of_adapter(
         worked_out("lora_target_linear", "adapter.targets=[]", "all linear layers but the head"),
         worked_out("lora_model_dir", "adapter.path", "the reference is this adapter", alias=adapters.FOLDER),
@@ -171,11 +170,10 @@ def convert(conv: Conversion) -> None:
     conv.put("data.packing", packed, "sample_packing")
     split = packed and not conv.flag("eval_sample_packing", True)
     huggingface.drop_last(conv, split, why="without eval_sample_packing" if split else "")
-    huggingface.engine(conv, "fsdp", "fsdp_config", "fsdp_version")
+    huggingface.engine(conv, "fsdp_version")
     if conv.given_value("learning_rate") is None:
         conv.missing("learning_rate", "axolotl has no default", "5e-7")
-    conv.choose("model", "hf")
-    conv.put("model.path", conv.needed("base_model", model_keys.TRAINED, "Qwen/Qwen3-0.6B"), "base_model")
+    model_keys.trained(conv, "base_model")
     model_keys.template(conv, "chat_template", model_keys.AXOLOTL, "tokenizer_default")
     _model_config(conv)
     _adapter(conv)
@@ -214,26 +212,21 @@ def _evaluation(conv: Conversion, steps: int | None, rows: bool) -> None:
     stops = conv.get("early_stopping_patience") and conv.trainer in ("sft", "reward")
     if rows and conv.get("load_best_model_at_end") is None and in_step and stops:
         conv.put("checkpoint.keep_best", 1)
-        why = (
-            "with early_stopping_patience the best model is what they leave; the run exports its last one, and keeps "
-            "the best too"
-        )
-        conv.remark(Fate.OTHER, "load_best_model_at_end", True, why)
+        conv.remark(Fate.OTHER, "load_best_model_at_end", True, "with early_stopping_patience the best model is what "
+                    "they leave; the run exports its last one, and keeps the best too")  # fmt: skip
 
 
 def _model_config(conv: Conversion) -> None:
     """Take YaRN from what the model's configuration is overridden with."""
-    options, apart = conv.mapping("overrides_of_model_config"), conv.get("rope_scaling")
+    by, apart = "overrides_of_model_config", conv.get("rope_scaling")
+    options, whole = conv.mapping(by), conv.spelled(by)
     rope = options.pop("rope_parameters", None) or options.pop("rope_scaling", None) or apart
     if rope is not None:
-        model_keys.rope(conv, "rope_scaling" if apart else "overrides_of_model_config", rope)
+        model_keys.rope(conv, "rope_scaling" if apart else by, rope)
     if options.pop("output_router_logits", False):
-        name = f"{conv.spelled('overrides_of_model_config')}: output_router_logits"
-        conv.remark(Fate.INSTEAD, name, True, "no auxiliary loss for experts")
+        conv.remark(Fate.INSTEAD, f"{whole}: output_router_logits", True, "no auxiliary loss for experts")
     for name, value in options.items():
-        conv.remark(
-            Fate.OTHER, f"{conv.spelled('overrides_of_model_config')}: {name}", value, "write it into config.json"
-        )
+        conv.remark(Fate.OTHER, f"{whole}: {name}", value, "write it into config.json")
 
 
 def _schedule(conv: Conversion, steps: int | None) -> None:
@@ -244,14 +237,13 @@ def _schedule(conv: Conversion, steps: int | None) -> None:
         conv.put("optim.min_lr_ratio", least, "cosine_min_lr_ratio")
     if conv.given_value("warmup_steps") == 1:
         conv.put("optim.warmup_steps", 2, "warmup_steps", why="as theirs, which takes no single step")
-    if conv.given_value("warmup_steps") is not None or conv.given_value("warmup_ratio") is not None:
-        return
-    if steps is not None:
+    given = [conv.given_value(name) for name in ("warmup_steps", "warmup_ratio")]
+    if given == [None, None] and steps is not None:
         count = min(int(0.03 * steps), 100)
         huggingface.warm_up(conv, "warmup_ratio", count=2 if count == 1 else count)
-        return
-    conv.put("optim.warmup_ratio", 0.03, "warmup_ratio", why="at most 100 steps there")
-    conv.put("optim.warmup_start", 0)
+    elif given == [None, None]:
+        conv.put("optim.warmup_ratio", 0.03, "warmup_ratio", why="at most 100 steps there")
+        conv.put("optim.warmup_start", 0)
 
 
 def _adapter(conv: Conversion) -> None:
@@ -266,9 +258,8 @@ def _adapter(conv: Conversion) -> None:
     if kind:
         conv.tell(Fate.INSTEAD, "adapter", "of adapters, lora is here; all weights are trained")
     adapters.none(conv, "adapter")
-    if conv.flag("bf16", not conv.flag("fp16")) and not any(
-        conv.get(name) for name in ("deepspeed", "fsdp", "fsdp_config")
-    ):
+    split = any(map(conv.get, ("deepspeed", "fsdp", "fsdp_config")))
+    if conv.flag("bf16", not conv.flag("fp16")) and not split:
         why = "weights that are trained are float32, theirs bfloat16 without DeepSpeed or FSDP"
         conv.remark(Fate.OTHER, "bf16", conv.get("bf16", "auto"), why)
 
@@ -336,7 +327,6 @@ def _ring(conv: Conversion) -> None:
 
 
 def _data(conv: Conversion) -> None:
-    conv.choose("data", "hf")
     by = "datasets" if conv.get("datasets") or conv.trainer != "sft" else "pretraining_dataset"
     texts = isinstance(conv.get(by), str) and by == "pretraining_dataset"
     sources = [{"path": conv.text(by), "type": "pretrain"}] if texts else conv.entries(by)
@@ -410,9 +400,6 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
     for ours, theirs in COLUMNS.get(str(kind), {}).items():
         conv.put(f"{key}.columns.{ours}", theirs, by)
     if not str(kind).startswith(TEMPLATES):
-        whose = (
-            "model.chat_template"
-            if "model.chat_template" in conv.values
-            else "the tokenizer's template, or as Role: text without one"
-        )
-        conv.remark(Fate.OTHER, "datasets: type", source["type"], f"rows are written by {whose}")
+        ours, theirs = "model.chat_template", "the tokenizer's template, or as Role: text without one"
+        why = f"rows are written by {ours if ours in conv.values else theirs}"
+        conv.remark(Fate.OTHER, "datasets: type", source["type"], why)

@@ -10,7 +10,7 @@ from rlexp.base import plain_json
 from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.rules import Fate
 
-BY_STAGE = {0: "zero0", 1: "zero1", 2: "zero2", 3: "zero3"}
+BY_STAGE = {stage: f"zero{stage}" for stage in range(4)}
 STAGE = re.compile(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", re.I)
 
 
@@ -84,8 +84,7 @@ def _from_name(conv: Conversion, name: str, file: str) -> None:
 
 def offload(conv: Conversion, *, weights: str, optimizer: str) -> None:
     """Take over accelerate's arguments for a device that holds a part of the training state."""
-    engine = conv.choices.get("engine")
-    stage = next((stage for stage, option in BY_STAGE.items() if engine and option == engine.value), 0)
+    stage = next((stage for stage, option in BY_STAGE.items() if option == conv.chosen("engine")), 0)
     moved = {part: conv.text(part) not in (None, "none") for part in (weights, optimizer)}
     _offload(conv, weights if moved[weights] else optimizer, stage, weights=moved[weights], optimizer=moved[optimizer])
 
@@ -110,14 +109,12 @@ def from_fsdp(conv: Conversion, *names: str) -> None:
     if not given:
         return
     conv.choose("engine", "fsdp2", *given)
-    value = conv.get("fsdp_config")
+    value, listed = conv.get("fsdp_config"), conv.get("fsdp")
     config = value if isinstance(value, dict) else {}
     if config.get("activation_checkpointing") or config.get("fsdp_activation_checkpointing"):
         conv.put("memory.checkpointing", True, "fsdp_config", why="activation_checkpointing")
-    listed = conv.get("fsdp")
-    asked = "offload" in (listed if isinstance(listed, list) else str(listed or "").split())
     keys = ("cpu_offload", "fsdp_cpu_offload", "offload_params", "fsdp_offload_params")
-    key = next((each for each in keys if config.get(each)), None)
-    if key or asked:
-        conv.remark(Fate.ABSENT, f"fsdp_config: {key}" if key else "fsdp: offload", True,
-                    "only engine=zero1, zero2 and zero3 offload: engine.offload")  # fmt: skip
+    asked = [f"fsdp_config: {key}" for key in keys if config.get(key)]
+    asked += ["fsdp: offload"] * ("offload" in (listed if isinstance(listed, list) else str(listed or "").split()))
+    for name in asked[:1]:
+        conv.remark(Fate.ABSENT, name, True, "only engine=zero1, zero2 and zero3 offload: engine.offload")

@@ -149,14 +149,12 @@ def _plain(value: Any) -> Any:
 def _groups(conv: Conversion) -> Iterator[str]:
     """Yield the keys as nested yaml, group by group."""
     tree: dict[str, Any] = {}
-    for key, value in sorted(
-        conv.values.items(), key=lambda item: place(item[0], conv.chosen(item[0].partition(".")[0]))
-    ):
+    for key in sorted(conv.values, key=lambda key: place(key, conv.chosen(key.partition(".")[0]))):
         *folders, leaf = key.split(".")
         node = tree
         for folder in folders:
             node = node.setdefault(folder, {})
-        node[leaf] = value
+        node[leaf] = conv.values[key]
     for group in sorted(tree, key=_place):
         yield from _nested(group, tree[group], "")
 

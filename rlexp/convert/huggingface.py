@@ -22,18 +22,9 @@ DECAYS = {"linear": "linear", "cosine": "cosine", "constant": "constant", "const
           "inverse_sqrt": "inverse_sqrt"}  # fmt: skip
 NO_DECAY = "the rate decays by a line, a cosine or an inverse square root, or stays (optim.decay)"
 LOGGERS = ("wandb", "tensorboard", "trackio")
-METRICS = {
-    "loss": "eval/loss",
-    "eval_loss": "eval/loss",
-    "eval_rewards/accuracies": "eval/rewards/accuracies",
-    "rewards/accuracies": "eval/rewards/accuracies",
-    "eval_accuracy": "eval/rewards/accuracies",
-    "accuracy": "eval/rewards/accuracies",
-    "eval_mean_token_accuracy": "eval/mean_token_accuracy",
-    "mean_token_accuracy": "eval/mean_token_accuracy",
-}
-
-
+METRICS = {f"{prefix}{theirs}": f"eval/{ours}" for prefix in ("", "eval_") for theirs, ours in (
+    ("loss", "loss"), ("rewards/accuracies", "rewards/accuracies"), ("accuracy", "rewards/accuracies"),
+    ("mean_token_accuracy", "mean_token_accuracy"))}  # fmt: skip
 LOGGED = "every step is logged, for all ranks together"
 NO_WARMUP = "it is 0, or another argument decides"
 NO_EVALUATION = "nothing is evaluated, or another argument decides"
@@ -69,8 +60,7 @@ RULES: tuple[Rule, ...] = (
     needless("gradient_checkpointing_kwargs activation_checkpointing_kwargs", "the numbers are the same"),
     worked_out("deepspeed", "engine, engine.offload", "the ZeRO stage chooses the engine; rlexp writes the rest"),
     worked_out("fsdp", "engine=fsdp2", rest="deepspeed decides"),
-    worked_out("fsdp_config", "engine=fsdp2", "rlexp chooses FSDP2's settings",
-               "deepspeed decides"),
+    worked_out("fsdp_config", "engine=fsdp2", "rlexp chooses FSDP2's settings", "deepspeed decides"),
     taken("seed", "seed", default=42),
     absent("data_seed", "one seed for everything"),
     taken("full_determinism", "launch.deterministic"),
@@ -169,11 +159,9 @@ def schedule(conv: Conversion, steps: int | None, *, rounded: Callable[[float], 
     name = conv.text("lr_scheduler_type")
     falls(conv, name, conv.mapping("lr_scheduler_kwargs"), "lr_scheduler_type", "lr_scheduler_kwargs")
     ratio, warm = conv.number("warmup_ratio"), conv.number("warmup_steps")
-    if name == "constant":
-        return  # it has no warm-up
-    if warm >= 1:
+    if warm >= 1 and name != "constant":  # which has no warm-up
         warm_up(conv, "warmup_steps", count=int(warm))
-    else:
+    elif name != "constant":
         warm_up(conv, "warmup_steps" if warm else "warmup_ratio", warm or ratio, steps, rounded)
 
 
@@ -233,10 +221,8 @@ def saving(conv: Conversion, steps: int | None, strategy: str = "steps") -> None
     if folder := conv.text("output_dir"):
         conv.on_command_line("hydra.run.dir", folder, "output_dir")
     match conv.get("save_strategy", strategy):
-        case "no" | False:
-            conv.put("checkpoint.save_every", None, "save_strategy")
-        case "epoch":
-            conv.put("checkpoint.save_every", "1 epoch", "save_strategy")
+        case "no" | False | "epoch" as when:
+            conv.put("checkpoint.save_every", "1 epoch" if when == "epoch" else None, "save_strategy")
         case "steps":
             every = cadence(conv, conv.number("save_steps"), steps)
             conv.put("checkpoint.save_every", str(every) if every else None, "save_steps", "save_strategy")
@@ -283,12 +269,10 @@ def held_out(conv: Conversion, name: str, *, share: bool = False) -> bool:
     """Hold out as many rows as an argument says; return whether there are any. Less than 1 is a share of them, and so
     is all with `share`."""
     size = conv.number(name, 0, least=0)
-    if size >= 1 and not share:
-        conv.put("data.eval_size", conv.whole(name, 0), name)
-    elif 0 < size < 1:
-        conv.put("data.eval_size", float(size), name)
-    elif size:
+    if size >= 1 and share:
         conv.refuse(name, "must be less than 1, since it is a share of the rows", f"For example: {name}=0.05.")
+    if size:
+        conv.put("data.eval_size", float(size) if size < 1 else conv.whole(name, 0), name)
     return bool(size)
 
 
@@ -337,12 +321,12 @@ def logger(conv: Conversion) -> None:
         conv.remark(Fate.OTHER, "report_to", conv.get("report_to"), why)
 
 
-def engine(conv: Conversion, *fsdp: str) -> None:
+def engine(conv: Conversion, *also: str) -> None:
     """Choose the engine by a DeepSpeed configuration, or FSDP."""
     if conv.get("deepspeed"):
         engines.from_deepspeed(conv)
     else:
-        engines.from_fsdp(conv, *(fsdp or ("fsdp", "fsdp_config")))
+        engines.from_fsdp(conv, "fsdp", "fsdp_config", *also)
 
 
 def drop_last(conv: Conversion, default: bool = False, why: str = "") -> None:
@@ -363,10 +347,8 @@ def shared(conv: Conversion, *names: str, bf16: bool) -> int | None:
     return steps
 
 
-def dtype_of(value: Any) -> Any:
-    """Return our name of the dtype to which weights are rounded as they are read."""
-    names = {"float32": "auto", "auto": "auto", "bfloat16": "bf16", "float16": "fp16"}
-    return one_of(names, "dtype")(value)
+# Our name of the dtype to which weights are rounded as they are read.
+dtype_of = one_of({"float32": "auto", "auto": "auto", "bfloat16": "bf16", "float16": "fp16"}, "dtype")
 
 
 def kernel_of(value: Any) -> Any:

@@ -16,27 +16,20 @@ ONE_NODE = "there is one, or --gpus says how many GPUs there are"
 COUNTED = "another argument, or --gpus, says how many GPUs there are"
 STARTS = "it tells the launcher how to start; `python -m rlexp` starts its own ranks"
 
-VARIABLES: tuple[Rule, ...] = (
-    worked_out(
-        "CUDA_VISIBLE_DEVICES", "launch.nproc", "the GPUs that it lists, if nothing else gives their number", COUNTED
-    ),
-    taken("WANDB_PROJECT", "logger.project"),
-    taken("WANDB_ENTITY", "logger.entity"),
-    taken("WANDB_NAME", "logger.run_name"),
-    needless(
-        "MASTER_PORT MASTER_ADDR NODE_RANK RANK LOCAL_RANK WORLD_SIZE PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS "
-        "TOKENIZERS_PARALLELISM",
-        STARTS,
-    ),
-)
 RULES: tuple[Rule, ...] = (
-    worked_out("nproc_per_node num_gpus", "launch.nproc", "GPUs of one machine (torchrun, deepspeed)",
-               COUNTED),
+    worked_out("nproc_per_node num_gpus", "launch.nproc", "GPUs of one machine (torchrun, deepspeed)", COUNTED),
     worked_out("include", "launch.nproc", "deepspeed: localhost:4,5 are two GPUs", COUNTED),
     worked_out("num_machines nnodes num_nodes", "launch.nodes", "", ONE_NODE),
     needless("module hostfile master_port master_addr address runtime-env-json working-dir node_rank rdzv_backend "
              "rdzv_endpoint standalone", STARTS),
-    *VARIABLES,
+    # variables of the environment
+    worked_out("CUDA_VISIBLE_DEVICES", "launch.nproc", "the GPUs that it lists, if nothing else gives their number",
+               COUNTED),
+    taken("WANDB_PROJECT", "logger.project"),
+    taken("WANDB_ENTITY", "logger.entity"),
+    taken("WANDB_NAME", "logger.run_name"),
+    needless("MASTER_PORT MASTER_ADDR NODE_RANK RANK LOCAL_RANK WORLD_SIZE PYTORCH_CUDA_ALLOC_CONF OMP_NUM_THREADS "
+             "TOKENIZERS_PARALLELISM", STARTS),
 )  # fmt: skip
 
 
@@ -75,9 +68,10 @@ def _from_command_line(conv: Conversion, gpus: int, several: int | None, nodes: 
         return gpus
     if several is None and gpus > OF_A_NODE:
         conv.notes.append(f"GPUs: --gpus={gpus} is taken for one node. For several, set launch.nodes and launch.nproc.")
-    _divides("--gpus", gpus, several or 1)
-    conv.put("launch.nproc", gpus // (several or 1), why="--gpus")
-    if several is not None and several > 1:
+    several = several or 1
+    _divides("--gpus", gpus, several)
+    conv.put("launch.nproc", gpus // several, why="--gpus")
+    if several > 1:
         conv.put("launch.nodes", several, nodes)
     return gpus
 

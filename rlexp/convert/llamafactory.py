@@ -36,11 +36,10 @@ RULES: tuple[Rule, ...] = extended(
     taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora (their default) and full; others are missing",
                "all weights are trained", default="lora", until="adapter=oft"),
-    *adapters.rules(
-        {**adapters.SHAPE, "targets": "lora_target", "also": "additional_target"},
-        {"rank": 8, "targets": ("all",)}, {"use_dora": "dora", "loraplus_lr_ratio": "adapter.lr_ratio"}, split=",",
-        alpha="by default twice the rank", targets="all (their default) is [], the same layers",
-    ),
+    *adapters.rules({**adapters.SHAPE, "targets": "lora_target", "also": "additional_target"}, {"rank": 8,
+                                                                                                "targets": ("all",)},
+                    {"use_dora": "dora", "loraplus_lr_ratio": "adapter.lr_ratio"}, split=",",
+                    alpha="by default twice the rank", targets="all (their default) is [], the same layers"),
     *adapters.of_adapter(
         absent("pissa_init", adapters.OF_START, until="pissa adapter.init"),
         absent("use_llama_pro", "no layers are added", until="llama_pro"),
@@ -64,9 +63,8 @@ RULES: tuple[Rule, ...] = extended(
     *answers.weights("kto_chosen_weight", "kto_rejected_weight", "kto"),
     absent("use_dft_loss use_asft_loss use_eaft_loss", "all tokens weigh the same", until="loss=dft",
            of="sft", fate=Fate.INSTEAD),
-    absent("use_badam use_galore use_apollo use_muon use_adam_mini mixture_of_depths",
-           "use adamw or sgd", fate=Fate.INSTEAD,
-           until="optim=muon optim=galore"),
+    absent("use_badam use_galore use_apollo use_muon use_adam_mini mixture_of_depths", "use adamw or sgd",
+           fate=Fate.INSTEAD, until="optim=muon optim=galore"),
     needless("badam_mode badam_switch_mode badam_switch_interval badam_verbose galore_layerwise galore_target "
              "galore_rank galore_scale apollo_layerwise apollo_target apollo_rank apollo_scale apollo_scale_type "
              "asft_alpha", "only with an optimizer or a loss that rlexp lacks"),
@@ -97,8 +95,7 @@ RULES: tuple[Rule, ...] = extended(
     taken("max_samples", "data.max_samples"),
     absent("mix_strategy interleave_probs", "sources with data.sources.NAME.weight", "concat"),
     taken("preprocessing_num_workers", "data.workers"),
-    worked_out("packing neat_packing", "data.packing",
-               "sft, pt: theirs counts blocks of rows",
+    worked_out("packing neat_packing", "data.packing", "sft, pt: theirs counts blocks of rows",
                "the numbers are the same with packing or without (data.packing)"),
     needless("overwrite_cache plot_loss flash_attn enable_liger_kernel tokenized_path preprocessing_batch_size "
              "compute_accuracy sequence_parallel_mode include_effective_tokens_per_second",
@@ -129,18 +126,13 @@ def convert(conv: Conversion) -> None:
     if conv.values["train.precision"].value == "fp32":
         conv.differs("bf16", "without bf16 and fp16 theirs computes as the checkpoint is stored, ours in float32")
     huggingface.drop_last(conv)
-    conv.choose("model", "hf")
-    path = conv.needed("model_name_or_path", model_keys.TRAINED, "Qwen/Qwen3-0.6B")
-    conv.put("model.path", path, "model_name_or_path")
+    model_keys.trained(conv, "model_name_or_path")
     model_keys.template(conv, "template", model_keys.FACTORY)
     model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"), "cutoff_len")
     if tokens := [*conv.texts("add_tokens"), *conv.texts("add_special_tokens")]:
         conv.put("model.add_tokens", tokens, "add_tokens", "add_special_tokens")
     _adapter(conv)
-    if conv.trainer == "rm":
-        answers.reward_model(conv, "stage", notes=[OF_HEADS], margins=False)
-    else:
-        {"dpo": _preference, "kto": _kto}.get(conv.trainer, _supervised)(conv)
+    _loss(conv)
     _reference(conv)
     known = _data(conv)
     huggingface.evaluation(conv, steps, _held_out(conv, known) or huggingface.held_out(conv, "val_size"))
@@ -150,8 +142,7 @@ def _adapter(conv: Conversion) -> None:
     """Set the adapter, which theirs has by default."""
     kind = conv.text("finetuning_type")
     if kind == "freeze":
-        why = "all weights are trained, but for those that model.freeze names"
-        conv.tell(Fate.INSTEAD, "finetuning_type", why)
+        conv.tell(Fate.INSTEAD, "finetuning_type", "all weights are trained, but for those that model.freeze names")
     if kind in ("full", "freeze"):
         return
     new = conv.flag("create_new_adapter")
@@ -166,9 +157,7 @@ def _reference(conv: Conversion) -> None:
     """Set what the policy is compared with: where training starts from an adapter, theirs leaves that out."""
     reference, model = conv.text("ref_model_adapters"), conv.text("ref_model")
     same = adapters.has(conv) and model == conv.text("model_name_or_path")
-    if not adapters.compared(conv):
-        return
-    if model is None:
+    if not adapters.compared(conv) or model is None:
         adapters.compare_without(conv)
         return
     if reference is None and same and "adapter.path" not in conv.values:
@@ -179,44 +168,42 @@ def _reference(conv: Conversion) -> None:
     conv.tell(Fate.ABSENT, "ref_model_adapters", adapters.UNREAD)
 
 
-def _supervised(conv: Conversion) -> None:
-    conv.choose("loss", "sft", "stage")
-    if conv.flag("packing", conv.trainer == "pt"):
-        conv.remark(Fate.OTHER, "packing", True, f"{OF_PT * (conv.name('packing') is None)}{answers.OF_BLOCKS}")
-
-
-def _kto(conv: Conversion) -> None:
-    answers.single(conv, "kto", "stage")
-    if conv.number("pref_ftx"):
-        conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
-
-
-def _preference(conv: Conversion) -> None:
-    loss = conv.text("pref_loss")
-    if loss in ("orpo", "simpo"):
-        conv.tell(Fate.NEEDLESS, "dpo_label_smoothing", preference.OTHERS)
-        preference.without_reference(conv, loss, "pref_loss", likelihood="pref_ftx", added=float(loss == "orpo"),
-                                     note=preference.OF_ANSWERS)  # fmt: skip
-    else:
-        preference.choose(conv, smoothed=frozenset({"dpo"}), note=preference.OF_ANSWERS)
+def _loss(conv: Conversion) -> None:
+    match conv.trainer:
+        case "rm":
+            answers.reward_model(conv, "stage", notes=[OF_HEADS], margins=False)
+        case "kto":
+            answers.single(conv, "kto", "stage")
+            if conv.number("pref_ftx"):
+                conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
+        case "dpo" if (loss := conv.text("pref_loss")) in ("orpo", "simpo"):
+            conv.tell(Fate.NEEDLESS, "dpo_label_smoothing", preference.OTHERS)
+            preference.without_reference(conv, loss, "pref_loss", likelihood="pref_ftx", added=float(loss == "orpo"),
+                                         note=preference.OF_ANSWERS)  # fmt: skip
+        case "dpo":
+            preference.choose(conv, smoothed=frozenset({"dpo"}), note=preference.OF_ANSWERS)
+        case _:
+            conv.choose("loss", "sft", "stage")
+            if conv.flag("packing", conv.trainer == "pt"):
+                whose = "" if conv.name("packing") else OF_PT
+                conv.remark(Fate.OTHER, "packing", True, f"{whose}{answers.OF_BLOCKS}")
 
 
 def _held_out(conv: Conversion, known: Mapping[str, Mapping[str, Any]]) -> bool:
     names = conv.texts("eval_dataset")
     described = known.get(names[0], {}) if names else {}
-    file, hub = described.get("file_name"), described.get("hf_hub_url")
-    if names and not (file or hub):
+    file, path = described.get("file_name"), described.get("hf_hub_url")
+    if names and not (file or path):
         conv.tell(Fate.OTHER, "eval_dataset", "dataset_info.json here does not describe it: data.eval_path")
+    if not (file or path):
         return False
-    path = str(Path(conv.text("dataset_dir")) / str(file)) if file else hub
-    return bool(names) and huggingface.held_out_set(
-        conv, "eval_dataset", path, None if file else described.get("split", "train"), several=len(names) > 1
-    )
+    path = str(Path(conv.text("dataset_dir")) / str(file)) if file else path
+    split = None if file else described.get("split", "train")
+    return huggingface.held_out_set(conv, "eval_dataset", path, split, several=len(names) > 1)
 
 
 def _data(conv: Conversion) -> Mapping[str, Mapping[str, Any]]:
     """Set the rows; return what describes all sets that are known here."""
-    conv.choose("data", "hf")
     names = conv.texts("dataset")
     if not names:
         conv.missing("dataset", "it names the rows to train on", "dpo_en_demo")
@@ -225,10 +212,8 @@ def _data(conv: Conversion) -> Mapping[str, Mapping[str, Any]]:
     for key, name in zip(huggingface.keys_of(names), names, strict=True):
         described = known.get(name)
         if not isinstance(described, dict):
-            raise ConvertError(
-                f"dataset={name}: is a name in {folder}/dataset_info.json, and there is none here. Run this where that "
-                f"file is, or give dataset_dir."
-            )
+            raise ConvertError(f"dataset={name}: is a name in {folder}/dataset_info.json, and there is none here. Run "
+                               f"this where that file is, or give dataset_dir.")  # fmt: skip
         _source(conv, key, described, folder)
     conv.put("data.too_long", "truncate", why="another part is cut than by theirs: docs/data.md")
     if conv.trainer == "pt" and conv.flag("packing", True):
@@ -241,10 +226,8 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
     file = described.get("file_name")
     path = str(folder / str(file)) if file else described.get("hf_hub_url")
     if path is None:
-        raise ConvertError(
-            f"dataset={conv.text('dataset')}: {folder}/dataset_info.json gives it neither file_name nor hf_hub_url. "
-            f"Give it one of them."
-        )
+        raise ConvertError(f"dataset={conv.text('dataset')}: {folder}/dataset_info.json gives it neither file_name nor "
+                           f"hf_hub_url. Give it one of them.")  # fmt: skip
     conv.put(f"{key}.path", path, "dataset", "dataset_dir")
     for name in ("subset", "split"):
         if described.get(name) and not file:
@@ -257,11 +240,9 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
         if theirs == "history" and column:
             conv.remark(Fate.OTHER, "dataset: history", column, "earlier turns in a column of their own are not read")
         if theirs == "query" and column and conv.trainer in ("dpo", "rm", "kto"):
-            conv.remark(
-                Fate.OTHER, "dataset: query", column, "theirs adds this column to the prompt; here write it there"
-            )
-            continue
-        if ours and column and column != ours:
+            why = "theirs adds this column to the prompt; here write it there"
+            conv.remark(Fate.OTHER, "dataset: query", column, why)
+        elif ours and column and column != ours:
             conv.put(f"{key}.columns.{ours}", column, "dataset")
     if conv.trainer == "kto" and described.get("formatting") == "sharegpt":
         why = "a conversation with a label is not read: make its rows prompt, completion and label"

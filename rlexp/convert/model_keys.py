@@ -28,7 +28,10 @@ SWIFT = {"chatml": "chatml", "qwen3_nothinking": "chatml", "qwen2_5": "qwen", "l
          "deepseek_v2_5": "deepseek_v3"}  # fmt: skip
 
 
-TRAINED = "it names the model that is trained"
+def trained(conv: Conversion, argument: str) -> None:
+    """Set the model that is trained."""
+    path = conv.needed(argument, "it names the model that is trained", "Qwen/Qwen3-0.6B")
+    conv.put("model.path", path, argument)
 
 
 def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: str) -> None:
@@ -50,6 +53,14 @@ def template_file(value: Any) -> Any:
     return RefusedValue(
         "a template, or a tokenizer with one: write it to a file, and give model.chat_template=FILE", Fate.OTHER
     )
+
+
+def tokens(value: Any) -> Any:
+    """Return new tokens, which theirs may read from a file."""
+    tokens = value if isinstance(value, list) else [value]
+    if any(str(each).endswith(".txt") for each in tokens):
+        return RefusedValue("theirs reads the tokens of this file: give them as model.add_tokens", Fate.INSTEAD)
+    return tokens
 
 
 def rope(conv: Conversion, argument: str, value: Any, reach: str | None = None) -> None:

@@ -4,6 +4,7 @@ Arguments have the dotted names since 0.10.2 and the flat ones before."""
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import PurePosixPath
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
@@ -37,16 +38,13 @@ RULES: tuple[Rule, ...] = (
              "gradient_checkpointing_use_reentrant", "the numbers are the same"),
     worked_out("ds.lora.rank lora_rank", "adapter=lora, adapter.rank", "0, their default, is no adapter", default=0,
                least=0),
-    *adapters.rules(
-        {"alpha": "ds.lora.alpha lora_alpha", "dropout": "ds.lora.dropout lora_dropout",
-         "targets": "ds.lora.target_modules target_modules"},
-        {"alpha": 16.0, "targets": ("all-linear",)}, {}, targets="same default: all linear layers",
-    ),
+    *adapters.rules({"alpha": "ds.lora.alpha lora_alpha", "dropout": "ds.lora.dropout lora_dropout",
+                     "targets": "ds.lora.target_modules target_modules"}, {"alpha": 16.0, "targets": ("all-linear",)},
+                    {}, targets="same default: all linear layers"),
     absent("ds.load_in_4bit load_in_4bit", adapters.QUANTIZED, until="quant"),
     absent("model.aux_loss_coef actor.aux_loss_coef aux_loss_coef", "no auxiliary loss for experts"),
     # data
-    worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources",
-               split=","),
+    worked_out("data.dataset data.prompt_dataset dataset prompt_data", "data=hf, data.path or data.sources", split=","),
     worked_out("data.dataset_probs data.prompt_probs dataset_probs prompt_data_probs", "data.sources.NAME.weight",
                "rlexp ends an epoch with the first empty source, OpenRLHF with the last",
                "there is one set", split=","),
@@ -85,8 +83,7 @@ RULES: tuple[Rule, ...] = (
     taken("train.full_determinism_enable full_determinism", "launch.deterministic"),
     taken("ds.ring_attn_size ring_attn_size", "parallel.ring_size", default=1, least=1),
     needless("ds.ring_attn_head_stride ring_head_stride", "the layout decides what is sent at once"),
-    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "no tensor parallelism",
-           1, until="tensor_parallel"),
+    absent("ds.tensor_parallel_size ds_tensor_parallel_size", "no tensor parallelism", 1, until="tensor_parallel"),
     # the engine
     worked_out("ds.zero_stage zero_stage", "engine", default=2, least=0),
     worked_out("ds.adam_offload adam_offload", "engine.offload=optimizer",
@@ -108,8 +105,7 @@ RULES: tuple[Rule, ...] = (
     worked_out("lr_scheduler actor.lr_scheduler", "optim.decay", default="cosine_with_min_lr"),
     worked_out("lr_warmup_ratio actor.lr_warmup_ratio", "optim.warmup_ratio, optim.warmup_start=0",
                default=0.03, least=0),
-    worked_out("min_lr_ratio actor.min_lr_ratio", "optim.min_lr_ratio", "by default a tenth",
-               default=0.1, least=0),
+    worked_out("min_lr_ratio actor.min_lr_ratio", "optim.min_lr_ratio", "by default a tenth", default=0.1, least=0),
     taken("max_norm actor.max_norm", "optim.max_grad_norm", default=1.0),
     absent("muon.lr muon.momentum muon.ns_steps muon.nesterov muon.no_nesterov actor.muon.lr actor.muon.momentum "
            "actor.muon.ns_steps actor.muon.nesterov actor.muon.no_nesterov critic.muon.lr", "no Muon",
@@ -143,8 +139,7 @@ RULES: tuple[Rule, ...] = (
           of="dpo", default=0.0, least=0),
     worked_out("model.ipo_enable ipo", "loss=ipo, loss.normalize=sequence", of="dpo"),
     worked_out("model.nll_loss_coef nll_loss_coef", "loss.sft_weight",
-               "a mean over the train batch's tokens, not each answer's",
-               of="dpo", default=0.0, least=0),
+               "a mean over the train batch's tokens, not each answer's", of="dpo", default=0.0, least=0),
     # supervised training, KTO and reward models
     worked_out("model.pretrain_mode_enable pretrain_mode", "loss=sft", "rlexp never trains on prompts",
                "a row that is a text is trained on whole, and no prompt is", of="sft"),
@@ -166,19 +161,35 @@ def convert(conv: Conversion) -> None:
         conv.notes.append(
             "GPUs: the file does not say how many there are. All that are visible are taken (launch.nproc)."
         )
-    conv.choose("model", "hf")
-    conv.put("model.path", conv.needed("pretrain", model_keys.TRAINED, "Qwen/Qwen3-0.6B"), "pretrain")
+    model_keys.trained(conv, "pretrain")
     if conv.whole("lora_rank"):
         adapters.lora(conv, "lora_rank")
     _engine(conv)
     _optimizer(conv)
     _data(conv)
-    if conv.trainer == "ppo":
-        _files(conv, rollouts.convert(conv))
-    else:
-        {"dpo": _preference, "sft": _supervised, "rm": _reward_model, "kto": _kto}[conv.trainer](conv)
-        _files(conv)
+    _files(conv, _loss(conv))
     _reference(conv)
+
+
+def _loss(conv: Conversion) -> int:
+    """Set the loss; return the steps that are taken on a rollout, or 1."""
+    match conv.trainer:
+        case "ppo":
+            return rollouts.convert(conv)
+        case "dpo":
+            conv.choose("loss", "ipo" if conv.flag("ipo") else "dpo", "ipo")
+            if conv.flag("ipo"):
+                conv.put("loss.normalize", "sequence", "ipo", why="of whole answers, as theirs")
+            preference.put_likelihood(conv, conv.number("nll_loss_coef"), preference.OF_ANSWERS, "nll_loss_coef")
+        case "sft":
+            _supervised(conv)
+        case "kto":
+            answers.single(conv, "kto")
+        case _:
+            answers.reward_model(conv, "model.loss_type")
+            if conv.text("model.loss_type") != "sigmoid":
+                conv.differs("model.loss_type", "sigmoid is the loss of two scores here", Fate.INSTEAD)
+    return 1
 
 
 def _reference(conv: Conversion) -> None:
@@ -193,15 +204,6 @@ def _reference(conv: Conversion) -> None:
         conv.notes.append(OF_HEADS)
 
 
-def _preference(conv: Conversion) -> None:
-    if conv.flag("ipo"):
-        conv.choose("loss", "ipo", "ipo")
-        conv.put("loss.normalize", "sequence", "ipo", why="of whole answers, as theirs")
-    else:
-        conv.choose("loss", "dpo", "ipo")
-    preference.put_likelihood(conv, conv.number("nll_loss_coef"), preference.OF_ANSWERS, "nll_loss_coef")
-
-
 def _supervised(conv: Conversion) -> None:
     conv.choose("loss", "sft")
     conv.notes.append(answers.OF_MICRO_BATCHES)
@@ -209,23 +211,12 @@ def _supervised(conv: Conversion) -> None:
     if conv.flag("pretrain_mode") and (templated or answered):
         conv.tell(Fate.OTHER, "pretrain_mode", "rlexp never trains on prompts")
     if not templated and answered:
+        theirs = conv.get("input_template", "User: {}\nAssistant: ")
         why = "theirs writes a prompt into it; here it stays as it is: write the rows so"
-        conv.remark(
-            Fate.OTHER, conv.spelled("input_template"), conv.get("input_template", "User: {}\nAssistant: "), why
-        )
+        conv.remark(Fate.OTHER, conv.spelled("input_template"), theirs, why)
     if templated and not answered and not conv.flag("multiturn") and conv.name("multiturn") is None:
         why = "without it theirs trains the last answer of a conversation; here every one is trained on"
         conv.remark(Fate.OTHER, "multiturn", False, why)
-
-
-def _kto(conv: Conversion) -> None:
-    answers.single(conv, "kto")
-
-
-def _reward_model(conv: Conversion) -> None:
-    answers.reward_model(conv, "model.loss_type")
-    if conv.text("model.loss_type") != "sigmoid":
-        conv.differs("model.loss_type", "sigmoid is the loss of two scores here", Fate.INSTEAD)
 
 
 def _engine(conv: Conversion) -> None:
@@ -252,7 +243,6 @@ def _data(conv: Conversion) -> None:
     if not paths:
         name = "prompt_data" if conv.trainer == "ppo" else "dataset"
         conv.missing(name, "it names the rows to train on", "org/rows")
-    conv.choose("data", "hf")
     weights = _probabilities(conv, len(paths))
     split, most = conv.text("dataset_split"), conv.whole("max_samples")
     columns = _columns(conv)
@@ -281,20 +271,17 @@ def _columns(conv: Conversion) -> dict[str, str]:
             conv.missing("output_key", "OpenRLHF leaves out every row without an answer", "output")
         return {"messages" if templated else "text": "prompt_key"}
     columns = {"prompt": "prompt_key", "chosen": "chosen_key", "rejected": "rejected_key", "completion": "output_key"}
-    if conv.trainer == "kto":
-        columns["label"] = "label_key"
+    columns |= {"label": "label_key"} if conv.trainer == "kto" else {}
     return {ours: name for ours, name in columns.items() if name in conv.by_name}
 
 
 def _probabilities(conv: Conversion, sources: int) -> list[float]:
     """Return the weights of several sets."""
-    texts = conv.texts("dataset_probs")
+    texts, weights = conv.texts("dataset_probs"), list[float]()
     if sources == 1:
         return []
-    try:
+    with contextlib.suppress(ValueError):
         weights = [float(each) for each in texts]
-    except ValueError:
-        weights = [-1.0]
     if texts and (len(weights) != sources or not all(0 < each < float("inf") for each in weights)):
         conv.refuse("dataset_probs", f"must be {sources} numbers, one for each set", "Give them, as 0.5,0.5.")
     return weights
@@ -317,12 +304,12 @@ def _held_out(conv: Conversion, paths: list[str]) -> None:
         if conv.name("train_split") == "train_split" and conv.name("eval_split") and len(paths) == 1:
             conv.put("data.eval_split", conv.text("eval_split"), "eval_split")  # until OpenRLHF 0.6: of the same set
         return
-    if path not in paths and len(paths) == 1:
-        conv.put("data.eval_path", path, "eval_dataset")
-    elif len(paths) > 1:
-        conv.tell(Fate.OTHER, "eval_dataset", huggingface.OF_EACH)
-        conv.tell(Fate.OTHER, "eval_split", huggingface.OF_EACH)
+    if len(paths) > 1:
+        for name in ("eval_dataset", "eval_split"):
+            conv.tell(Fate.OTHER, name, huggingface.OF_EACH)
         return
+    if path not in paths:
+        conv.put("data.eval_path", path, "eval_dataset")
     if PurePosixPath(path).suffix not in huggingface.FILES:
         conv.put("data.eval_split", conv.text("eval_split"), "eval_split", "eval_dataset")
 
@@ -333,13 +320,15 @@ def _files(conv: Conversion, steps: int = 1) -> None:
         conv.put("train.epochs", conv.whole("max_epochs"), "max_epochs")
     if (folder := conv.text("save_path")) is not None:
         conv.on_command_line("hydra.run.dir", folder, "save_path")
-    every = int(conv.whole("save_steps"))
+    every, evaluated = int(conv.whole("save_steps")), int(conv.whole("eval_steps"))
     conv.put("checkpoint.save_every", None if every < 1 else str(every * steps), "save_steps",
              why=f"{every} rollouts" if every > 0 and conv.trainer == "ppo" else "")  # fmt: skip
     if conv.flag("disable_ds_ckpt"):
         conv.put("checkpoint.save_every", None, "disable_ds_ckpt")
         conv.put("checkpoint.on_exit", False, "disable_ds_ckpt")
-    _evaluation(conv, steps)
+    held_out = not {"data.eval_path", "data.eval_split"}.isdisjoint(conv.values)
+    if held_out and (evaluated > 0 or conv.trainer != "ppo"):
+        conv.put("train.eval_every", evaluated * steps if evaluated > 0 else "1 epoch", "eval_steps")
     key = conv.name("use_wandb")
     if key is not None and conv.get("use_wandb") not in (None, False):
         conv.choose("logger", "wandb", why=f"{key}, whose value is not written here: `wandb login`")
@@ -347,13 +336,3 @@ def _files(conv: Conversion, steps: int = 1) -> None:
     else:
         board = conv.get("use_tensorboard") not in (None, False)
         conv.choose("logger", "tensorboard" if board else "none", "use_tensorboard")
-
-
-def _evaluation(conv: Conversion, steps: int) -> None:
-    every = int(conv.whole("eval_steps"))
-    if not {"data.eval_path", "data.eval_split"} & conv.values.keys():
-        return
-    if every > 0:
-        conv.put("train.eval_every", every * steps, "eval_steps")
-    elif conv.trainer != "ppo":
-        conv.put("train.eval_every", "1 epoch", "eval_steps")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from rlexp.config.schema import KINDS
@@ -14,12 +13,8 @@ from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import UNSAID, Fate, Rule, worked_out
 
 # Their names, and ours. TRL's `aot_pair` became `aot_unpaired`.
-LOSSES = {
-    "sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "hinge": "hinge", "ipo": "ipo", "exo_pair": "exo_pair",
-    "nca_pair": "nca_pair", "robust": "robust", "bco_pair": "bco_pair", "sppo_hard": "sppo_hard", "aot": "aot",
-    "aot_unpaired": "aot_unpaired", "aot_pair": "aot_unpaired", "apo_zero": "apo_zero", "apo_down": "apo_down",
-    "discopop": "discopop",
-}  # fmt: skip
+ALIKE = "hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop"
+LOSSES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "aot_pair": "aot_unpaired", **{x: x for x in ALIKE.split()}}
 SFT, OF_BCO = "sft", "pref_bco_weight"
 TYPES = "several types are loss=mpo with loss.terms; sft alone is loss=sft"
 ONE_LOSS = "there is one loss"
@@ -44,21 +39,9 @@ OF_PROMPTS = (
 )
 
 
-# Their usual names, by which code that several trainers share asks, and the keys of ours.
-KEYS = {"label_smoothing": "label_smoothing", "ld_alpha": "ld_alpha", "discopop_tau": "tau", "use_weighting": "wpo",
-        "rpo_alpha": "sft_weight"}  # fmt: skip
-DEFAULTS = {"label_smoothing": 0.0, "ld_alpha": 1.0, "discopop_tau": 0.05, "rpo_alpha": 0.0}
-
-
-@dataclass
-class AskedLosses:
-    """The losses that a file asks for, by our names."""
-
-    weights: dict[str, float] = field(default_factory=dict)
-    likelihood: float = 0.0
-
-    def add(self, loss: str, weight: float) -> None:
-        self.weights[loss] = self.weights.get(loss, 0.0) + weight
+# Their usual names, by which code that several trainers share asks, with the keys of ours and their defaults.
+KEYS = {"label_smoothing": ("label_smoothing", 0.0), "ld_alpha": ("ld_alpha", 1.0), "discopop_tau": ("tau", 0.05),
+        "use_weighting": ("wpo", UNSAID), "rpo_alpha": ("sft_weight", 0.0)}  # fmt: skip
 
 
 def rules(of: str, *, also: str = "", **names: str) -> Sequence[Rule]:
@@ -69,12 +52,11 @@ def rules(of: str, *, also: str = "", **names: str) -> Sequence[Rule]:
                        alias="loss_type")]  # fmt: skip
     if weights:
         made.append(worked_out(weights, "loss.terms, loss.sft_weight", rest=ONE_LOSS, of=of, alias="loss_weights"))
-    for alias, key in KEYS.items():
+    for alias, (key, default) in KEYS.items():
         text, trainers = (SMOOTHING, f"{of} {also}") if alias == "label_smoothing" else ("", of)
         if name := names.get(alias, alias):
-            default, least = DEFAULTS.get(alias, UNSAID), 0 if alias in DEFAULTS else None
             made.append(worked_out(name, f"loss.{key}", text, OTHERS, of=trainers, alias=alias, default=default,
-                                   least=least))  # fmt: skip
+                                   least=None if default is UNSAID else 0))  # fmt: skip
     return made
 
 
@@ -98,27 +80,27 @@ def choose(
     smoothing applies.
     """
     origins = [by] if types else _named(conv, "loss_type", "loss_weights")
-    asked = _asked(conv, types)
-    if not asked.weights:
-        _supervised(conv, asked.likelihood, *origins)
+    weights, likelihood = _asked(conv, types)
+    if not weights:
+        _supervised(conv, likelihood, *origins)
         return
-    likelihood_by = _named(conv, "loss_type", "loss_weights") if asked.likelihood else []
-    if (more := conv.number("rpo_alpha", 0.0)) or not asked.likelihood:
+    likelihood_by = _named(conv, "loss_type", "loss_weights") if likelihood else []
+    if (more := conv.number("rpo_alpha", 0.0)) or not likelihood:
         likelihood_by.append("rpo_alpha")
-    asked.likelihood += more
+    likelihood += more
     second = conv.number(OF_BCO, 0.0)  # LLaMA-Factory's weight of a second term
     if second:
-        asked.weights = {loss: weight / (1 + second) for loss, weight in asked.weights.items()}
-        asked.add("bco_pair", second / (1 + second))
+        weights = {loss: weight / (1 + second) for loss, weight in weights.items()}
+        weights["bco_pair"] = weights.get("bco_pair", 0.0) + second / (1 + second)
         origins = [*origins, OF_BCO]
-    put_likelihood(conv, asked.likelihood, note, *likelihood_by)
+    put_likelihood(conv, likelihood, note, *likelihood_by)
     smoothing = conv.number("label_smoothing", 0.0)
-    if smoothing and not smoothed & asked.weights.keys():
+    if smoothing and not smoothed & weights.keys():
         conv.tell(Fate.OTHER, "label_smoothing", IGNORED)
     shift = "mean" if second else "none"
-    own = {loss: _keys(conv, loss, smoothing if loss in smoothed else 0.0, shift) for loss in asked.weights}
-    if [*asked.weights.values()] == [1.0]:
-        (loss,) = asked.weights
+    own = {loss: _keys(conv, loss, smoothing if loss in smoothed else 0.0, shift) for loss in weights}
+    if [*weights.values()] == [1.0]:
+        (loss,) = weights
         conv.choose("loss", loss, *origins)
         for leaf, (value, origin) in own[loss].items():
             conv.put(f"loss.{leaf}", value, origin, why=WHY.get(leaf, ""))
@@ -127,12 +109,11 @@ def choose(
         conv.choose("loss", loss, *origins)
         used = {origin: None for keys in own.values() for _, origin in keys.values()}
         beta = conv.values["loss.beta"].value if "loss.beta" in conv.values else conv.number("beta")
-        scale = {name: {"beta": beta} if kind_of(name).own_beta() else {} for name in asked.weights}
-        terms = [{"loss": name, "weight": weight, **scale[name],
+        terms = [{"loss": name, "weight": weight, **({"beta": beta} if kind_of(name).own_beta() else {}),
                   **{leaf: value for leaf, (value, _) in own[name].items()}}
-                 for name, weight in asked.weights.items()]  # fmt: skip
+                 for name, weight in weights.items()]  # fmt: skip
         conv.put("loss.terms", terms, *origins, *used)
-    _modifiers(conv, loss, asked.likelihood)
+    _modifiers(conv, loss, likelihood)
 
 
 def _named(conv: Conversion, *names: str) -> list[str]:
@@ -164,43 +145,41 @@ def put_likelihood(conv: Conversion, weight: float, note: str, *names: str) -> N
 WHY = {"normalize": "of mean log-probabilities, as theirs", "shift": "theirs has none"}
 
 
-def _asked(conv: Conversion, types: Sequence[str]) -> AskedLosses:
+def _asked(conv: Conversion, types: Sequence[str]) -> tuple[dict[str, float], float]:
+    """Return the weights of the losses that a file asks for, by our names, and the weight of the likelihood."""
     names = list(types) or conv.texts("loss_type") or ["sigmoid"]
-    asked, unknown = AskedLosses(), []
-    weights = [] if types else conv.weights("loss_weights", len(names), "loss", least=0)
-    for name, weight in zip(names, map(float, weights or [1] * len(names)), strict=True):
-        if name == SFT:
-            asked.likelihood += weight
-        elif name not in LOSSES:
-            unknown.append(name)
-        elif weight:
-            asked.add(LOSSES[name], weight)
+    given = [] if types else conv.weights("loss_weights", len(names), "loss", least=0)
+    unknown = [name for name in names if name != SFT and name not in LOSSES]
+    weights: dict[str, float] = {}
+    for name, weight in zip(names, map(float, given or [1] * len(names)), strict=True):
+        if weight and name not in unknown:
+            ours = LOSSES.get(name, SFT)
+            weights[ours] = weights.get(ours, 0.0) + weight
+    likelihood = weights.pop(SFT, 0.0)
     if unknown:
-        taken = "" if asked.weights else "; sigmoid is taken"
+        taken = "" if weights else "; sigmoid is taken"
         conv.differs("loss_type", f"{', '.join(unknown)} is missing{taken}", Fate.INSTEAD)
-    if unknown and not asked.weights:
-        asked.add("dpo", 1.0)
-    elif not asked.weights and not asked.likelihood:
+    if unknown and not weights:
+        weights["dpo"] = 1.0
+    elif not weights and not likelihood:
         conv.refuse("loss_weights", "all weights are 0", "Give a loss a weight above 0.")
-    return asked
+    return weights, likelihood
 
 
 def _keys(conv: Conversion, loss: str, smoothing: float, shift: str) -> Mapping[str, tuple[Any, str]]:
     """Return the keys of a loss that theirs sets, each with the argument that it is from."""
-    has = {each.name for each in dataclasses.fields(kind_of(loss))}
-    keys: dict[str, tuple[Any, str]] = {}
-    if "label_smoothing" in has:
-        keys["label_smoothing"] = (smoothing, "label_smoothing")
     if loss == "exo_pair" and not smoothing:  # theirs needs one too
         conv.tell(Fate.OTHER, "label_smoothing", "exo_pair needs one greater than 0: the paper's 0.001 is taken")
-        del keys["label_smoothing"]
-    if loss == "ipo":
-        keys["normalize"] = ("token", "loss_type")
-    if loss == "bco_pair":
-        keys["shift"] = (shift, "loss_type")
-    if loss == "discopop":
-        keys["tau"] = (conv.number("discopop_tau", 0.05), "discopop_tau")
-    return keys
+        return {}
+    match loss:
+        case "ipo":
+            return {"normalize": ("token", "loss_type")}
+        case "bco_pair":
+            return {"shift": (shift, "loss_type")}
+        case "discopop":
+            return {"tau": (conv.number("discopop_tau", 0.05), "discopop_tau")}
+    smoothed = any(each.name == "label_smoothing" for each in dataclasses.fields(kind_of(loss)))
+    return {"label_smoothing": (smoothing, "label_smoothing")} if smoothed else {}
 
 
 def _modifiers(conv: Conversion, loss: str, likelihood: float) -> None:

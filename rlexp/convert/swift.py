@@ -5,25 +5,12 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.read import text_of
-from rlexp.convert.rules import (
-    UNSAID,
-    ByTrainer,
-    Fate,
-    RefusedValue,
-    Rule,
-    absent,
-    extended,
-    needless,
-    other,
-    taken,
-    worked_out,
-)
+from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended, needless, other, taken, worked_out
 
 TRAINERS = ("dpo", "cpo", "orpo", "simpo", "sft", "pt", "kto", "rm", "grpo")
 OF_CPO, SUPERVISED, OF_RLHF = "cpo simpo", "sft pt", "dpo cpo orpo simpo kto rm grpo"
@@ -47,14 +34,6 @@ LIKE_TRL = [replace(rule, trainers=("grpo",)) for rule in rollouts.RULES
             if "grpo" in rule.trainers and not rule.names[0].startswith(OTHERWISE)]  # fmt: skip
 
 
-def _tokens(value: Any) -> Any:
-    """Return new tokens, which theirs may read from a file."""
-    tokens = value if isinstance(value, list) else [value]
-    if any(str(each).endswith(".txt") for each in tokens):
-        return RefusedValue("theirs reads the tokens of this file: give them as model.add_tokens", Fate.INSTEAD)
-    return tokens
-
-
 RULES: tuple[Rule, ...] = extended(
     (*huggingface.RULES, *LIKE_TRL),
     taken("temperature", "rollout.temperature", default=0.9, of="grpo"),
@@ -73,13 +52,10 @@ RULES: tuple[Rule, ...] = extended(
     taken("ref_model", "reference.path", of="dpo kto"),
     worked_out("torch_dtype", "train.precision", "bfloat16 is bf16, float32 is fp32", default="bfloat16"),
     worked_out("tuner_type train_type", "adapter=lora", "lora (their default) and full; others are missing",
-               "all weights are trained", default="lora",
-               until="adapter=adalora adapter=longlora adapter=vera"),
-    *adapters.rules(
-        adapters.SHAPE, {"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",)},
-        {"use_dora": "dora", "target_parameters": "parameters", "lorap_lr_ratio": "adapter.lr_ratio"},
-        targets="same default: all linear layers",
-    ),
+               "all weights are trained", default="lora", until="adapter=adalora adapter=longlora adapter=vera"),
+    *adapters.rules(adapters.SHAPE, {"rank": 8, "alpha": 32.0, "dropout": 0.05, "targets": ("all-linear",)},
+                    {"use_dora": "dora", "target_parameters": "parameters", "lorap_lr_ratio": "adapter.lr_ratio"},
+                    targets="same default: all linear layers"),
     *adapters.of_adapter(
         absent("target_regex", "use adapter.targets", until="regex"),
         absent("lora_bias", "no biases are trained", "none", until="adapter.bias"),
@@ -123,13 +99,11 @@ RULES: tuple[Rule, ...] = extended(
           to=lambda value: UNSAID if kinds.flag(value) else "never"),
     worked_out("template", "model.chat_template", "a template with the same text; else the tokenizer's own"),
     worked_out("rope_scaling", "model.rope", "yarn with its factor"),
-    taken("new_special_tokens", "model.add_tokens", to=_tokens),
+    taken("new_special_tokens", "model.add_tokens", to=model_keys.tokens),
     taken("enable_thinking", "data.template_options.enable_thinking"),
     taken("dataset_num_proc", "data.workers"),
-    worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size",
-               default=1),
-    needless("attn_impl load_from_cache_file use_hf lazy_tokenize",
-             "no number depends on it here"),
+    worked_out("sequence_parallel_size", "parallel.ring_size", "the curve is the same for any size", default=1),
+    needless("attn_impl load_from_cache_file use_hf lazy_tokenize", "no number depends on it here"),
     worked_out("NPROC_PER_NODE", "launch.nproc", rest=launchers.COUNTED),
     worked_out("NNODES", "launch.nodes", rest=launchers.ONE_NODE),
     absent("cached_dataset", "give the rows themselves by dataset"),
@@ -163,8 +137,7 @@ def convert(conv: Conversion) -> None:
     steps = huggingface.shared(conv, "torch_dtype", bf16=dtype != "float32")
     if conv.trainer != "grpo":
         huggingface.drop_last(conv)
-    conv.choose("model", "hf")
-    conv.put("model.path", conv.needed("model", model_keys.TRAINED, "Qwen/Qwen3-0.6B"), "model")
+    model_keys.trained(conv, "model")
     model_keys.template(conv, "template", model_keys.SWIFT)
     model_keys.rope(conv, "rope_scaling", conv.get("rope_scaling"))
     _adapter(conv)
@@ -188,9 +161,8 @@ def _task(conv: Conversion) -> None:
     for name in sorted({"sft_type", "model_id_or_path"} & conv.given.keys()):
         conv.refuse(name, "is an argument of ms-swift before 3, which is not converted", "Write it for a newer one.")
     if (task := conv.text("task_type")) != "causal_lm":
-        conv.refuse(
-            "task_type", f"trains {task}, which is missing in rlexp", "rlexp trains answers, or a reward model."
-        )
+        rule = f"trains {task}, which is missing in rlexp"
+        conv.refuse("task_type", rule, "rlexp trains answers, or a reward model.")
     if conv.get("dataset") is None and conv.get("cached_dataset") is not None:
         conv.refuse("cached_dataset", "has rows that `swift export` tokenized, which are not read",
                     "Name the rows themselves by dataset.")  # fmt: skip
@@ -221,29 +193,28 @@ def _reference(conv: Conversion) -> None:
 
 
 def _loss(conv: Conversion) -> None:
-    if conv.trainer in SUPERVISED.split():
-        conv.choose("loss", "sft")
-        if conv.name("packing") == "packing" and conv.flag("packing"):
-            conv.differs("packing", answers.OF_BLOCKS)
-    elif conv.trainer == "kto":
-        answers.single(conv, "kto", "rlhf_type")
-    elif conv.trainer == "rm":
-        answers.reward_model(conv, "rlhf_type", notes=[answers.OF_SCORES])
-    elif conv.trainer == "dpo":
-        preference.choose(conv, smoothed=preference.SMOOTHED | {"dpo"})
-    elif conv.trainer == "orpo":
-        preference.without_reference(conv, "orpo", "rlhf_type", note=preference.OF_PROMPTS)
-    else:
-        loss = preference.of_cpo(conv)
-        preference.without_reference(conv, loss, "rlhf_type", likelihood="cpo_alpha", gamma=1.0)
+    match conv.trainer:
+        case "sft" | "pt":
+            conv.choose("loss", "sft")
+            if conv.name("packing") == "packing" and conv.flag("packing"):
+                conv.differs("packing", answers.OF_BLOCKS)
+        case "kto":
+            answers.single(conv, "kto", "rlhf_type")
+        case "rm":
+            answers.reward_model(conv, "rlhf_type", notes=[answers.OF_SCORES])
+        case "dpo":
+            preference.choose(conv, smoothed=preference.SMOOTHED | {"dpo"})
+        case "orpo":
+            preference.without_reference(conv, "orpo", "rlhf_type", note=preference.OF_PROMPTS)
+        case _:
+            preference.without_reference(conv, preference.of_cpo(conv), "rlhf_type", likelihood="cpo_alpha", gamma=1.0)
 
 
 def _data(conv: Conversion) -> None:
-    conv.choose("data", "hf")
     names = conv.texts("dataset")
     if any("self-cognition" in name for name in names):
-        why = "{{NAME}} and {{AUTHOR}} in rows of self-cognition are not replaced here: write the names into them"
-        conv.differs("dataset", why)
+        conv.differs("dataset", "{{NAME}} and {{AUTHOR}} in rows of self-cognition are not replaced here: write the "
+                     "names into them")  # fmt: skip
     if not names:
         conv.missing("dataset", "it names the rows to train on", "org/pairs")
     for key, name in zip(huggingface.keys_of(names), names, strict=True):
@@ -257,11 +228,8 @@ def _data(conv: Conversion) -> None:
         if most:
             why = "the first rows; theirs are drawn, or repeated up to it"
             conv.put(f"{key}.max_samples", int(most), "dataset", why=why)
-    conv.differs(
-        "dataset",
-        f"{ROWS.get(conv.trainer, PAIRS)}; the hub is Hugging Face's, "
-        "and a set that ms-swift knows by name has other splits and columns there",
-    )
+    conv.differs("dataset", f"{ROWS.get(conv.trainer, PAIRS)}; the hub is Hugging Face's, and a set that ms-swift "
+                 "knows by name has other splits and columns there")  # fmt: skip
     strategy = conv.text("truncation_strategy", "left" if conv.trainer == "grpo" else "delete")
     if strategy not in TOO_LONG:
         conv.remark(Fate.ABSENT, "truncation_strategy", strategy, "a longer row is dropped, or cut at its start")
@@ -283,10 +251,8 @@ def _held_out(conv: Conversion) -> bool:
 def _system(conv: Conversion) -> None:
     """Set the system prompt, which theirs reads from a file that ends in .txt."""
     text = conv.text("system")
-    if text is not None and text.endswith(".txt"):
-        if not Path(text).is_file():
-            conv.tell(Fate.INSTEAD, "system", "theirs reads the text of this file, which is not here: data.system")
-            return
-        text = text_of(Path(text))
-    if text is not None:
-        conv.put("data.system", text, "system")
+    of_file = text is not None and text.endswith(".txt")
+    if of_file and not Path(text).is_file():
+        conv.tell(Fate.INSTEAD, "system", "theirs reads the text of this file, which is not here: data.system")
+    elif text is not None:
+        conv.put("data.system", text_of(Path(text)) if of_file else text, "system")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlexp.convert import adapters, answers, engines, huggingface, kinds, launchers, mixtures, model_keys, preference
+from rlexp.convert import adapters, answers, engines, huggingface, kinds, launchers, model_keys, preference
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended, needless, other, taken, worked_out
@@ -30,7 +30,10 @@ PAIRS, OF_CPO = "dpo cpo orpo", "cpo orpo"
 SINGLE = "kto bco"
 OFFLINE = f"{PAIRS} sft {SINGLE} reward"
 RATES = ByTrainer(dict.fromkeys(TRAINERS, 1e-6), ppo=3e-6, sft=2e-5, reward=1e-4, bco=5e-7)
-OF_SFT = (*answers.SUPERVISED, "dft")
+# Those whose loss types no other trainer has.
+BY_LOSS = {"grpo": (*rollouts.DIVISORS, "bnpo"), "cpo": ("simpo",), "sft": (*answers.SUPERVISED, "dft"),
+           "kto": answers.SINGLE, "dpo": (*preference.LOSSES, preference.SFT)}  # fmt: skip
+SPLITS = ["train", "test"]  # of alignment-handbook, where a file names none
 ORDERS = {"random": True, "sequential": False}
 ANOTHER = "another argument chooses the engine"
 ALONE = "rlexp always trains only on the assistant's turns"
@@ -97,8 +100,7 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("loss_type", "loss=sft", "nll; others are missing", of="sft", until="loss=dft"),
     worked_out("dataset_text_field", "data.columns.text", "of rows that are plain texts",
                "the column is found by its name", default="text", of="sft"),
-    worked_out("packing", "data.packing",
-               "theirs counts blocks of rows", of="sft"),
+    worked_out("packing", "data.packing", "theirs counts blocks of rows", of="sft"),
     absent("packing_strategy", "no row is cut into pieces", "bfd", of="sft"),
     needless("eval_packing", "held-out rows count alike, packed or not", of="sft"),
     needless("shuffle_dataset", "an epoch has an order of its own in any case", of="sft"),
@@ -127,8 +129,7 @@ RULES: tuple[Rule, ...] = extended(
     absent("alpha", "no AlphaPO", of="cpo"),
     absent("f_divergence_type", "rlexp uses the reverse KL", "reverse_kl", of="dpo"),
     needless("f_alpha_divergence_coef", "only with another f_divergence_type", of="dpo"),
-    absent("reference_free force_use_ref_model", "loss=cpo has no reference",
-           of="dpo"),
+    absent("reference_free force_use_ref_model", "loss=cpo has no reference", of="dpo"),
     worked_out("gamma_beta_ratio", "loss=simpo, loss.gamma", "times beta; of SimPO's own trainer", of="cpo"),
     *rollouts.RULES,
     taken("wandb_project", "logger.project"),
@@ -156,15 +157,9 @@ def trainer_of(given: dict[str, Any]) -> str | None:
     """Return the trainer that a file is for, if an argument of it belongs to one trainer only."""
     trainers = [name for name, words in TELLTALE.items() if set(words.split()) & given.keys()]
     loss = given.get("loss_type")
-    if not trainers and isinstance(loss, str) and loss in (*rollouts.DIVISORS, "bnpo"):
-        return "grpo"
-    if not trainers and loss == "simpo":
-        return "cpo"
-    if not trainers and isinstance(loss, str):
-        trainers = [name for name, types in (("sft", OF_SFT), ("kto", answers.SINGLE)) if loss in types]
-    losses = [str(each) for each in (loss if isinstance(loss, list) else [loss])]
-    if not trainers and losses and all(each in (*preference.LOSSES, preference.SFT) for each in losses):
-        return "dpo"
+    losses = {str(each) for each in (loss if isinstance(loss, list) else [loss])}
+    trainers = trainers or [name for name, types in BY_LOSS.items() if losses and losses <= {*types}
+                            and (isinstance(loss, str) or name == "dpo")]  # fmt: skip
     return trainers[0] if len(trainers) == 1 else None
 
 
@@ -205,11 +200,8 @@ def _ring(conv: Conversion) -> str:
 
 def _engine(conv: Conversion) -> None:
     """Choose the engine by accelerate's arguments, unless the trainer's own have chosen one. The first one decides."""
-    for name, choose in (
-        ("accelerate_config", _by_profile),
-        ("deepspeed_config_file", engines.from_deepspeed),
-        ("zero_stage", _by_stage),
-    ):
+    ways = {"accelerate_config": _by_profile, "deepspeed_config_file": engines.from_deepspeed, "zero_stage": _by_stage}
+    for name, choose in ways.items():
         if "engine" not in conv.choices and conv.get(name) is not None:
             choose(conv, name)
     if "engine" not in conv.choices and conv.flag("use_fsdp"):
@@ -238,19 +230,15 @@ def _by_stage(conv: Conversion, name: str) -> None:
 
 def _model(conv: Conversion) -> None:
     """Choose the model that is trained: TRL's PPO takes policy and reference from sft_model_path."""
-    conv.choose("model", "hf")
-    if conv.trainer == "ppo" and conv.get("sft_model_path") is not None:
-        conv.put("model.path", conv.text("sft_model_path"), "sft_model_path")
-        if conv.text("model_name_or_path") != conv.text("sft_model_path"):
-            conv.tell(Fate.OTHER, "model_name_or_path", "PPO takes the tokenizer from it; policy and reference are "
-                      "sft_model_path, whose own tokenizer is used here")  # fmt: skip
-        return
-    bare = conv.trainer == "ppo" and conv.get("model_name_or_path") is None
-    name = "sft_model_path" if bare else "model_name_or_path"
-    conv.put("model.path", conv.needed(name, model_keys.TRAINED, "Qwen/Qwen3-0.6B"), name)
-    if conv.trainer == "ppo":
+    whole, policy = conv.get("model_name_or_path"), conv.get("sft_model_path")
+    by_policy = conv.trainer == "ppo" and (policy is not None or whole is None)
+    model_keys.trained(conv, "sft_model_path" if by_policy else "model_name_or_path")
+    if by_policy and conv.text("model_name_or_path") != conv.text("sft_model_path"):
+        conv.tell(Fate.OTHER, "model_name_or_path", "PPO takes the tokenizer from it; policy and reference are "
+                  "sft_model_path, whose own tokenizer is used here")  # fmt: skip
+    elif conv.trainer == "ppo" and not by_policy:
         why = "TRL's PPO takes policy and reference from sft_model_path, which is not given; this one is taken"
-        conv.remark(Fate.OTHER, "model_name_or_path", conv.get("model_name_or_path"), why)
+        conv.remark(Fate.OTHER, "model_name_or_path", whole, why)
 
 
 def _adapter(conv: Conversion) -> None:
@@ -265,36 +253,66 @@ def _adapter(conv: Conversion) -> None:
 
 def _data(conv: Conversion) -> bool:
     """Set the rows; return whether some are held out."""
-    conv.choose("data", "hf")
-    sources = mixtures.sets(conv)
+    sources = _sets(conv)
     keys = huggingface.keys_of(sources or [{}])
     for key, source in zip(keys, sources, strict=False):
-        _source(conv, key, source, mixtures.argument(conv))
+        _source(conv, key, source, _argument(conv))
     if not sources and conv.get("dataset_name") is None:
         why = "so is datasets; without them nothing says what to train on"
         conv.missing("dataset_name", why, "trl-lib/ultrafeedback_binarized")
     if not sources:
-        conv.put("data.path", conv.text("dataset_name"), "dataset_name")
-        for name, key in (("dataset_config", "subset"), ("dataset_train_split", "split")):
+        for name, leaf in (("dataset_name", "path"), ("dataset_config", "subset"), ("dataset_train_split", "split")):
             if conv.get(name) is not None:
-                conv.put(f"data.{key}", conv.text(name), name)
-    rows = huggingface.held_out(conv, "test_split_size")
-    size, split = mixtures.held_out(conv)
+                conv.put(f"data.{leaf}", conv.text(name), name)
+    rows, evaluates = huggingface.held_out(conv, "test_split_size"), huggingface.evaluates(conv)
+    size, split = _held_out(conv)
     if size:
         conv.put("data.eval_size", size, "dataset_mixture", why="its test_split_size")
-        rows = True
-    elif split and huggingface.evaluates(conv):
+    elif split and evaluates:
         for key in keys:
             conv.put(f"{key}.eval_split", split, "dataset_splits")
-        rows = True
-    elif not rows and huggingface.evaluates(conv) and not sources:
-        conv.put("data.eval_split", conv.text("dataset_test_split"), "dataset_test_split")
-        rows = True
-    elif not rows and huggingface.evaluates(conv):
+    elif rows or not evaluates:
+        return rows
+    elif sources:
         key = "data.eval_split" if len(sources) == 1 else "data.sources.NAME.eval_split"
-        why = f"{mixtures.argument(conv)} has no held-out rows: give data.eval_size, or {key}"
+        why = f"{_argument(conv)} has no held-out rows: give data.eval_size, or {key}"
         conv.tell(Fate.OTHER, "eval_strategy", why)
-    return rows
+        return False
+    else:
+        conv.put("data.eval_split", conv.text("dataset_test_split"), "dataset_test_split")
+    return True
+
+
+def _sets(conv: Conversion) -> list[dict[str, Any]]:
+    """Return the sets as TRL's `datasets` has them: each a path, a name, a split."""
+    mixture, mixer = conv.mapping("dataset_mixture"), conv.mapping("dataset_mixer")
+    each = mixture.get("datasets")
+    if mixture and not (isinstance(each, list) and all(isinstance(one, dict) for one in each)):
+        conv.refuse("dataset_mixture", "must have datasets, a list of mappings", "Give each one an id.")
+    splits = conv.texts("dataset_splits") or SPLITS
+    each = each or [{"id": name, "weight": share, "split": splits[0]} for name, share in mixer.items()]
+    return conv.entries("datasets") or [_as_trl(conv, one) for one in each]
+
+
+def _argument(conv: Conversion) -> str:
+    """Return the argument that names the sets."""
+    return next((each for each in ("datasets", "dataset_mixture", "dataset_mixer") if conv.get(each)), "datasets")
+
+
+def _held_out(conv: Conversion) -> tuple[float, str | None]:
+    """Return how many rows a mixture holds out, or what share; and the split that it has for them."""
+    size, splits = conv.mapping("dataset_mixture").get("test_split_size"), conv.texts("dataset_splits") or SPLITS
+    return (size if kinds.is_number(size) else 0), splits[1] if splits[1:] and conv.mapping("dataset_mixer") else None
+
+
+def _as_trl(conv: Conversion, one: dict[str, Any]) -> dict[str, Any]:
+    """Write the share of a set's rows as a slice of its split."""
+    share, split = one.get("weight"), str(one.get("split") or "train")
+    if isinstance(share, int | float) and 0 < share < 1:
+        split = f"{split}[:{max(1, round(100 * share))}%]"
+        drawn = "; theirs are drawn" * (_argument(conv) == "dataset_mixture")
+        conv.remark(Fate.OTHER, f"{_argument(conv)}: weight", share, f"the first rows of a set{drawn}")
+    return {"path": one.get("id"), "split": split} | ({"name": one["config"]} if one.get("config") else {})
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:
@@ -353,7 +371,7 @@ def _sft(conv: Conversion) -> None:
     if not conv.flag("completion_only_loss"):
         conv.tell(Fate.OTHER, "completion_only_loss", "rlexp never trains on prompts")
     if (column := conv.text("dataset_text_field")) != "text":
-        for key in huggingface.keys_of(mixtures.sets(conv) or [{}]):
+        for key in huggingface.keys_of(_sets(conv) or [{}]):
             conv.put(f"{key}.columns.text", column, "dataset_text_field", why="only if rows are plain texts")
     if conv.flag("packing"):
         conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
@@ -380,7 +398,6 @@ def _lengths(conv: Conversion) -> None:
         if conv.trainer == "reward":
             conv.put("data.too_long", "drop", "max_length", why="longer pairs are left out")
         else:
-            conv.put(
-                "data.too_long", "truncate", "truncation_mode", why="another part is cut than by TRL: docs/data.md"
-            )
+            why = "another part is cut than by TRL: docs/data.md"
+            conv.put("data.too_long", "truncate", "truncation_mode", why=why)
     conv.tell(Fate.OTHER, "max_prompt_length", "data.max_length is one limit, for prompt and answer together")
