@@ -6,11 +6,11 @@ import sys
 from collections.abc import Sequence
 
 from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, run_job, setup_globals
+from hydra.core.utils import JobReturn, JobStatus, run_job, setup_globals
 
 from rlexp.launch import run_folder
 from rlexp.launch.local import Interrupted
-from rlexp.launch.planning import SUBDIR, Planned, SweepLauncher, done, note_own_word, refuse
+from rlexp.launch.planning import SUBDIR, Planned, Refusal, SweepLauncher, done, refusal, refuse
 from rlexp.launch.slurm.launcher import SlurmLauncher
 from rlexp.launch.slurm.local_launcher import SlurmLocalLauncher
 from rlexp.launch.sweep import Sweep
@@ -34,25 +34,27 @@ class LocalLauncher(SweepLauncher):
         return [done() for _ in jobs]
 
     def _run(self, sweep: Sweep, planned: Planned) -> None:
+        """Run a job and write how it ended into the ledger. A failure is printed."""
+        job, error, code = planned.job, None, None
         try:
             returned = run_job(
-                hydra_context=self.hydra_context,
-                task_function=self.task_function,
-                config=planned.config,
-                job_dir_key="hydra.sweep.dir",
-                job_subdir_key=SUBDIR,
-            )
+                hydra_context=self.hydra_context, task_function=self.task_function, config=planned.config,
+                job_dir_key="hydra.sweep.dir", job_subdir_key=SUBDIR,
+            )  # fmt: skip
+            error = returned._return_value if returned.status is JobStatus.FAILED else None
         except SystemExit as left:
-            note_own_word(sweep, planned.job)
-            if isinstance(left.code, int) and left.code > 128:
-                raise Interrupted(left.code - 128) from None
-            return
-        except Exception as error:  # raised by Hydra, as for a folder that cannot be made: only this job fails
-            self.failed(sweep, planned.job, error)
-            return
+            code = left.code
+        except Exception as raised:  # by Hydra, as for a folder that cannot be made: only this job fails
+            error = raised
         finally:
-            run_folder.leave(sweep.folder / planned.job.folder)
-        self.record_end(sweep, planned.job, returned)
+            run_folder.leave(sweep.folder / job.folder)
+        if error is not None:
+            refuse(sweep, job, refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}"))
+            return
+        run = run_folder.read(sweep.folder / job.folder)
+        sweep.note(job, run.get("status", "failed"), run.get("reason"))
+        if isinstance(code, int) and code > 128:
+            raise Interrupted(code - 128)
 
 
 def register() -> None:

@@ -31,6 +31,7 @@ from rlexp.launch.preflight_check import Decision, DoesNotFitError
 from rlexp.launch.sweep import Job, Sweep
 
 SUBDIR = "hydra.sweep.subdir"
+opened: list[Sweep] = []  # the sweeps of this process
 
 
 @dataclass(frozen=True)
@@ -90,13 +91,12 @@ class SweepLauncher(Launcher):
     def open(self) -> Sweep:
         """Return this process's sweep, opened once. Hydra calls the launcher once for every batch of jobs."""
         where = self.where
-        if not _opened or _opened[-1].folder != where:
+        if not opened or opened[-1].folder != where:
             where.mkdir(parents=True, exist_ok=True)
             run_folder.claim(where, key="hydra.sweep.dir")
-            _opened.append(
-                Sweep(where, str(OmegaConf.select(self.config, "hydra.runtime.choices.sweep") or where.name))
-            )
-        return _opened[-1]
+            name = OmegaConf.select(self.config, "hydra.runtime.choices.sweep") or where.name
+            opened.append(Sweep(where, str(name)))
+        return opened[-1]
 
     def plan(self, sweep: Sweep, job_overrides: Sequence[Sequence[str]], first: int) -> list[Planned]:
         jobs = []
@@ -145,27 +145,14 @@ class SweepLauncher(Launcher):
     def _told(self, sweep: Sweep, planned: Planned) -> list[str]:
         """Return the overrides that the sweep adds: group, name, baseline and axes, unless the user gave them."""
         job, given = planned.job, {override.partition("=")[0].lstrip("+") for override in planned.overrides}
-        added = {
-            "logger.group": in_grammar(sweep.folder.name),
-            "logger.run_name": in_grammar(f"{sweep.folder.name}-{job.label}"),
-        }
+        added = {"logger.group": sweep.folder.name, "logger.run_name": f"{sweep.folder.name}-{job.label}"}
         if job.baseline not in (None, job.number):
             baseline = next(each for each in sweep.jobs if each.number == job.baseline)
-            added["logger.baseline"] = in_grammar(str(sweep.folder / baseline.folder))
+            added["logger.baseline"] = str(sweep.folder / baseline.folder)
         axes = ",".join(f"{key.lstrip('+')}:{in_grammar(value)}" for key, value in job.axes.items())
         free = [key for key in added if key not in given and OmegaConf.select(self.config, key) is None]
-        pinned = f"hydra.sweep.subdir={in_grammar(job.folder)}"  # it may depend on the overrides, which have grown
-        return [*(f"{key}={added[key]}" for key in free), f"++logger.axes={{{axes}}}", pinned]
-
-    def record_end(self, sweep: Sweep, job: Job, returned: JobReturn) -> None:
-        """Write how a job ended into the ledger, and print a failure."""
-        if returned.status is not JobStatus.FAILED:
-            note_own_word(sweep, job)
-            return
-        self.failed(sweep, job, returned._return_value)
-
-    def failed(self, sweep: Sweep, job: Job, error: BaseException) -> None:
-        refuse(sweep, job, refusal(error) or Refusal("failed", f"{type(error).__name__}: {error}"))
+        pinned = f"{SUBDIR}={in_grammar(job.folder)}"  # it may depend on the overrides, which have grown
+        return [*(f"{key}={in_grammar(added[key])}" for key in free), f"++logger.axes={{{axes}}}", pinned]
 
 
 def refuse(sweep: Sweep, job: Job, refused: Refusal) -> None:
@@ -173,12 +160,6 @@ def refuse(sweep: Sweep, job: Job, refused: Refusal) -> None:
     job.predicted = refused.predicted
     sweep.note(job, refused.status, refused.reason)
     say_how(job)
-
-
-def note_own_word(sweep: Sweep, job: Job) -> None:
-    """Copy the end of a job from its run's folder into the ledger."""
-    run = run_folder.read(sweep.folder / job.folder)
-    sweep.note(job, run.get("status", "failed"), run.get("reason"))
 
 
 def done() -> JobReturn:
@@ -196,10 +177,3 @@ def swept(config: DictConfig) -> set[str]:
     given = [f"{key}={value}" for key, value in cast(dict[str, Any], params).items()]
     parsed = OverridesParser.create().parse_overrides([*given, *config.hydra.overrides.task])
     return {override.get_key_element() for override in parsed if override.is_sweep_override()}
-
-
-_opened: list[Sweep] = []  # the sweeps of this process
-
-
-def opened() -> Iterator[Sweep]:
-    yield from _opened

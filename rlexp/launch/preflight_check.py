@@ -116,12 +116,11 @@ def decided(cfg: Config, run_dir: Path | None, *, here: bool, helping: bool) -> 
         print_line(f"{NOT_REHEARSED} {why_not}" if here else why_not)
     if hardware is None and cfg.parallel.layout is not LayoutName.auto and not sampling:
         return cfg, Decision()
-    key = fingerprint(cfg, fitting=hardware is not None)
-    decision = (
-        _known.get(key) or read(run_dir, key) or rehearsed(cfg, key, fitting=hardware is not None, helping=helping)
-    )
+    fitting = hardware is not None
+    key = fingerprint(cfg, fitting=fitting)
+    decision = _known.get(key) or read(run_dir, key) or rehearsed(cfg, key, fitting=fitting, helping=helping)
     _known[key] = decision
-    if hardware is not None and decision.fits is None:
+    if fitting and decision.fits is None:
         print_line(f"{NOT_REHEARSED} {decision.why}")
     if decision.fits is False:
         raise refusal(cfg, decision)
@@ -155,11 +154,9 @@ def with_machine(cfg: Config, hardware: HardwareConfig, *, here: bool) -> Hardwa
     job ask a cluster for."""
     if hardware.host_memory_gib:
         return hardware
-    if here:
-        memory = host_memory()
-        return dataclasses.replace(hardware, host_memory_gib=round(memory.total / GIB, 1) if memory else 0.0)
-    asked = (cfg.launch.rank_memory_gb or 0.0) * cfg.launch.nproc
-    return dataclasses.replace(hardware, host_memory_gib=asked)
+    memory = host_memory() if here else None
+    asked = 0.0 if here else (cfg.launch.rank_memory_gb or 0.0) * cfg.launch.nproc
+    return dataclasses.replace(hardware, host_memory_gib=round(memory.total / GIB, 1) if memory else asked)
 
 
 def chosen(cfg: Config, decision: Decision) -> Config:
@@ -205,16 +202,11 @@ def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
     if (each := cfg.launch.ranks_per_gpu) > 1:
         where += f", of which launch.ranks_per_gpu={each} gives it 1/{each} (fewer ranks on a GPU have more each)"
     engine = "" if decision.engine_chosen is None else f"engine=auto: {decision.engine_chosen}. "
-    device = (
-        f"it needs {size(decision.peak)} at its peak ({decision.phase}), and a rank may take {size(decision.limit)} "
-        f"{where}"
-    )
-    shortages = [device] * (decision.peak > decision.limit) + [each for each in (decision.vllm, decision.short) if each]
-    reason = (
-        f"the run does not fit: {'; and '.join(shortages)}. {engine}{decision.remedy}To start it all the same: "
-        f"launch.preflight=off."
-    )
-    return DoesNotFitError(reason, decision)
+    need, may = size(decision.peak), size(decision.limit)
+    device = f"it needs {need} at its peak ({decision.phase}), and a rank may take {may} {where}"
+    over = [device] * (decision.peak > decision.limit) + [each for each in (decision.vllm, decision.short) if each]
+    start = "To start it all the same: launch.preflight=off."
+    return DoesNotFitError(f"the run does not fit: {'; and '.join(over)}. {engine}{decision.remedy}{start}", decision)
 
 
 # ---- the rehearsal ----

@@ -23,9 +23,9 @@ PEAKS = ("peaks", "tensors")  # by phase
 FACTS: plain_json.Kinds = {
     **dict.fromkeys(("rank", "step", "pack", "packs", "tokens", "of_tokens"), int),
     **dict.fromkeys(("at", "began"), (int, float)),
-    **dict.fromkeys(("pace",), (int, float, plain_json.NOTHING)),
     **dict.fromkeys(("phase", "died"), str),
     **dict.fromkeys(PEAKS, dict),
+    "pace": (int, float, plain_json.NOTHING),
 }  # the kinds of the values of a line
 WITHIN = {"pack", "packs", "tokens", "of_tokens"}  # what says how far a rank is within its step
 BETWEEN = "between steps"  # the phase after a step
@@ -96,12 +96,11 @@ def seconds_in_step(line: Mapping[str, Any], now: float) -> float:
 def within_step(line: Mapping[str, Any], now: float) -> str:
     """Say how far a rank is within its step: `pack 2 of 8, forward, 31,000 of 82,000 tokens, 40 s left of the step`."""
     tokens = f"{line['tokens']:,} of {line['of_tokens']:,} tokens"
-    known = line.get("pace") is not None
-    left = max(0.0, line["pace"] * line["of_tokens"] - seconds_in_step(line, now)) if known else 0.0
-    return (
-        f"pack {line['pack']} of {line['packs']}, {line['phase']}, {tokens}"
-        f"{f', {left:.0f} s left of the step' if known else ''}"
-    )
+    left = ""
+    if line.get("pace") is not None:
+        seconds = max(0.0, line["pace"] * line["of_tokens"] - seconds_in_step(line, now))
+        left = f", {seconds:.0f} s left of the step"
+    return f"pack {line['pack']} of {line['packs']}, {line['phase']}, {tokens}{left}"
 
 
 def before_steps(run_dir: Path, ranks: int) -> str | None:

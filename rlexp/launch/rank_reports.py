@@ -13,6 +13,7 @@ from typing import Any
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
 from rlexp.launch.rank_progress import last_seen
+from rlexp.launch.watch import listed
 
 PATIENCE = 10.0  # seconds for the other ranks to report their time-outs too, once one rank has
 LINGER = 2.0  # seconds that a rank waits which lost another: the first to end is taken for the cause
@@ -80,33 +81,27 @@ def waited_for(reports: Sequence[RankReport], world_size: int, run_dir: Path | N
     missing = "; ".join(f"rank {rank} was last seen {last_seen(run_dir, rank) or 'nowhere'}" for rank in silent)
     waited = ", ".join(f"rank {rank} {last_seen(run_dir, rank)}" for rank in sorted(ranks) if last_seen(run_dir, rank))
     return (
-        f"{_listed(silent)} did not come to a collective that the others had begun, within launch.timeout_seconds. "
-        f"{missing[0].upper()}{missing[1:]}. Waiting: {waited or _listed(sorted(ranks))}.\n"
+        f"{listed(silent)} did not come to a collective that the others had begun, within launch.timeout_seconds. "
+        f"{missing[0].upper()}{missing[1:]}. Waiting: {waited or listed(sorted(ranks))}.\n"
         f"What rank {first.rank} saw: {first.last_line}"
     ) + (f"\nIts log: {log.replace('%t', str(silent[0]))}" if log else "")
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def write(run_dir: Path, start: str, report: RankReport) -> None:
     """Write a rank's report for the process that judges the job. `start` names this start of the job. A full disk is no
     error."""
-    place = run_dir / FOLDER / f"rank{report.rank}.json"
-    facts = {"start": start, "rank": report.rank, "at": report.at, "text": report.text, "log": report.log,
-             "mistake": report.mistake is not None, "by_stop": report.by_stop, "task": report.task,
-             "killed": report.killed}  # fmt: skip
+    _write(run_dir, f"rank{report.rank}", vars(report) | {"start": start, "mistake": report.mistake is not None})
+
+
+def _write(run_dir: Path, name: str, facts: Mapping[str, Any]) -> None:
     with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_text(place, json.dumps(facts))
+        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+        write_text(run_dir / FOLDER / f"{name}.json", json.dumps(facts))
 
 
 def write_verdict(run_dir: Path, job: str | None, verdict: Mapping[str, Any]) -> None:
     """Write what became of a job, beside run.json, since run.json may belong to another job."""
-    with contextlib.suppress(OSError):
-        (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        write_text(run_dir / FOLDER / "verdict.json", json.dumps({"job_id": job, **verdict}))
+    _write(run_dir, "verdict", {"job_id": job, **verdict})
 
 
 def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:

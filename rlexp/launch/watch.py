@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -239,17 +239,14 @@ class RankWatch(threading.Thread):
             known = self._standings(standing, since.decode())
             further = self._answer(lambda: self._store.get(GOT_FURTHER)) != since
         except Exception:
-            return (
-                ([], "Their store does not answer: rank 0, which holds it, may be gone or stopped")
-                if standing.waits
-                else None
-            )
+            why = "Their store does not answer: rank 0, which holds it, may be gone or stopped"
+            return ([], why) if standing.waits else None
         if further or (len(known) == self._ranks and not any(each.waits for each in known.values())):
             return None
         behind = behind_of(known, self._ranks)
         lines = [f"rank {rank} {known[rank].in_words() if rank in known else 'does not answer'}"
                 for rank in range(self._ranks)]  # fmt: skip
-        return behind, "; ".join([f"Behind the others: {_listed(behind)}"] * bool(behind) + lines)
+        return behind, "; ".join([f"Behind the others: {listed(behind)}"] * bool(behind) + lines)
 
     def _standings(self, standing: Standing, since: str) -> dict[int, Standing]:
         keys = [f"{PLACE}/{since}/{rank}" for rank in range(self._ranks)]
@@ -332,5 +329,6 @@ def begun() -> int:
     return count
 
 
-def _listed(ranks: list[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Name ranks: `ranks 0, 3`."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

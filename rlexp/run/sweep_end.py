@@ -11,7 +11,7 @@ from rlexp.launch.sweep import Sweep
 
 def end_sweeps(exit_code: int) -> int:
     """End each sweep that this process began. `exit_code` is what the sweep's own command returned."""
-    for sweep in opened():
+    for sweep in opened:
         if sweep.begun:
             exit_code = _end(sweep, exit_code)
     return exit_code

@@ -136,9 +136,9 @@ def test_whether_a_node_was_lost_is_asked_where_it_may_have_been() -> None:
     assert not ambiguous(killed)
     assert ambiguous(replace(killed, node_silent=True))
     said = "srun: error: step_launch_notify_io_failure: aborting, io error with slurmstepd on node 1\n"
-    assert traces.node_silent(said)
-    assert not traces.node_failed(said)
-    assert not traces.node_silent(f"{said}rlexp: start 1 of job 7 on n[1-2]\n")
+    assert traces.shows(said, traces.NODE_SILENT)
+    assert not traces.shows(said, traces.NODE_FAILED)
+    assert not traces.shows(f"{said}rlexp: start 1 of job 7 on n[1-2]\n", traces.NODE_SILENT)
 
 
 def at(clock: str) -> str:
@@ -224,8 +224,8 @@ def test_what_srun_says_of_a_node() -> None:
         "Cannot communicate with node 1.  Aborting job.",
     ):
         text = f"rlexp: start 0 of job 7 on n[1-2]\nsrun: error: {line}\nsrun: error: n1: task 0: Killed\n"
-        assert traces.node_failed(text), line
-        assert not traces.node_failed(f"{text}rlexp: start 1 of job 7 on n[1-2]\n"), line
+        assert traces.shows(text, traces.NODE_FAILED), line
+        assert not traces.shows(f"{text}rlexp: start 1 of job 7 on n[1-2]\n", traces.NODE_FAILED), line
 
 
 def test_a_finished_run_that_is_started_again_stays_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,15 +50,15 @@ def gather(code: int, where: Path, retries: int, log: str, srun: str | None = No
         reason=run.get("reason") if begun else None,
         reports=rank_reports.read(where, start_of_job()),
         gone=went,
-        out_of_memory=traces.out_of_memory(text),
+        out_of_memory=traces.shows(text, traces.OUT_OF_MEMORY),
         world_size=max(int(os.environ.get("SLURM_NTASKS", "1")), run.get("sizes", {}).get("world_size", 1)),
         step=step_of(newest[0]) if newest else 0,
         requeues=[each for each in run.get("requeues", []) if each["job"] == os.environ.get("SLURM_JOB_ID")],
         retries=retries,
         run_dir=where,
         log=log,
-        node_failed=traces.node_failed(text),
-        node_silent=traces.node_silent(text),
+        node_failed=traces.shows(text, traces.NODE_FAILED),
+        node_silent=traces.shows(text, traces.NODE_SILENT),
         over_limit=[rank for rank in killed if traces.over_limit(log.replace("%t", str(rank)))],
     )
 

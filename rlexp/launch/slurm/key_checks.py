@@ -28,13 +28,20 @@ _DERIVED = {"nodes": "launch.nodes", "tasks_per_node": "launch.nproc"}
 
 def check(given: DictConfig, known: type[SlurmJobs] | type[LocalJobs]) -> None:
     """Check `given`, the launcher's composed configuration, against the keys of the class `known`."""
-    _known(given, known)
+    fields = dataclasses.fields(known)
+    for key in map(str, given):
+        if key not in [field.name for field in fields]:
+            raise ConfigError(about_unknown(f"{LAUNCHER}{key}"))
+    for key, owner in _DERIVED.items() if known is SlurmJobs else ():
+        if not OmegaConf.is_interpolation(given, key):
+            raise ConfigError(
+                f"{LAUNCHER}{key}={given[key]}: follows from each job's configuration. Give {owner}={given[key]}."
+            )
     if known is SlurmJobs:
-        _follow(given)
         _own(given)
     params = {key: given[key] for key in given if not OmegaConf.is_interpolation(given, str(key))}
-    for field in dataclasses.fields(known):
-        check_number(f"hydra.launcher.{field.name}", params.get(field.name), field)
+    for field in fields:
+        check_number(f"{LAUNCHER}{field.name}", params.get(field.name), field)
     for name in params.get("environment", {}):
         if not re.fullmatch(r"[A-Za-z_]\w*", str(name), flags=re.ASCII):
             raise ConfigError(f"hydra.launcher.environment: {name} is no variable's name (letters, digits, _).")
@@ -65,21 +72,6 @@ def one_line(key: str, value: Any) -> None:
         raise ConfigError(
             f"{key}={printable(str(value))}: has a line break, or another control character. Leave it out."
         )
-
-
-def _known(given: DictConfig, known: type[Any]) -> None:
-    names = [field.name for field in dataclasses.fields(known)]
-    for key in map(str, given):
-        if key not in names:
-            raise ConfigError(about_unknown(f"hydra.launcher.{key}"))
-
-
-def _follow(given: DictConfig) -> None:
-    for key, owner in _DERIVED.items():
-        if not OmegaConf.is_interpolation(given, key):
-            raise ConfigError(
-                f"hydra.launcher.{key}={given[key]}: follows from each job's configuration. Give {owner}={given[key]}."
-            )
 
 
 def _own(given: DictConfig) -> None:

@@ -33,9 +33,7 @@ def _read(line: str) -> Partition:
     name, limit, nodes, cpus, memory, gres = line.split("|")[:6]
     gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", gres))
     count, cores, mb = (int(re.sub(r"\D.*", "", number) or 0) for number in (nodes, cpus, memory))
-    return Partition(
-        name.rstrip("*"), name.endswith("*"), seconds_of(limit), nodes=count, cpus=cores, memory_mb=mb, gpus=gpus
-    )
+    return Partition(name.rstrip("*"), name.endswith("*"), seconds_of(limit), count, cores, mb, gpus)
 
 
 def kinds(all_partitions: Sequence[Partition], wanted: str | None) -> list[Partition]:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.files import write_text
+from rlexp.launch.watch import listed
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
@@ -159,6 +160,5 @@ def _wait_for_all(store: TCPStore, world_size: int, deadline: float, timeout: fl
     missing = [*range(world_size)]
     while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
         if time.monotonic() > deadline:
-            names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-            raise UserError(f"{names} did not join the rendezvous within launch.timeout_seconds={timeout:g}.")
+            raise UserError(f"{listed(missing)} did not join the rendezvous within launch.timeout_seconds={timeout:g}.")
         time.sleep(POLL)

@@ -81,9 +81,8 @@ def recall(jobs: Sequence[str]) -> dict[str, Known]:
     accounted = {}
     for line in text.splitlines():
         job, state, reason, nodes, code = line.split("|")[:5]
-        accounted[job] = Known(
-            job, state.split()[0].rstrip("+"), "" if reason == "None" else reason, nodes=nodes, exit_code=code
-        )
+        state, reason = state.split()[0].rstrip("+"), "" if reason == "None" else reason
+        accounted[job] = Known(job, state, reason, nodes=nodes, exit_code=code)
     return {job: known for job, known in accounted.items() if job in jobs}
 
 

@@ -22,14 +22,16 @@ _BEGINS = re.compile(r"^rlexp: start (\d+) of job ", re.MULTILINE)
 _TORCHRUN = re.compile(r"^  time +: (\S+)\n.*\n  rank +: (\d+) \(.*\)\n  exitcode +: (-?\d+) ", re.MULTILINE)
 _ERROR = re.compile(r"^[\w.]+(Error|Exception)\b")  # the last line of a traceback
 _SLURMS = re.compile(r"^(srun|slurmstepd|rlexp): ")
-_NODE = re.compile(
+# A node was lost, lost its step, or could start nothing.
+NODE_FAILED = re.compile(
     r"^srun: error: (Node failure on|Task launch for .* failed on node|Cannot communicate with node|"
     r"Aborting, (io error and missing step|step missing and io error) on node|"
     r"Aborting, can not test connection to node) ",
     re.MULTILINE,
 )
-_SILENT = re.compile(r"^srun: error: (\w+: )?aborting, io error with slurmstepd on node ", re.MULTILINE)
-_OOM = re.compile(r"oom[-_ ]kill", re.IGNORECASE)
+# srun lost the daemon that started the ranks on a node; its node may be lost with it, or not.
+NODE_SILENT = re.compile(r"^srun: error: (\w+: )?aborting, io error with slurmstepd on node ", re.MULTILINE)
+OUT_OF_MEMORY = re.compile(r"oom[-_ ]kill", re.IGNORECASE)  # the kernel killed a rank
 _LIMIT = re.compile(r"^slurmstepd\S*: error: StepId=\S+ exceeded memory limit", re.MULTILINE)
 
 
@@ -52,10 +54,8 @@ class Gone:
 
 def gone(text: str) -> list[Gone]:
     """Read from srun's log how tasks ended since the job's last start."""
-    lines = text.splitlines()
-    begins = [number for number, line in enumerate(lines) if _BEGINS.match(line)]
     tasks = []
-    for line in lines[begins[-1] if begins else 0 :]:
+    for line in text[_last_start(text) :].splitlines():
         if match := _SRUN.match(line):
             tasks += [Gone(rank, match[1], match[3].strip()) for rank in numbers(match[2])]
         elif match := _EARLY.match(line):
@@ -117,16 +117,6 @@ def over_limit(log: str) -> bool:
     return bool(_LIMIT.search(tail(log)))
 
 
-def node_failed(text: str) -> bool:
-    """Whether srun reported in the job's last start that a node was lost, lost its step, or could start nothing."""
-    return bool(_NODE.search(text[_last_start(text) :]))
-
-
-def node_silent(text: str) -> bool:
-    """Whether srun lost the daemon that started the ranks on a node; its node may be lost with it, or not."""
-    return bool(_SILENT.search(text[_last_start(text) :]))
-
-
-def out_of_memory(text: str) -> bool:
-    """Whether srun's log says that the kernel killed a rank of the job's last start for memory."""
-    return bool(_OOM.search(text[_last_start(text) :]))
+def shows(text: str, what: re.Pattern[str]) -> bool:
+    """Whether srun's log shows it in the job's last start."""
+    return bool(what.search(text[_last_start(text) :]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class Verdict:
     status: str
     reason: str
     code: int
-    requeue: str = field(default="")  # why Slurm starts the job again; empty if it does not
+    requeue: str = ""  # why Slurm starts the job again; empty if it does not
 
 
 def judge(facts: Facts) -> Verdict:
