@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
+from rlexp.convert import adapters, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import Fate, Rule, absent, extended, needless, other, taken, worked_out
 
@@ -84,7 +84,7 @@ RULES: tuple[Rule, ...] = extended(
              "relora_prune_method relora_cpu_offload", "no number depends on it here"),
     worked_out("rl", "loss", "dpo, ipo, orpo, simpo or kto; without it loss=sft", "the loss is chosen"),
     worked_out("reward_model", "loss=reward", rest="rl says what is trained"),
-    *answers.weights("kto_desirable_weight", "kto_undesirable_weight", "kto"),
+    *losses.weights("kto_desirable_weight", "kto_undesirable_weight", "kto"),
     taken("center_rewards_coefficient", "loss.center", default=0.0, of="reward"),
     needless("num_labels", "an answer has one score", of="reward"),
     other("train_on_inputs", "loss=sft", "rlexp never trains on prompts", of="sft"),
@@ -100,10 +100,10 @@ RULES: tuple[Rule, ...] = extended(
              "use_scattermoe use_sonicmoe quantize_moe_experts eval_batch_size push_dataset_to_hub low_cpu_mem_usage "
              "skip_prepare_dataset experimental_skip_move_to_device llama4_linearized_experts fused_attn_kernel",
              "no number depends on it here"),
-    worked_out("rl_beta dpo_beta", "loss.beta", rest=preference.OTHERS, default=0.1, alias="beta"),
-    worked_out("trl", "loss.beta", "its beta wins over rl_beta", preference.OTHERS),
+    worked_out("rl_beta dpo_beta", "loss.beta", rest=losses.OTHERS, default=0.1, alias="beta"),
+    worked_out("trl", "loss.beta", "its beta wins over rl_beta", losses.OTHERS),
     worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", default=0.1, of="orpo"),
-    *preference.rules(OF_DPO, loss_type="dpo_loss_type", loss_weights="dpo_loss_weights", discopop_tau="", ld_alpha="",
+    *losses.rules(OF_DPO, loss_type="dpo_loss_type", loss_weights="dpo_loss_weights", discopop_tau="", ld_alpha="",
                       label_smoothing="dpo_label_smoothing", use_weighting="dpo_use_weighting"),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", default=1.0, least=0, of="simpo"),
     worked_out("simpo_gamma", "loss.gamma", default=0.5, of="simpo"),
@@ -183,9 +183,9 @@ def convert(conv: Conversion) -> None:
     if conv.trainer in OF_DPO.split():
         adapters.precomputed(conv)
     if conv.trainer == "sft" and gpus > 1:
-        conv.notes.append(answers.OF_GPUS)
+        conv.notes.append(losses.OF_GPUS)
     if packed and conv.trainer == "sft":
-        conv.differs("sample_packing", answers.OF_BLOCKS)
+        conv.differs("sample_packing", losses.OF_BLOCKS)
     if packed and not any(conv.get(name) for name in BACKENDS):
         conv.differs("sample_packing", "without flash_attention, rows of a block see each other there")
     _data(conv)
@@ -301,19 +301,19 @@ def _beta(conv: Conversion) -> None:
 def _loss(conv: Conversion) -> None:
     match conv.trainer:
         case "ipo":
-            preference.choose(conv, types=["ipo"], by="rl")
+            losses.choose(conv, types=["ipo"], by="rl")
         case "orpo":
-            preference.without_reference(conv, "orpo", "rl", note=preference.OF_PROMPTS)
+            losses.without_reference(conv, "orpo", "rl", note=losses.OF_PROMPTS)
         case "simpo":
-            preference.without_reference(conv, "simpo", "rl", likelihood="cpo_alpha")
+            losses.without_reference(conv, "simpo", "rl", likelihood="cpo_alpha")
         case "kto":
-            answers.single(conv, "kto", "rl")
+            losses.single(conv, "kto", "rl")
         case "reward":
-            answers.reward_model(conv, "reward_model", notes=[answers.OF_ENDS], margins=False)
+            losses.reward_model(conv, "reward_model", notes=[losses.OF_ENDS], margins=False)
         case "sft":
             conv.choose("loss", "sft")
         case _:
-            preference.choose(conv, smoothed=preference.SMOOTHED | {"dpo"})
+            losses.choose(conv, smoothed=losses.SMOOTHED | {"dpo"})
             if not kinds.has("loss.beta", conv.chosen("loss")):
                 del conv.values["loss.beta"]
                 conv.done -= {"rl_beta", "trl"}

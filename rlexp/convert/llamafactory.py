@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base import plain_json
-from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
+from rlexp.convert import adapters, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.rules import UNSAID, Fate, Rule, absent, extended, needless, other, taken, worked_out
 
@@ -19,10 +19,8 @@ FIELDS = {
     "dpo": PAIRS, "rm": PAIRS, "sft": ASKED | {"response": "completion", "messages": "messages"},
     "pt": {"prompt": "text"}, "kto": ASKED | {"response": "completion", "kto_tag": "label"},
 }  # fmt: skip
-OF_HEADS = (
-    "Reward model: theirs is a value head beside the language model, with a bias and dropout. Ours is the head of "
-    "transformers' sequence classification, `score`, without either."
-)
+OF_HEADS = ("Reward model: theirs is a value head beside the language model, with a bias and dropout. Ours is the head "
+            "of transformers' sequence classification, `score`, without either.")  # fmt: skip
 REFERRED = "dpo kto"
 SPLIT = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
 
@@ -60,7 +58,7 @@ RULES: tuple[Rule, ...] = extended(
     needless("quantization_method quantization_type double_quantization quantization_device_map",
              adapters.OF_QUANTIZED),
     taken("pref_beta", "loss.beta", default=0.1, of=REFERRED, alias="beta"),
-    *answers.weights("kto_chosen_weight", "kto_rejected_weight", "kto"),
+    *losses.weights("kto_chosen_weight", "kto_rejected_weight", "kto"),
     absent("use_dft_loss use_asft_loss use_eaft_loss", "all tokens weigh the same", until="loss=dft",
            of="sft", fate=Fate.INSTEAD),
     absent("use_badam use_galore use_apollo use_muon use_adam_mini mixture_of_depths", "use adamw or sgd",
@@ -71,16 +69,16 @@ RULES: tuple[Rule, ...] = extended(
     other("train_on_prompt", "loss=sft", "rlexp never trains on prompts", of="sft"),
     other("mask_history", "loss=sft", "rlexp trains on every answer", of="sft"),
     taken("disable_shuffling", "data.shuffle", to=lambda value: False if kinds.flag(value) else UNSAID),
-    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", of="dpo", until=preference.NOT_YET,
+    worked_out("pref_loss", "loss", "sigmoid is dpo; hinge, ipo, orpo, simpo", of="dpo", until=losses.NOT_YET,
                default="sigmoid", alias="loss_type"),
-    worked_out("dpo_label_smoothing", "loss.label_smoothing", rest=preference.OTHERS, of="dpo", default=0.0, least=0,
+    worked_out("dpo_label_smoothing", "loss.label_smoothing", rest=losses.OTHERS, of="dpo", default=0.0, least=0,
                alias="label_smoothing"),
     worked_out("pref_ftx", "loss.sft_weight", "a mean over the train batch's tokens, not each answer's",
-               preference.OTHERS, of=REFERRED, default=0.0, least=0, alias="rpo_alpha"),
+               losses.OTHERS, of=REFERRED, default=0.0, least=0, alias="rpo_alpha"),
     worked_out("pref_bco_weight", "loss=mpo, loss.terms", "same shift: the mean reward so far",
-               preference.OTHERS, of="dpo", default=0.0, least=0),
-    worked_out("simpo_gamma", "loss.gamma", rest=preference.OTHERS, of="dpo", default=0.5),
-    worked_out("ld_alpha", "loss.ld_alpha", "rlexp applies it to the reference too", preference.OTHERS,
+               losses.OTHERS, of="dpo", default=0.0, least=0),
+    worked_out("simpo_gamma", "loss.gamma", rest=losses.OTHERS, of="dpo", default=0.5),
+    worked_out("ld_alpha", "loss.ld_alpha", "rlexp applies it to the reference too", losses.OTHERS,
                of="dpo", default=1.0, least=0),
     worked_out("dataset", "data=hf, data.path or data.sources", "by dataset_info.json", split=","),
     worked_out("dataset_dir", "data.path", default="data"),
@@ -171,22 +169,22 @@ def _reference(conv: Conversion) -> None:
 def _loss(conv: Conversion) -> None:
     match conv.trainer:
         case "rm":
-            answers.reward_model(conv, "stage", notes=[OF_HEADS], margins=False)
+            losses.reward_model(conv, "stage", notes=[OF_HEADS], margins=False)
         case "kto":
-            answers.single(conv, "kto", "stage")
+            losses.single(conv, "kto", "stage")
             if conv.number("pref_ftx"):
                 conv.tell(Fate.ABSENT, "pref_ftx", "loss=kto adds no likelihood of good answers")
         case "dpo" if (loss := conv.text("pref_loss")) in ("orpo", "simpo"):
-            conv.tell(Fate.NEEDLESS, "dpo_label_smoothing", preference.OTHERS)
-            preference.without_reference(conv, loss, "pref_loss", likelihood="pref_ftx", added=float(loss == "orpo"),
-                                         note=preference.OF_ANSWERS)  # fmt: skip
+            conv.tell(Fate.NEEDLESS, "dpo_label_smoothing", losses.OTHERS)
+            losses.without_reference(conv, loss, "pref_loss", likelihood="pref_ftx", added=float(loss == "orpo"),
+                                         note=losses.OF_ANSWERS)  # fmt: skip
         case "dpo":
-            preference.choose(conv, smoothed=frozenset({"dpo"}), note=preference.OF_ANSWERS)
+            losses.choose(conv, smoothed=frozenset({"dpo"}), note=losses.OF_ANSWERS)
         case _:
             conv.choose("loss", "sft", "stage")
             if conv.flag("packing", conv.trainer == "pt"):
                 whose = "" if conv.name("packing") else OF_PT
-                conv.remark(Fate.OTHER, "packing", True, f"{whose}{answers.OF_BLOCKS}")
+                conv.remark(Fate.OTHER, "packing", True, f"{whose}{losses.OF_BLOCKS}")
 
 
 def _held_out(conv: Conversion, known: Mapping[str, Mapping[str, Any]]) -> bool:

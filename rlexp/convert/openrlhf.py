@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import PurePosixPath
 
-from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
+from rlexp.convert import adapters, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert import openrlhf_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import ByTrainer, Fate, Rule, absent, needless, taken, worked_out
@@ -16,10 +16,8 @@ TRAINERS = ("dpo", "ppo", "sft", "rm", "kto")
 OF_PAIRS, OF_ANSWERS = "dpo rm", "sft kto"
 EVERY = "rlexp trains on every answer"
 FOUND, NO_SPLITS = "the column is found by its name", "a file has no splits"
-OF_HEADS = (
-    "LoRA: theirs freezes the head that scores, or puts an adapter beside it. Here the head is trained whole, of a "
-    "reward model and of a critic."
-)
+OF_HEADS = ("LoRA: theirs freezes the head that scores, or puts an adapter beside it. Here the head is trained whole, "
+            "of a reward model and of a critic.")  # fmt: skip
 
 RULES: tuple[Rule, ...] = (
     # the model
@@ -145,7 +143,7 @@ RULES: tuple[Rule, ...] = (
                "a row that is a text is trained on whole, and no prompt is", of="sft"),
     worked_out("data.multiturn multiturn", "loss=sft", EVERY, EVERY, of="sft"),
     taken("beta", "loss.beta", of="kto", default=0.01),
-    *answers.weights("desirable_loss_weight", "undesirable_loss_weight", "kto"),
+    *losses.weights("desirable_loss_weight", "undesirable_loss_weight", "kto"),
     worked_out("model.loss_type loss", "loss=reward", "sigmoid; others are missing", of="rm", default="sigmoid"),
     taken("model.margin_loss_enable margin_loss", "loss.margin_weight", "of rows with a margin", of="rm", default=False,
           to=lambda value: float(kinds.flag(value))),
@@ -180,13 +178,13 @@ def _loss(conv: Conversion) -> int:
             conv.choose("loss", "ipo" if conv.flag("ipo") else "dpo", "ipo")
             if conv.flag("ipo"):
                 conv.put("loss.normalize", "sequence", "ipo", why="of whole answers, as theirs")
-            preference.put_likelihood(conv, conv.number("nll_loss_coef"), preference.OF_ANSWERS, "nll_loss_coef")
+            losses.put_likelihood(conv, conv.number("nll_loss_coef"), losses.OF_ANSWERS, "nll_loss_coef")
         case "sft":
             _supervised(conv)
         case "kto":
-            answers.single(conv, "kto")
+            losses.single(conv, "kto")
         case _:
-            answers.reward_model(conv, "model.loss_type")
+            losses.reward_model(conv, "model.loss_type")
             if conv.text("model.loss_type") != "sigmoid":
                 conv.differs("model.loss_type", "sigmoid is the loss of two scores here", Fate.INSTEAD)
     return 1
@@ -206,7 +204,7 @@ def _reference(conv: Conversion) -> None:
 
 def _supervised(conv: Conversion) -> None:
     conv.choose("loss", "sft")
-    conv.notes.append(answers.OF_MICRO_BATCHES)
+    conv.notes.append(losses.OF_MICRO_BATCHES)
     templated, answered = conv.flag("apply_chat_template"), conv.get("output_key") is not None
     if conv.flag("pretrain_mode") and (templated or answered):
         conv.tell(Fate.OTHER, "pretrain_mode", "rlexp never trains on prompts")

@@ -247,11 +247,10 @@ def trainer_of(framework: str, given: Mapping[str, Any], other: str) -> str:
     return other
 
 
-_UNKNOWN = (
-    "is none of the files that can be converted. These are: a yaml file of TRL, axolotl, LLaMA-Factory or ms-swift, "
-    "and a shell script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …), ms-swift (swift sft …, "
-    "swift rlhf …), axolotl (axolotl train …) or LLaMA-Factory (llamafactory-cli train …)."
-)
+_UNKNOWN = ("is none of the files that can be converted. These are: a yaml file of TRL, axolotl, LLaMA-Factory or "
+            "ms-swift, and a shell script with a command of TRL (trl dpo …), OpenRLHF (openrlhf.cli.train_dpo …), "
+            "ms-swift (swift sft …, swift rlhf …), axolotl (axolotl train …) or LLaMA-Factory (llamafactory-cli train "
+            "…).")  # fmt: skip
 
 
 def plain(value: Any) -> Any:

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
-from rlexp.convert import adapters, answers, huggingface, kinds, launchers, model_keys, preference
+from rlexp.convert import adapters, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.read import text_of
@@ -24,9 +24,8 @@ ROWS = {
 }
 LEAST_BATCH = 16  # where no accumulation is given, theirs is the smallest that reaches this batch
 TOO_LONG = {"delete": "drop", "left": "truncate"}
-OF_QUANTIZED = (
-    "quant_bits hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant bnb_4bit_quant_storage"
-)
+OF_QUANTIZED = ("quant_bits hqq_axis bnb_4bit_compute_dtype bnb_4bit_quant_type bnb_4bit_use_double_quant "
+                "bnb_4bit_quant_storage")  # fmt: skip
 
 # TRL's arguments of rollouts that ms-swift has too, but for these.
 OTHERWISE = ("vllm_importance", "use_bias", "max_prompt")
@@ -70,9 +69,9 @@ RULES: tuple[Rule, ...] = extended(
     absent("quant_method", adapters.QUANTIZED, until="quant"),
     needless(OF_QUANTIZED, adapters.OF_QUANTIZED),
     taken("beta", "loss.beta", default=ByTrainer(dpo=0.1, cpo=0.1, orpo=0.1, simpo=2.0, kto=0.1, grpo=0.04)),
-    *preference.rules("dpo", also=OF_CPO),
-    *preference.of_cpo_rules(OF_CPO, text="their default is 1, with simpo too"),
-    *answers.weights("desirable_weight", "undesirable_weight", "kto"),
+    *losses.rules("dpo", also=OF_CPO),
+    *losses.of_cpo_rules(OF_CPO, text="their default is 1, with simpo too"),
+    *losses.weights("desirable_weight", "undesirable_weight", "kto"),
     taken("center_rewards_coefficient", "loss.center", default=0.0, of="rm"),
     absent("loss_scale", "all tokens weigh the same", "default"),
     worked_out("dataset", "data=hf, data.path or data.sources",
@@ -197,17 +196,17 @@ def _loss(conv: Conversion) -> None:
         case "sft" | "pt":
             conv.choose("loss", "sft")
             if conv.name("packing") == "packing" and conv.flag("packing"):
-                conv.differs("packing", answers.OF_BLOCKS)
+                conv.differs("packing", losses.OF_BLOCKS)
         case "kto":
-            answers.single(conv, "kto", "rlhf_type")
+            losses.single(conv, "kto", "rlhf_type")
         case "rm":
-            answers.reward_model(conv, "rlhf_type", notes=[answers.OF_SCORES])
+            losses.reward_model(conv, "rlhf_type", notes=[losses.OF_SCORES])
         case "dpo":
-            preference.choose(conv, smoothed=preference.SMOOTHED | {"dpo"})
+            losses.choose(conv, smoothed=losses.SMOOTHED | {"dpo"})
         case "orpo":
-            preference.without_reference(conv, "orpo", "rlhf_type", note=preference.OF_PROMPTS)
+            losses.without_reference(conv, "orpo", "rlhf_type", note=losses.OF_PROMPTS)
         case _:
-            preference.without_reference(conv, preference.of_cpo(conv), "rlhf_type", likelihood="cpo_alpha", gamma=1.0)
+            losses.without_reference(conv, losses.of_cpo(conv), "rlhf_type", likelihood="cpo_alpha", gamma=1.0)
 
 
 def _data(conv: Conversion) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from rlexp.convert import adapters, answers, engines, huggingface, kinds, launchers, model_keys, preference
+from rlexp.convert import adapters, engines, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert import trl_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import UNSAID, ByTrainer, Fate, Rule, absent, extended, needless, other, taken, worked_out
@@ -31,8 +31,8 @@ SINGLE = "kto bco"
 OFFLINE = f"{PAIRS} sft {SINGLE} reward"
 RATES = ByTrainer(dict.fromkeys(TRAINERS, 1e-6), ppo=3e-6, sft=2e-5, reward=1e-4, bco=5e-7)
 # Those whose loss types no other trainer has.
-BY_LOSS = {"grpo": (*rollouts.DIVISORS, "bnpo"), "cpo": ("simpo",), "sft": (*answers.SUPERVISED, "dft"),
-           "kto": answers.SINGLE, "dpo": (*preference.LOSSES, preference.SFT)}  # fmt: skip
+BY_LOSS = {"grpo": (*rollouts.DIVISORS, "bnpo"), "cpo": ("simpo",), "sft": (*losses.SUPERVISED, "dft"),
+           "kto": losses.SINGLE, "dpo": (*losses.LOSSES, losses.SFT)}  # fmt: skip
 SPLITS = ["train", "test"]  # of alignment-handbook, where a file names none
 ORDERS = {"random": True, "sequential": False}
 ANOTHER = "another argument chooses the engine"
@@ -110,7 +110,7 @@ RULES: tuple[Rule, ...] = extended(
     # single answers
     worked_out("loss_type", "loss=kto or loss=apo_zero_unpaired", of="kto"),
     taken("beta", "loss.beta", default=0.1, of=SINGLE),
-    *answers.weights("desirable_weight", "undesirable_weight", "kto"),
+    *losses.weights("desirable_weight", "undesirable_weight", "kto"),
     worked_out("precompute_ref_log_probs", "reference=precompute", "dpo, bco, and kto with apo_zero_unpaired",
                of=f"dpo {SINGLE}"),
     needless("precompute_ref_batch_size label_pad_token_id padding_value is_encoder_decoder use_logits_to_keep",
@@ -123,8 +123,8 @@ RULES: tuple[Rule, ...] = extended(
     # reward models
     taken("center_rewards_coefficient", "loss.center", default=0.0, of="reward"),
     # DPO and its family
-    *preference.rules("dpo", also="cpo"),
-    *preference.of_cpo_rules("cpo"),
+    *losses.rules("dpo", also="cpo"),
+    *losses.of_cpo_rules("cpo"),
     taken("beta", "loss.beta", default=0.1, of=PAIRS),
     absent("alpha", "no AlphaPO", of="cpo"),
     absent("f_divergence_type", "rlexp uses the reverse KL", "reverse_kl", of="dpo"),
@@ -332,41 +332,41 @@ def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None
 def _loss(conv: Conversion) -> None:
     match conv.trainer:
         case "dpo":
-            preference.choose(conv)
+            losses.choose(conv)
         case "cpo":
             _cpo(conv)
         case "orpo":
-            preference.without_reference(conv, "orpo", note=preference.OF_PROMPTS)
+            losses.without_reference(conv, "orpo", note=losses.OF_PROMPTS)
         case "sft":
             _sft(conv)
         case "reward":
-            answers.reward_model(conv, notes=[answers.OF_ENDS, answers.OF_SCORES])
+            losses.reward_model(conv, notes=[losses.OF_ENDS, losses.OF_SCORES])
         case single:
-            loss = answers.chosen_of(conv, answers.SINGLE, "kto") if single == "kto" else "bco"
-            answers.single(conv, loss, *["loss_type"] * (single == "kto"))
-            conv.notes.append(answers.OF_PAIRS)
+            loss = losses.chosen_of(conv, losses.SINGLE, "kto") if single == "kto" else "bco"
+            losses.single(conv, loss, *["loss_type"] * (single == "kto"))
+            conv.notes.append(losses.OF_PAIRS)
 
 
 def _cpo(conv: Conversion) -> None:
     """Set CPO's loss, or SimPO's: its own trainer has another default of beta, and no likelihood."""
-    loss, ratio = preference.of_cpo(conv), conv.number("gamma_beta_ratio")
+    loss, ratio = losses.of_cpo(conv), conv.number("gamma_beta_ratio")
     if ratio is None:
-        preference.without_reference(conv, loss, "loss_type", likelihood="cpo_alpha")
+        losses.without_reference(conv, loss, "loss_type", likelihood="cpo_alpha")
         return
     beta = conv.number("beta") if conv.name("beta") else 2.0
     conv.put("loss.beta", beta, "beta")
-    preference.without_reference(conv, "simpo", "gamma_beta_ratio", likelihood="cpo_alpha", weight=0.0,
+    losses.without_reference(conv, "simpo", "gamma_beta_ratio", likelihood="cpo_alpha", weight=0.0,
                                  gamma=ratio * beta)  # fmt: skip
 
 
 def _sft(conv: Conversion) -> None:
-    answers.chosen_of(conv, answers.SUPERVISED, "nll")
+    losses.chosen_of(conv, losses.SUPERVISED, "nll")
     conv.choose("loss", "sft", "loss_type")
     if conv.get("dataset_mixer"):
-        why = f"alignment-handbook packs rows by itself; {answers.OF_BLOCKS}"
+        why = f"alignment-handbook packs rows by itself; {losses.OF_BLOCKS}"
         conv.remark(Fate.OTHER, "packing", conv.get("packing", True), why)
     if not conv.flag("assistant_only_loss"):
-        conv.notes.append(answers.OF_CONVERSATIONS)
+        conv.notes.append(losses.OF_CONVERSATIONS)
         conv.tell(Fate.OTHER, "assistant_only_loss", ALONE)
     if not conv.flag("completion_only_loss"):
         conv.tell(Fate.OTHER, "completion_only_loss", "rlexp never trains on prompts")
@@ -374,7 +374,7 @@ def _sft(conv: Conversion) -> None:
         for key in huggingface.keys_of(_sets(conv) or [{}]):
             conv.put(f"{key}.columns.text", column, "dataset_text_field", why="only if rows are plain texts")
     if conv.flag("packing"):
-        conv.tell(Fate.OTHER, "packing", answers.OF_BLOCKS)
+        conv.tell(Fate.OTHER, "packing", losses.OF_BLOCKS)
     else:
         conv.tell(Fate.NEEDLESS, "packing_strategy", "nothing is packed")
 

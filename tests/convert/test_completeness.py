@@ -15,7 +15,7 @@ from rlexp.config.paths import conf_dir
 from rlexp.config.schema import KINDS, EngineName, KernelName, LayoutName, LoggerName, Offload
 from rlexp.config.schema.keys import all_keys
 from rlexp.config.schema.rollouts import Overlong
-from rlexp.convert import answers, axolotl, frameworks, openrlhf_rollouts, preference, trl
+from rlexp.convert import axolotl, frameworks, losses, openrlhf_rollouts, trl
 from rlexp.convert.frameworks import FRAMEWORKS
 from rlexp.convert.rules import Fate, Rule
 from tests.convert.test_values import LEAST, convert
@@ -58,7 +58,7 @@ LEADING: dict[str, tuple[Any, ...]] = {
     "mask_truncated_completions": (True,), "missing_eos_penalty": (1.0,), "scale_rewards": ("group", "none"),
     "importance_sampling_level": ("sequence",), "advantage_estimator": tuple(openrlhf_rollouts.ESTIMATORS),
     "reward_funcs": (["a.b", "a.c"], ["a.b"]), "reward_model_name_or_path": ("org/r",), "remote_rm_url": ("r.py",),
-    "loss_type": (*preference.LOSSES, *answers.SINGLE, "simpo", ["sigmoid", "bco_pair", "sft"]), "ipo": (True,),
+    "loss_type": (*losses.LOSSES, *losses.SINGLE, "simpo", ["sigmoid", "bco_pair", "sft"]), "ipo": (True,),
     "pref_loss": ("orpo", "simpo"),
     "optim": ("adamw_torch", "sgd"), "test_split_size": (5,), "ring_attn_func": tuple(axolotl.RING_FUNCTIONS),
     "use_peft": (True,), "precompute_ref_log_probs": (True,), "adapters": ("sft",), "ref_adapters": ("sft",),

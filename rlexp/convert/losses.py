@@ -1,4 +1,4 @@
-"""The losses over pairs of other trainers, most of which are TRL's: what each is here, alone or in a sum."""
+"""The losses of other trainers: what each is here. Most of those over pairs are TRL's, alone or in a sum."""
 
 from __future__ import annotations
 
@@ -8,10 +8,32 @@ from typing import Any
 
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import PreferenceConfig
-from rlexp.convert import answers
 from rlexp.convert.conversion import Conversion
-from rlexp.convert.rules import UNSAID, Fate, Rule, worked_out
+from rlexp.convert.rules import UNSAID, Fate, Rule, taken, worked_out
 
+# Where theirs means something else, in one note each.
+OF_CONVERSATIONS = ("Supervised training: of a row of messages, theirs trains every token unless assistant_only_loss "
+                    "is true. rlexp trains the assistant's turns alone.")  # fmt: skip
+OF_MICRO_BATCHES = ("Supervised training: theirs is a mean over the tokens of each micro-batch, ours over the trained "
+                    "tokens of the train batch.")  # fmt: skip
+OF_GPUS = ("Supervised training: theirs is a mean over the tokens of each GPU, and then over the GPUs; ours over the "
+           "trained tokens of the train batch.")  # fmt: skip
+OF_MISMATCHES = (
+    "KTO: theirs estimates the divergence from each micro-batch's prompts with answers of other rows, and averages it "
+    "over the ranks. rlexp estimates it from all prompts and answers of the train batch."
+)
+OF_PAIRS = ("Rows: theirs makes two single answers of each pair by itself. rlexp does so with data.unpair=true; "
+            "without it, rows are prompt, completion and label.")  # fmt: skip
+OF_BLOCKS = ("a sample of the batch there is a block of the longest length, with several rows; train.batch_size counts "
+             "rows: multiply it by the rows of a block, which `python -m rlexp.data` shows")  # fmt: skip
+OF_SHIFTS = "BCO: theirs moves the mean reward with each micro-batch, ours with each train batch."
+OF_ENDS = ("Reward model: where the tokenizer pads with its end of sequence, theirs reads the score at the token "
+           "before the end, ours at the end itself.")  # fmt: skip
+OF_SCORES = ("Margins: both take those of a column `margin`. Where rows have none, rlexp takes the difference of the "
+             "columns score_chosen and score_rejected, theirs takes nothing. loss.margin_weight=0 is a run without "
+             "margins.")  # fmt: skip
+SUPERVISED: Mapping[str, str] = {"nll": "sft", "chunked_nll": "sft"}  # TRL's names, and ours
+SINGLE: Mapping[str, str] = {"kto": "kto", "apo_zero_unpaired": "apo_zero_unpaired"}
 # Their names, and ours. TRL's `aot_pair` became `aot_unpaired`.
 ALIKE = "hinge ipo exo_pair nca_pair robust bco_pair sppo_hard aot aot_unpaired apo_zero apo_down discopop"
 LOSSES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "aot_pair": "aot_unpaired", **{x: x for x in ALIKE.split()}}
@@ -22,21 +44,14 @@ SMOOTHING = "TRL ignores it for sigmoid and sigmoid_norm"
 OTHERS = "it changes nothing with this loss"
 NOT_YET = "loss=kto_pair"  # an option of ours that would have what is refused
 SMOOTHED = frozenset({"robust", "exo_pair", "aot", "aot_unpaired"})  # with label_smoothing in TRL since 0.29
-IGNORED = (
-    "it changes nothing there with this loss: 0 is taken. In TRL before 0.29 it meant loss.label_smoothing with sigmoid"
-)
-OF_MICRO_BATCHES = (
-    "Supervised term: theirs is a mean over the tokens of each micro-batch, ours over the chosen answers' tokens of "
-    "the train batch (loss.sft_weight)."
-)
-OF_ANSWERS = (
-    "Supervised term: theirs is a mean over each answer's tokens, ours over the chosen answers' tokens of the train "
-    "batch (loss.sft_weight)."
-)
-OF_PROMPTS = (
-    "ORPO: the likelihood in theirs counts the tokens of the prompt too, ours those of the chosen answer alone "
-    "(loss.sft_weight)."
-)
+IGNORED = ("it changes nothing there with this loss: 0 is taken. In TRL before 0.29 it meant loss.label_smoothing with "
+           "sigmoid")  # fmt: skip
+OF_TERMS = ("Supervised term: theirs is a mean over the tokens of each micro-batch, ours over the chosen answers' "
+            "tokens of the train batch (loss.sft_weight).")  # fmt: skip
+OF_ANSWERS = ("Supervised term: theirs is a mean over each answer's tokens, ours over the chosen answers' tokens of the"
+              " train batch (loss.sft_weight).")  # fmt: skip
+OF_PROMPTS = ("ORPO: the likelihood in theirs counts the tokens of the prompt too, ours those of the chosen answer "
+              "alone (loss.sft_weight).")  # fmt: skip
 
 
 # Their usual names, by which code that several trainers share asks, with the keys of ours and their defaults.
@@ -71,7 +86,7 @@ def of_cpo_rules(of: str, default: float = 1.0, text: str = "") -> Sequence[Rule
 
 
 def choose(
-    conv: Conversion, *, types: Sequence[str] = (), smoothed: frozenset[str] = SMOOTHED, note: str = OF_MICRO_BATCHES,
+    conv: Conversion, *, types: Sequence[str] = (), smoothed: frozenset[str] = SMOOTHED, note: str = OF_TERMS,
     by: str = "",
 ) -> None:  # fmt: skip
     """Set the loss, and the keys that belong to it.
@@ -124,7 +139,7 @@ def _named(conv: Conversion, *names: str) -> list[str]:
 def _supervised(conv: Conversion, weight: float, *origins: str) -> None:
     """Set supervised training on the chosen answers, where no loss over pairs is asked for."""
     conv.choose("loss", SFT, *origins, why="of the chosen answers")
-    conv.notes.append(answers.OF_MICRO_BATCHES)
+    conv.notes.append(OF_MICRO_BATCHES)
     if weight != 1:
         conv.remark(Fate.OTHER, conv.spelled("loss_weights"), weight, "the only loss has no weight here")
     conv.tell(Fate.NEEDLESS, "ref_model", "loss=sft has no reference")
@@ -209,7 +224,7 @@ def _lengths(conv: Conversion, loss: str, *, whole: bool = False) -> None:
 
 def without_reference(
     conv: Conversion, loss: str, *by: str, likelihood: str = "", weight: float | None = None, added: float = 0.0,
-    gamma: float = 0.5, note: str = OF_MICRO_BATCHES,
+    gamma: float = 0.5, note: str = OF_TERMS,
 ) -> None:  # fmt: skip
     """Set orpo, simpo or cpo. `likelihood` names the argument for its weight; `added` is what theirs adds to it in any
     case."""
@@ -236,3 +251,38 @@ def of_cpo(conv: Conversion) -> str:
     if name not in ("sigmoid", "simpo"):
         conv.tell(Fate.INSTEAD, "loss_type", f"{name} without a reference is missing; cpo's sigmoid is used")
     return "simpo" if name == "simpo" else "cpo"
+
+
+# ---- single answers, supervised training, reward models ----
+
+
+def weights(good: str, bad: str, of: str) -> Sequence[Rule]:
+    """Return the rules of the weights of single answers, by their names."""
+    return [taken(name, f"loss.{key}", default=1.0, of=of)
+            for key, name in (("desirable_weight", good), ("undesirable_weight", bad))]  # fmt: skip
+
+
+def single(conv: Conversion, loss: str, *by: str) -> None:
+    """Set a loss on single answers."""
+    conv.choose("loss", loss, *by)
+    if loss == "kto":
+        conv.notes.append(OF_MISMATCHES)
+    if loss == "bco":
+        conv.put("loss.shift", "mean", why="as theirs")
+        conv.notes.append(OF_SHIFTS)
+
+
+def chosen_of(conv: Conversion, known: Mapping[str, str], default: str) -> str:
+    """Return our loss by their loss_type; the default one's for a type that rlexp lacks."""
+    name = conv.text("loss_type", default)
+    if name not in known:
+        conv.tell(Fate.INSTEAD, "loss_type", f"{name} is missing; {default} is used")
+    return known.get(name, known[default])
+
+
+def reward_model(conv: Conversion, *by: str, notes: Sequence[str] = (), margins: bool = True) -> None:
+    """Set the loss of a reward model; without `margins`, theirs has none."""
+    conv.choose("loss", "reward", *by)
+    if not margins:
+        conv.put("loss.margin_weight", 0.0, why="theirs has no margins")
+    conv.notes.extend(notes)
