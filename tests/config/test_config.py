@@ -228,10 +228,8 @@ BAD = {
     "forced typo": (["++loss.bta=0.2"], "Did you mean loss.beta?"),
     "added top-level typo": (["+exprmnt=bug_report"], "Did you mean experiment?"),
     "key of two groups": (["batch_size=3"], "batch_size: no such key. Did you mean train.batch_size?"),
-    "like no key of its group": (
-        ["+train.foo=1"],
-        f"train.foo: no such key. {ROOT}/docs/keys.md lists all keys of train.",
-    ),
+    "like no key of its group": (["+train.foo=1"],
+        f"train.foo: no such key. {ROOT}/docs/keys.md lists all keys of train."),
     "like no key": (["nosuch.key=1"], f"nosuch.key: no such key. {ROOT}/docs/keys.md lists all keys."),
     "number for the launcher": (["hydra.launcher=1"], "hydra.launcher=1: is a group of keys. Set one of them:"),
     "launcher as a key": (["hydra.launcher=slurm"], "To choose an option: hydra/launcher=slurm."),
@@ -243,10 +241,8 @@ BAD = {
     "not appended": (["experiment=bug_report"], "say +experiment=NAME"),
     "another option's key": (["data.path=x.jsonl"], "Say data=jsonl data.path=VALUE"),
     "renamed option": (["loss.name=ipo"], "is set by choosing loss=OPTION"),
-    "derived accumulation": (
-        ["train.micro_batch_size=1", "train.grad_acc=3"],
-        "train.grad_acc=3: is derived, and comes to 8",
-    ),
+    "derived accumulation": (["train.micro_batch_size=1", "train.grad_acc=3"],
+        "train.grad_acc=3: is derived, and comes to 8"),
     "derived replicas": (["parallel.dp_size=2"], "parallel.dp_size=2: is derived, and comes to 1"),
     "derived world": (["parallel.world_size=4"], "parallel.world_size=4: is derived, and comes to 1"),
     "negative seed": (["seed=-1"], "seed=-1: must be at least 0"),
@@ -257,22 +253,16 @@ BAD = {
     "leftover rank": (["ENV WORLD_SIZE=1 RANK=7 MASTER_ADDR=localhost MASTER_PORT=1"], "RANK=7"),
     "leftover place": (["ENV WORLD_SIZE=4 RANK=0"], "MASTER_ADDR"),
     "unknown group": (["paralel=ring8"], "Did you mean parallel?"),
-    "null for a group": (
-        ["model=null"],
-        "model=null: is no option of the group model. Choose one of its options: model=",
-    ),
+    "null for a group": (["model=null"],
+        "model=null: is no option of the group model. Choose one of its options: model="),
     "a number for a mapping": (["++engine.overrides=${train.batch_size}"], "engine.overrides=8: must be a mapping"),
     "a key of a list": (["rollout.stop.x=1"], "rollout.stop.x=1: rollout.stop is a list and has no keys. Give the"),
     "no key": ([""], "'': has no key. Say KEY=VALUE."),
     "unknown option": (["loss=dop"], "loss=dop: no such option. Did you mean dpo?"),
-    "wrong type": (
-        ["train.batch_size=many"],
-        "train.batch_size=many: must be a whole number. For example: train.batch_size=8.",
-    ),
-    "wrong choice": (
-        ["parallel.layout=zigzga"],
-        "parallel.layout=zigzga: must be one of auto, zigzag, contiguous, allgather, ulysses, hybrid. For example:",
-    ),
+    "wrong type": (["train.batch_size=many"],
+        "train.batch_size=many: must be a whole number. For example: train.batch_size=8."),
+    "wrong choice": (["parallel.layout=zigzga"],
+        "parallel.layout=zigzga: must be one of auto, zigzag, contiguous, allgather, ulysses, hybrid. For example:"),
     "heads that do not fit": (
         ["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
         "parallel.layout=ulysses: the model has 4 heads, which 8 ranks cannot share out evenly. Use "
@@ -283,14 +273,10 @@ BAD = {
         "parallel.layout=ulysses: the model has 5 heads, which 8 ranks cannot share out evenly. Use "
         "parallel.layout=zigzag, or parallel.layout=auto.",
     ),
-    "heads of a group": (
-        ["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=8", "model.heads=4"],
-        "parallel.ulysses_size=8: the model has 4 heads, which 8 ranks cannot share out evenly.",
-    ),
-    "groups that do not fill a ring": (
-        ["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=3"],
-        "parallel.ulysses_size=3: parallel.ring_size=8 is no multiple of it. Use parallel.ulysses_size=2 or 4.",
-    ),
+    "heads of a group": (["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=8", "model.heads=4"],
+        "parallel.ulysses_size=8: the model has 4 heads, which 8 ranks cannot share out evenly."),
+    "groups that do not fill a ring": (["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=3"],
+        "parallel.ulysses_size=3: parallel.ring_size=8 is no multiple of it. Use parallel.ulysses_size=2 or 4."),
     "no size of groups": (
         ["parallel=ring4", "parallel.layout=hybrid"],
         "parallel.layout=hybrid: needs parallel.ulysses_size, the ranks that share out the heads. Use "
@@ -302,24 +288,18 @@ BAD = {
         "parallel.layout=hybrid, "
         "or leave parallel.ulysses_size out.",
     ),
-    "a mapping in a list of texts": (
-        ["+resume.force=[{a:1}]"],
-        "resume.force[0]={'a': 1}: must be a text. Give it a plain value.",
-    ),
+    "a mapping in a list of texts": (["+resume.force=[{a:1}]"],
+        "resume.force[0]={'a': 1}: must be a text. Give it a plain value."),
     "a group in DeepSpeed's keys": (
         ["engine=zero2", "engine.overrides.zero_optimization.overlap_comm=${optim}"],
         "engine.overrides.zero_optimization.overlap_comm=OptimConfig(…): must be a number, a text, true, false, null, "
         "or a list or mapping of these. Give it a plain value.",
     ),
-    "indivisible batch": (
-        ["train.batch_size=12", "train.micro_batch_size=1", "launch.nproc=8"],
-        "need a multiple of 8",
-    ),
+    "indivisible batch": (["train.batch_size=12", "train.micro_batch_size=1", "launch.nproc=8"],
+        "need a multiple of 8"),
     "a key that is gone": (["model.suggested_lr=1e-5"], "is gone: optim.lr follows from the loss"),
-    "not resized to 64": (
-        ["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
-        "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64",
-    ),
+    "not resized to 64": (["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
+        "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64"),
     "indivisible ring": (["parallel=ring4", "launch.nproc=6"], "parallel.ring_size=4: the world has 6 ranks"),
     "a backend of GPUs": (
         ["parallel.backend=ring_flash_attn", "parallel.layout=zigzag"],
@@ -330,7 +310,7 @@ BAD = {
     "path not given": (["data=jsonl"], "data.path"),
     "folder below a file": (["hydra.run.dir=/etc/hostname/run"], "hydra.run.dir: /etc/hostname/run cannot be made"),
     "syntax": (["train.batch_size=[1"], "train.batch_size=[1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD)
