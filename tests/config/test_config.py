@@ -468,6 +468,7 @@ def test_a_share_of_an_epoch_is_due_at_the_first_step_at_or_after_it() -> None:
     assert [step for step in range(1, 21) if every.due(step, 10)] == [3, 5, 8, 10, 13, 15, 18, 20]
     assert [step for step in range(1, 5) if every.due(step, 2)] == [1, 2, 3, 4]  # two shares fall into each step
     assert [step for step in range(1, 40) if Cadence(epochs=Fraction(2)).due(step, 7)] == [14, 28]
+    assert [each.times(20, 10) for each in (every, Cadence(steps=7), Cadence(seconds=60.0), Cadence())] == [8, 2, 20, 0]
     third = Cadence(epochs=Fraction("0.1"))  # in floats, three tenths of ten steps are more than three
     assert [step for step in range(1, 11) if third.due(step, 10)] == list(range(1, 11))
     said = [each.in_words(10) for each in (every, Cadence(epochs=Fraction(1)), Cadence(steps=1), Cadence(seconds=90.0))]

@@ -35,6 +35,11 @@ class Cadence:
         each = self._in_steps(steps_per_epoch)
         return each is not None and step // each > (step - 1) // each
 
+    def times(self, steps: int, steps_per_epoch: int) -> int:
+        """Return how often it is due in a run of so many steps; by the clock, at most in each."""
+        each = self._in_steps(steps_per_epoch)
+        return steps * (self.seconds is not None) if each is None else min(steps, math.floor(steps / each))
+
     def in_words(self, steps_per_epoch: int) -> str:
         """`every 0.25 epoch (12 or 13 steps)`"""
         each = self._in_steps(steps_per_epoch)

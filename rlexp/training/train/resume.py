@@ -17,6 +17,7 @@ from rlexp.config.checks.sharing import shares
 from rlexp.config.identity import ENDING, identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import LoraConfig, ModelConfig
+from rlexp.config.schema.cadence import save_cadence
 from rlexp.config.schema.models import Precision
 from rlexp.config.sizes import ranks_of_machine
 from rlexp.launch import run_folder
@@ -142,7 +143,7 @@ def build_keeper(
 ) -> Keeper:
     """Build what saves checkpoints. Rank 0 gives its `curve`; `saved` is called for every complete checkpoint."""
     run = task.run
-    rank0_does(lambda: check_space(run, run_dir), run.world.size)
+    rank0_does(lambda: check_space(run, run_dir, task.steps_per_epoch), run.world.size)
     most = run.cfg.checkpoint.host_memory_gib  # for the copies of a machine's ranks; None: as much as they need
     share = None if most is None else int(most * (1 << 30) / ranks_of_machine(run.cfg))
     shapes = {name: list(shape) for name, shape in run.engine.shapes().items()}
@@ -205,14 +206,15 @@ def position_of(task: Task, position: Position, known: dict[str, Any]) -> dict[s
     }
 
 
-def check_space(run: TrainingRun, run_dir: Path) -> None:
+def check_space(run: TrainingRun, run_dir: Path, steps_per_epoch: int) -> None:
     """Refuse to begin when the checkpoints would not fit on the disk: a new one is there before an old one goes."""
     keep = run.cfg.checkpoint
     if not keep.on_exit and keep.save_every is None:
         return
     sizes = [shape.numel() for shape in run.engine.shapes().values()]
     bytes_each = (8 if run.cfg.train.precision is Precision.fp64 else 4) * (1 + len(MOMENTS))
-    most = 1 if keep.save_every is None else keep.keep_last + 1
+    saves = save_cadence(keep.save_every).times(run.total_steps, steps_per_epoch)
+    most = min(keep.keep_last, saves) + 1
     more = max(1, most - len(latest_first(run_dir)[: keep.keep_last]))  # beside those that are there
     needed, free = more * sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
     if needed > free:

@@ -204,6 +204,7 @@ def mount(*args: str) -> subprocess.CompletedProcess[str]:
         (["train.precision=fp64", "checkpoint.save_every=null"], 0, 24, "a checkpoint of this run takes"),
         (["checkpoint.save_every=1"], 0, 3 * 12, "3 checkpoints of this run take"),  # a third is there before one goes
         (["checkpoint.save_every=1"], 1, 2 * 12, "2 checkpoints of this run take"),
+        (["checkpoint.save_every=10", "checkpoint.keep_last=9999"], 0, 4 * 12, "4 checkpoints of this run take"),
     ],
 )
 def test_there_must_be_room_for_weights_and_two_moments(
@@ -212,13 +213,14 @@ def test_there_must_be_room_for_weights_and_two_moments(
     cfg = compose_config(["launch.device=cpu", *words])
     for step in range(saved):
         folder.folder_of(tmp_path, step + 1).mkdir(parents=True)
-    run: Any = SimpleNamespace(cfg=cfg, engine=SimpleNamespace(shapes=lambda: {"a": torch.Size([3, 5])}))
+    engine = SimpleNamespace(shapes=lambda: {"a": torch.Size([3, 5])})
+    run: Any = SimpleNamespace(cfg=cfg, engine=engine, total_steps=30)
     needed = 15 * bytes_each
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed))
-    check_space(run, tmp_path)
+    check_space(run, tmp_path, 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _path: SimpleNamespace(free=needed - 1))
     with pytest.raises(CheckpointError, match=f"GB free, and {said}"):
-        check_space(run, tmp_path)
+        check_space(run, tmp_path, 30)
 
 
 @pytest.mark.slow
