@@ -104,7 +104,7 @@ RULES: tuple[Rule, ...] = extended(
     worked_out("trl", "loss.beta", "its beta wins over rl_beta", losses.OTHERS),
     worked_out("orpo_alpha", "loss.beta", "it is TRL's beta", default=0.1, of="orpo"),
     *losses.rules(OF_DPO, loss_type="dpo_loss_type", loss_weights="dpo_loss_weights", discopop_tau="", ld_alpha="",
-                      label_smoothing="dpo_label_smoothing", use_weighting="dpo_use_weighting"),
+                  label_smoothing="dpo_label_smoothing", use_weighting="dpo_use_weighting"),
     worked_out("cpo_alpha", "loss.sft_weight", "their default is 1", default=1.0, least=0, of="simpo"),
     worked_out("simpo_gamma", "loss.gamma", default=0.5, of="simpo"),
     absent("dpo_label_smoothing_mode", "it has no counterpart", of=OF_DPO),

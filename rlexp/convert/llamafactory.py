@@ -34,8 +34,8 @@ RULES: tuple[Rule, ...] = extended(
     taken("ref_model", "reference.path", of=REFERRED),
     worked_out("finetuning_type", "adapter=lora", "lora (their default) and full; others are missing",
                "all weights are trained", default="lora", until="adapter=oft"),
-    *adapters.rules({**adapters.SHAPE, "targets": "lora_target", "also": "additional_target"}, {"rank": 8,
-                                                                                                "targets": ("all",)},
+    *adapters.rules({**adapters.SHAPE, "targets": "lora_target", "also": "additional_target"},
+                    {"rank": 8, "targets": ("all",)},
                     {"use_dora": "dora", "loraplus_lr_ratio": "adapter.lr_ratio"}, split=",",
                     alpha="by default twice the rank", targets="all (their default) is [], the same layers"),
     *adapters.of_adapter(

@@ -18,7 +18,7 @@ from rlexp.convert.shell import ENDS, Command, ScriptCall, commands, shown
 from rlexp.convert.shell_words import TooMuch, Unknown, like
 
 # What the programs of trainers are called, where that is not the trainer.
-SCRIPTS = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo", "ppo_ray": "ppo",
+SCRIPTS = {"gspo": "grpo", "grpo_agent": "grpo", "ppo_tldr": "ppo", "dpo_online": "online dpo",
            "reward_modeling": "reward"}  # fmt: skip
 TRAINERS_OF_TRL = ("dpo", "grpo", "rloo", "ppo", "sft", "reward", "kto")
 OF_SWIFT = ("rlhf", "sft", "pt")
@@ -330,11 +330,14 @@ def _asked(command: Command) -> Asked | None:
 
 
 def _trainer_of(program: Program, word: str, name: str, given: Mapping[str, Any]) -> str:
-    if program.framework in ("LLaMA-Factory", "axolotl") or name == "rlhf":
-        return trainer_of(program.framework, {} if program.framework == "axolotl" else given, "dpo")
-    if program.framework == "TRL" and "/rloo/" in word:
-        return "rloo of TRL before 0.19"
-    return "cpo" if program is RECIPE and name == "simpo" else SCRIPTS.get(name, name)
+    framework = program.framework
+    if framework in ("LLaMA-Factory", "axolotl") or (framework, name) == ("ms-swift", "rlhf"):
+        return trainer_of(framework, {} if framework == "axolotl" else given, "dpo")
+    if "scripts" in program.name:  # TRL's
+        return "rloo of TRL before 0.19" if "/rloo/" in word else SCRIPTS.get(name, name)
+    if program is RECIPE and name == "simpo":
+        return "cpo"
+    return "ppo" if (framework, name) == ("OpenRLHF", "ppo_ray") else name
 
 
 class _Arguments:

@@ -79,7 +79,7 @@ def needless(names: str, why: str, **more: Any) -> Rule:
 
 
 def for_trainers(of: str, *rules: Rule) -> Sequence[Rule]:
-    """Return rules of arguments that only these trainers have."""
+    """Return rules of arguments that only these trainers have, but for those that say which do."""
     return [replace(rule, trainers=rule.trainers or tuple(of.split())) for rule in rules]
 
 

@@ -125,7 +125,7 @@ class ShellTokens:
         while (match := left_out.match(self.text, self.at)) is not None:
             self.at = match.end()
             if re.match(r"\d*<<(?!<)", match[0]):
-                self.delimiters.append(match["target"])
+                self.delimiters = [*self.delimiters, match["target"]]  # a copy of the tokens has its own
         at, line = self.at, self.first_line + bisect(self.ends, self.at)
         if (operator := OPERATOR.match(self.text, at)) is None:
             return ShellToken(self._word(), at, line, operator=False)

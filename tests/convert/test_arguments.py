@@ -90,6 +90,7 @@ ARGUMENTS: Table = {
     "accelerate launch --num_processes 2 src/open_r1/sft.py --config recipe.yaml ": {
         "--learning_rate 1e-6 --output_dir out-$(date)": {"loss": "sft", "optim.lr": 1e-6, "launch.nproc": 2,
             "hydra.run.dir": None, REMARK: "Program: src/open_r1/sft.py is not TRL's own."}},
+    "/envs/rloo/bin/trl dpo --model_name_or_path org/m --dataset_name org/d ": {"--beta 0.2": {"loss.beta": 0.2}},
     "accelerate launch --num_processes 2 -m axolotl.cli.train pairs.yaml ": {
         "--learning-rate 1e-6": {"loss": "dpo", "optim.lr": 1e-6, "launch.nproc": 2, "data.path": "org/d"}},
     f"WANDB_PROJECT=zz CUDA_VISIBLE_DEVICES=0,1 FOO=1 {COMMAND}": {"": {"logger.project": "zz", "launch.nproc": 2,
