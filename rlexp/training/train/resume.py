@@ -214,8 +214,8 @@ def check_space(run: TrainingRun, run_dir: Path, steps_per_epoch: int) -> None:
     sizes = [shape.numel() for shape in run.engine.shapes().values()]
     bytes_each = (8 if run.cfg.train.precision is Precision.fp64 else 4) * (1 + len(MOMENTS))
     saves = save_cadence(keep.save_every).times(run.total_steps, steps_per_epoch)
-    most = min(keep.keep_last, saves) + 1
-    more = max(1, most - len(latest_first(run_dir)[: keep.keep_last]))  # beside those that are there
+    held = len(latest_first(run_dir)[: keep.keep_last])
+    more = min(keep.keep_last - held, saves) + 1  # beside those that are held already
     needed, free = more * sum(sizes) * bytes_each, shutil.disk_usage(run_dir).free
     if needed > free:
         what = "a checkpoint of this run takes" if more == 1 else f"{more} checkpoints of this run take"

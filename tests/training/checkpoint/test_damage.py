@@ -204,7 +204,7 @@ def mount(*args: str) -> subprocess.CompletedProcess[str]:
         (["train.precision=fp64", "checkpoint.save_every=null"], 0, 24, "a checkpoint of this run takes"),
         (["checkpoint.save_every=1"], 0, 3 * 12, "3 checkpoints of this run take"),  # a third is there before one goes
         (["checkpoint.save_every=1"], 1, 2 * 12, "2 checkpoints of this run take"),
-        (["checkpoint.save_every=10", "checkpoint.keep_last=9999"], 0, 4 * 12, "4 checkpoints of this run take"),
+        (["checkpoint.save_every=10", "checkpoint.keep_last=9999"], 2, 4 * 12, "4 checkpoints of this run take"),
     ],
 )
 def test_there_must_be_room_for_weights_and_two_moments(
