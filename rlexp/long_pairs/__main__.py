@@ -100,7 +100,6 @@ def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) 
 
 
 def tell(options: argparse.Namespace, made: list[Pair], model: ModelConfig | None, texts: Texts) -> None:
-
     tokens, places = [each.tokens for each in made], [each.place for each in made]
     counted = (f"estimated, {CHARACTERS:g} characters a token. With model=NAME, its tokenizer counts"
                if model is None else f"counted with the tokenizer of {model.called}")  # fmt: skip

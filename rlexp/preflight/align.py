@@ -28,11 +28,11 @@ class NotAlikeError(Exception):
 
 @dataclass(frozen=True)
 class GrowingEvents:
-    """Events of the larger log that every further layer has again, or whose sizes grow with it."""
+    """Events of the larger log that every further layer has once more, or whose sizes it makes larger."""
 
     start: int
     stop: int
-    growth: Array | None = None  # bytes by which each event grows; None: it is there again
+    growth: Array | None = None  # by how many bytes, for each event; None: they are there once more
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConf
 from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
 TRAVELLING = (LayoutName.zigzag, LayoutName.contiguous, LayoutName.hybrid)  # those that have a transport
-# What the models' classes take where config.json leaves it out.
-# one layer in so many is whole
+# What the models' classes take where config.json leaves it out: in EVERY, one layer in so many is whole.
 EVERY = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4, "exaone4": 4, "gpt_oss": 2, "olmo3": 4}
 FIRST = {"qwen2": 28, "qwen3": 28}  # so many layers, from the first, see all
 

@@ -81,6 +81,6 @@ def _cached(model: HFModelConfig) -> dict[str, object] | None:
 
     try:
         file = try_to_load_from_cache(model.path, "config.json", revision=model.revision)
-    except ValueError:  # a name that the hub cannot have
+    except (OSError, ValueError):  # a cache that cannot be read, or a name that the hub cannot have
         return None
     return plain_json.mapping_in(Path(file)) if isinstance(file, str) else None
