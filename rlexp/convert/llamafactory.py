@@ -177,7 +177,7 @@ def _loss(conv: Conversion) -> None:
         case "dpo" if (loss := conv.text("pref_loss")) in ("orpo", "simpo"):
             conv.tell(Fate.NEEDLESS, "dpo_label_smoothing", losses.OTHERS)
             losses.without_reference(conv, loss, "pref_loss", likelihood="pref_ftx", added=float(loss == "orpo"),
-                                         note=losses.OF_ANSWERS)  # fmt: skip
+                                     note=losses.OF_ANSWERS)  # fmt: skip
         case "dpo":
             losses.choose(conv, smoothed=frozenset({"dpo"}), note=losses.OF_ANSWERS)
         case _:

@@ -290,7 +290,7 @@ def _as_trl(rest: Sequence[str]) -> bool:
     return any(each.endswith((".yaml", ".yml")) for each in rest) or len(OF_TRAINING & names) > 1
 
 
-# Of open-r1 and alignment-handbook, whose programs have TRL's arguments, and copies of them.
+# The programs of open-r1 and alignment-handbook, and copies of them, have TRL's arguments.
 RECIPE = Program("TRL", r"(?:\S*/)?(?:open_r1/|run_)(sft|grpo|dpo|orpo|kto|simpo)\.py", takes=_as_trl)
 PROGRAMS = (
     Program("OpenRLHF", r"(?=.*openrlhf)(?:\S*[/.])?train_(\w+?)(?:\.py)?"),

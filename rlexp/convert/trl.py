@@ -356,7 +356,7 @@ def _cpo(conv: Conversion) -> None:
     beta = conv.number("beta") if conv.name("beta") else 2.0
     conv.put("loss.beta", beta, "beta")
     losses.without_reference(conv, "simpo", "gamma_beta_ratio", likelihood="cpo_alpha", weight=0.0,
-                                 gamma=ratio * beta)  # fmt: skip
+                             gamma=ratio * beta)  # fmt: skip
 
 
 def _sft(conv: Conversion) -> None:

@@ -263,25 +263,20 @@ BAD = {
         "train.batch_size=many: must be a whole number. For example: train.batch_size=8."),
     "wrong choice": (["parallel.layout=zigzga"],
         "parallel.layout=zigzga: must be one of auto, zigzag, contiguous, allgather, ulysses, hybrid. For example:"),
-    "heads that do not fit": (
-        ["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
+    "heads that do not fit": (["parallel=ring8", "parallel.layout=ulysses", "model.heads=4"],
         "parallel.layout=ulysses: the model has 4 heads, which 8 ranks cannot share out evenly. Use "
-        "parallel.layout=hybrid parallel.ulysses_size=4, or parallel.layout=auto.",
-    ),
+        "parallel.layout=hybrid parallel.ulysses_size=4, or parallel.layout=auto."),
     "heads that fit nothing": (
         ["parallel=ring8", "parallel.layout=ulysses", "model.heads=5", "model.kv_heads=1", "model.hidden_size=50"],
         "parallel.layout=ulysses: the model has 5 heads, which 8 ranks cannot share out evenly. Use "
-        "parallel.layout=zigzag, or parallel.layout=auto.",
-    ),
+        "parallel.layout=zigzag, or parallel.layout=auto."),
     "heads of a group": (["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=8", "model.heads=4"],
         "parallel.ulysses_size=8: the model has 4 heads, which 8 ranks cannot share out evenly."),
     "groups that do not fill a ring": (["parallel=ring8", "parallel.layout=hybrid", "parallel.ulysses_size=3"],
         "parallel.ulysses_size=3: parallel.ring_size=8 is no multiple of it. Use parallel.ulysses_size=2 or 4."),
-    "no size of groups": (
-        ["parallel=ring4", "parallel.layout=hybrid"],
+    "no size of groups": (["parallel=ring4", "parallel.layout=hybrid"],
         "parallel.layout=hybrid: needs parallel.ulysses_size, the ranks that share out the heads. Use "
-        "parallel.ulysses_size=4, or parallel.layout=auto.",
-    ),
+        "parallel.ulysses_size=4, or parallel.layout=auto."),
     "groups of another layout": (
         ["parallel=ring4", "parallel.ulysses_size=2"],
         "parallel.ulysses_size=2: belongs to parallel.layout=hybrid, and the layout is zigzag. Use "
@@ -290,22 +285,18 @@ BAD = {
     ),
     "a mapping in a list of texts": (["+resume.force=[{a:1}]"],
         "resume.force[0]={'a': 1}: must be a text. Give it a plain value."),
-    "a group in DeepSpeed's keys": (
-        ["engine=zero2", "engine.overrides.zero_optimization.overlap_comm=${optim}"],
+    "a group in DeepSpeed's keys": (["engine=zero2", "engine.overrides.zero_optimization.overlap_comm=${optim}"],
         "engine.overrides.zero_optimization.overlap_comm=OptimConfig(…): must be a number, a text, true, false, null, "
-        "or a list or mapping of these. Give it a plain value.",
-    ),
+        "or a list or mapping of these. Give it a plain value."),
     "indivisible batch": (["train.batch_size=12", "train.micro_batch_size=1", "launch.nproc=8"],
         "need a multiple of 8"),
     "a key that is gone": (["model.suggested_lr=1e-5"], "is gone: optim.lr follows from the loss"),
     "not resized to 64": (["train.batch_size=8", "train.micro_batch_size=8", "launch.nproc=8"],
         "train.batch_size=8: 8 replicas × train.micro_batch_size=8 need a multiple of 64"),
     "indivisible ring": (["parallel=ring4", "launch.nproc=6"], "parallel.ring_size=4: the world has 6 ranks"),
-    "a backend of GPUs": (
-        ["parallel.backend=ring_flash_attn", "parallel.layout=zigzag"],
+    "a backend of GPUs": (["parallel.backend=ring_flash_attn", "parallel.layout=zigzag"],
         "parallel.backend=ring_flash_attn: runs on GPUs only, and launch.device=cpu. Use launch.device=cuda, or "
-        "parallel.backend=native.",
-    ),
+        "parallel.backend=native."),
     "no data": (["data=jsonl", "data.path=nowhere.jsonl"], "data.path=nowhere.jsonl: no such file"),
     "path not given": (["data=jsonl"], "data.path"),
     "folder below a file": (["hydra.run.dir=/etc/hostname/run"], "hydra.run.dir: /etc/hostname/run cannot be made"),
