@@ -195,7 +195,7 @@ OF_VERIFY = {"loss": "loss", "gradient": "gradient, whole"}  # names in its JSON
 
 
 def _verify_allows() -> dict[str, float]:
-    from rlexp.verify.findings import FLOAT64
+    from rlexp.verify.checks import FLOAT64
 
     return {"loss": FLOAT64.loss, "gradient": FLOAT64.gradient}
 

@@ -1,1 +1,1 @@
-"""`rlexp.verify`: a configuration's first steps, compared with a plain reference that shares no code with them."""
+"""`rlexp.verify`: a configuration's first steps, beside its plainest self and beside transformers alone."""

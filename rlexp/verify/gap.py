@@ -6,7 +6,7 @@ beside those that the samples carry, and the assumption that they agree with is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +15,9 @@ import numpy as np
 from rlexp.config.schema import Config
 from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec
-from rlexp.verify.records import Array, Drawn
-from rlexp.verify.reference import rollout_rules as rules
-from rlexp.verify.reference.assumed import Assumed, Said, other_prompts
+from rlexp.verify import rollout_rules as rules
+from rlexp.verify.assumed import Assumed, Said, other_prompts
+from rlexp.verify.recording import Array, Drawn
 
 NORMAL, CAUSE, UNEXPLAINED = "normal", "cause", "unexplained"
 GENERATES, TRAINED = "the model that generates", "the model that is trained"
@@ -109,10 +109,13 @@ def computing_in(precision: Precision) -> str:
     return {Precision.fp64: "fp32"}.get(precision, precision.value)
 
 
-def diagnosed(cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | None) -> Gap:
+def diagnosed(
+    cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | None, prompts: Mapping[int, Drawn]
+) -> Gap:
     """Say how far the two models lie apart in the samples of rollout `number`, and why.
 
-    `ran` has the run's weights after each step; without it all weights are those that training starts from.
+    `ran` has the run's weights after each step; without it all weights are those that training starts from. `prompts`
+    are those that native code has taken, by their places in the data set.
     """
     old = [_known(sample.old) for sample in samples]
     values = rules.of_gap(old, [sample.behaviour for sample in samples])
@@ -136,12 +139,14 @@ def diagnosed(cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | No
         rollout=number + 1, samples=len(samples), tokens=sum(map(len, old)), compared=len(given), precision=precision,
         values=values, rounding=rounding, of_generating=_apart(given, plain)[0], of_scoring=_apart(scored, now)[0],
         of_age=_apart(now, plain)[0], sides=sides, strayed=strayed, doubtful=doubtful,
-        prompts=list(_prompts(cfg, samples)),
+        prompts=list(_prompts(samples, prompts)),
     )  # fmt: skip
 
 
-def gap_rank(_spec: RankSpec, cfg: Config, samples: Sequence[Drawn], number: int, ran: Path) -> Gap:
-    return diagnosed(cfg, samples, number, ran)
+def gap_rank(
+    _spec: RankSpec, cfg: Config, samples: Sequence[Drawn], number: int, ran: Path, prompts: Mapping[int, Drawn]
+) -> Gap:
+    return diagnosed(cfg, samples, number, ran, prompts)
 
 
 def _known(values: Array | None) -> Array:
@@ -183,9 +188,9 @@ def _chosen(assumed: Assumed, rounding: Rounding) -> tuple[int, int]:
     return int((flat(apart) > np.expm1(2 * off)).sum()), doubtful
 
 
-def _prompts(cfg: Config, samples: Sequence[Drawn]) -> Iterator[str]:
-    """Say which prompts are not what the reference tokenizes."""
-    for place, (got, wanted) in other_prompts(cfg, samples).items():
+def _prompts(samples: Sequence[Drawn], prompts: Mapping[int, Drawn]) -> Iterator[str]:
+    """Say which prompts are not those that native code has taken."""
+    for place, (got, wanted) in other_prompts(samples, prompts).items():
         length = min(len(got), len(wanted))
         at = next((n for n in range(length) if got[n] != wanted[n]), length)
         what = f"sample {place}: its prompt has {len(got)} tokens, the reference's {len(wanted)}"

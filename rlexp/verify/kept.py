@@ -25,7 +25,8 @@ from rlexp.preflight.rehearsal.sharding import KeptBytes, Sharding, compare, kep
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.loading import load_config
 from rlexp.training.types import Shard, TokenLogps
-from rlexp.verify.given_samples import Drawing, task_on
+from rlexp.verify.again import task_on
+from rlexp.verify.recording import Samples
 
 # Seconds in which nothing is freed, after which nothing will be. Gloo's threads let go of a collective's tensors later
 # than its end is known: one time in five, by up to 8 ms with 4 ranks on 2 cores.
@@ -106,12 +107,12 @@ class CountedEngine:
         self._watch.end()
 
 
-def alone_rank(spec: RankSpec, cfg: Config, drawing: Drawing | None = None) -> tuple[KeptOnRank | None, float]:
+def alone_rank(spec: RankSpec, cfg: Config, drawn: Samples | None = None) -> tuple[KeptOnRank | None, float]:
     """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
     join(spec, cfg.launch)
     one = alone(cfg)
     watch = CountedPass(one)
-    task = task_on(one, drawing, watch.log, steps=1)
+    task = task_on(one, drawn, watch.log, steps=1)
     run = task.run
     engine = CountedEngine(run.engine, watch)
     dealer = dataclasses.replace(run.dealer, replicas=cfg.parallel.dp_size)  # the first of so many replicas

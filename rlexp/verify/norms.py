@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.verify.records import Array
+from rlexp.verify.recording import Array
 
 
 @dataclass(frozen=True)

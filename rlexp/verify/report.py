@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -22,10 +22,9 @@ from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.verify import report_gap
-from rlexp.verify.findings import Failure
-from rlexp.verify.records import Met
-from rlexp.verify.variants import exact, first_step_on_new_weights
-from rlexp.verify.verification import Verification, refuse, verify
+from rlexp.verify.checks import FLOAT64
+from rlexp.verify.profiles import exact, first_step_on_new_weights
+from rlexp.verify.verification import Failure, Met, Verification, refuse, verify
 
 WIDTH = 110
 # Rows of the table: their title, and their names in the gauge and among the measured quantities.
@@ -46,12 +45,12 @@ SHOWN_ONLY = ("weights after the steps",)  # a large difference is no failure: d
 OF_SAMPLES = ("value of a token", "what the loss is given", "derivatives, given the tokens")
 
 
-def run(cfg: Config, steps: int | None, file: Path | None) -> int:
+def run(cfg: Config, steps: int | None, file: Path | None, *, search: bool = True) -> int:
     """Verify, print the report and return the exit code."""
     refuse(steps)
     sys.stdout.write(fitted(f"rlexp.verify  {subject(cfg)}\n"))
     sys.stdout.flush()
-    result = verify(cfg, steps, print_line)
+    result = verify(cfg, steps, print_line, search=search)
     sys.stdout.write(fitted(report(cfg, result)))
     if file is not None:
         file.write_text(json.dumps(as_json(cfg, result), indent=2) + "\n", encoding="utf-8")
@@ -119,20 +118,21 @@ def _met(cfg: Config, result: Verification) -> str:
 
 
 def _given(cfg: Config, result: Verification) -> list[str]:
-    """Say what is taken as given where the policy generates its answers, and what the steps could not show."""
-    if not cfg.loss.draws:
-        return []
-    given = "the generated tokens"
-    if cfg.rollout.engine is not RolloutEngine.native:
-        given += ", by rollout.engine=native, except where the gap between the two models is compared"
-    if result.float64 is not None:
-        given += ". Each is the token that its random number chooses, which was checked"
-    if result.met is not None and result.met.doubtful:
-        given += f". {result.met.doubtful} lie so near a border of top_k, top_p or min_p that rounding may decide"
-    lines = [f"given: {given}"]
-    for precision, rewards in result.given.items():
-        lines += [f"given in {precision}: reward {name}, since {why}" for name, why in rewards.items()]
-    return lines + ([] if result.met is None else _not_met(cfg, result, result.met))
+    """Say what is taken as given, and what the steps could not show."""
+    lines = []
+    if cfg.loss.draws:
+        given = "the generated tokens"
+        if cfg.rollout.engine is not RolloutEngine.native:
+            given += ", by rollout.engine=native, except where the gap between the two models is compared"
+        if result.largest:
+            given += ". Each is the token that its random number chooses, which was checked"
+        if result.met is not None and result.met.doubtful:
+            given += f". {result.met.doubtful} lie so near a border of top_k, top_p or min_p that rounding may decide"
+        lines.append(f"given: {given}")
+    for precision, reasons in result.given.items():
+        lines += [f"given in {precision}: reward {name}, since {why}" if why else f"taken as given: {name}"
+                  for name, why in reasons.items() if why or precision == "float64"]  # fmt: skip
+    return lines + (_not_met(cfg, result, result.met) if cfg.loss.draws and result.met is not None else [])
 
 
 def _not_met(cfg: Config, result: Verification, met: Met) -> list[str]:
@@ -159,10 +159,10 @@ def table(cfg: Config, result: Verification) -> str:
     if own is not Precision.fp64:
         heads += [own.value, "noise floor", "allowed"]
     rows = [heads]
-    gauge = result.float64.gauge.largest if result.float64 else {}
+    gauge = result.largest
     measured = {each.quantity: each for each in result.measured}
     allowed = _allowed()
-    scores = result.float64 is not None and result.float64.asks.scores
+    scores = result.scores
     for words, name, own_name in ROWS[1:] if scores else ROWS:  # there are no single tokens to look at
         if words in OF_SAMPLES and name not in gauge:
             continue
@@ -196,7 +196,7 @@ def _notes(cfg: Config, result: Verification) -> str:
             else f"{cfg.train.precision.value}: compared at step 1, because the weights differ after it; rows with "
             f"'given' are compared at every step, and weights after the last"
         )
-    gauge = result.float64.gauge.largest if result.float64 else {}
+    gauge = result.largest
     if result.passed and gauge.get("weights after the step", 0.0) > _allowed()["weights after the steps"]:
         lines.append(
             "each step is right given its gradient; where the weights differ by more than is allowed, Adam has divided "
@@ -217,8 +217,6 @@ def _wrapped(text: str) -> str:
 
 
 def _allowed() -> dict[str, float]:
-    from rlexp.verify.findings import FLOAT64
-
     return {
         "log-probability of a token": FLOAT64.logp,
         "log-probabilities per example": FLOAT64.logp,
@@ -245,10 +243,10 @@ def conclusion(cfg: Config, result: Verification) -> str:
         return f"{failure_in_words(result.failure)}\n({result.seconds:.0f} s)"
     assert result.plan is not None
     own, steps = cfg.train.precision, result.plan.steps
-    said = "scores" if result.float64 is not None and result.float64.asks.scores else "log-probabilities"
-    same = f"the same samples and tokens, and in float64 the same {said}"
+    outputs = "scores" if result.scores else "log-probabilities"
+    same = f"the same samples and tokens, and in float64 the same {outputs}"
     if cfg.loss.draws:
-        same = f"the same prompts and rewards, and in float64 the same {said} of the generated tokens, advantages"
+        same = f"the same prompts and rewards, and in float64 the same {outputs} of the generated tokens, advantages"
     words = (
         f"PASS: {steps} optimizer step{'s' * (steps > 1)} on this layout agree{'s' * (steps == 1)} with the "
         f"plain one-process reference: {same}, loss, gradient, weights and logged values up to rounding."
@@ -270,22 +268,42 @@ def failure_in_words(failure: Failure) -> str:
         f"FAIL at step {failure.step}, in {failure.precision}: the first difference is in the {failure.stage}.",
         f"  {failure.quantity}",
         f"    this run:  {failure.got}",
-        f"    reference: {failure.expected}",
+        f"    {failure.beside}: {failure.expected}",
     ]
     lines += [_wrapped(words) for words in (failure.note, failure.evidence) if words]
+    lines += [_wrapped(words) for words in settings_in_words(failure)]
     lines.append(f"  Look in {failure.module}")
     return "\n".join(lines)
 
 
+def settings_in_words(failure: Failure) -> list[str]:
+    """Say which settings make the difference, and how to train without it."""
+    if not failure.settings:
+        if failure.stage == "running" or failure.starts is not None:
+            return []
+        if failure.beside == "transformers alone":
+            return ["No setting is at fault: the run differs at its plainest too, on one rank. The folder below, or "
+                    "the model's own code, computes it otherwise than transformers alone."]  # fmt: skip
+        return []
+    named = " and ".join(f"{each['key']}={each['value']}" for each in failure.settings)
+    starts = "" if failure.starts is None else f" ({failure.starts} starts; --no-search leaves them out)"
+    lines = [f"The setting at fault is {named}{starts}." if len(failure.settings) == 1 else
+             f"The settings at fault are {named}, together{starts}."]  # fmt: skip
+    lines += [f"With {way} the step agrees." for way in failure.around]
+    if failure.not_tried:
+        lines.append(f"Not tried: {'; '.join(dict.fromkeys(failure.not_tried))}")
+    return lines
+
+
 def as_json(cfg: Config, result: Verification) -> dict[str, Any]:
-    gauge: Mapping[str, float] = result.float64.gauge.largest if result.float64 else {}
     return {
         "passed": result.passed,
         "failure": dataclasses.asdict(result.failure) if result.failure else None,
         "plan": dataclasses.asdict(result.plan, dict_factory=_by_value) if result.plan else None,
         "shrunk": result.plan.said if result.plan else None,
         **result.facts,
-        "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(gauge)},
+        "settings": result.settings,
+        "float64": {"engine": exact(cfg).engine.name.value, "largest": dict(result.largest)},
         cfg.train.precision.value: [dataclasses.asdict(each) for each in result.measured],
         "gap": report_gap.as_json(result.gap) if result.gap is not None else None,
         "sharding": result.sharding.plain() if result.sharding is not None else None,

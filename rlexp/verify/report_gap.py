@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from rlexp.config.schema import Config
-from rlexp.verify.findings import Failure
-from rlexp.verify.modules import DATA, ROLLOUT
+from rlexp.verify.checks import DATASET, ROLLOUT
+from rlexp.verify.verification import Failure
 
 if TYPE_CHECKING:
     from rlexp.verify.gap import Gap, Side
@@ -81,7 +81,7 @@ def _tokens(gap: Gap) -> Iterator[str]:
         yield "each token is the one that its random number chooses, up to rounding"
 
 
-def failure_of(cfg: Config, gap: Gap, step: int) -> Failure | None:
+def failure_of_gap(cfg: Config, gap: Gap, step: int) -> Failure | None:
     """Return the failure that a gap is, or None if rounding explains it."""
     if gap.normal:
         return None
@@ -92,7 +92,7 @@ def failure_of(cfg: Config, gap: Gap, step: int) -> Failure | None:
     if side is not None:
         what, got = f"log-probabilities by {_who(cfg, side)}", side.cause or "nothing that is known"
     elif gap.prompts:
-        what, got, module = "prompts", gap.prompts[0], DATA
+        what, got, module = "prompts", gap.prompts[0], DATASET
     else:
         what, got = f"tokens by {cfg.rollout.engine.value}", f"{gap.strayed} that their random numbers do not choose"
     return Failure(

@@ -1,4 +1,4 @@
-"""Run a configuration's first steps on its layout and compare them with a plain reference.
+"""Run a configuration beside its plainest self, and both beside transformers alone; name the settings at fault.
 
 First in float64, where two correct programs differ by rounding alone. Then in the run's own precision and engine,
 beside the noise floor: the same layout with another micro-batch size. See docs/verify.md.
@@ -6,8 +6,10 @@ beside the noise floor: the same layout with another micro-batch size. See docs/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import os
+import re
+import shutil
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,38 +21,65 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.waiting import busy_message
 from rlexp.config import sizes
-from rlexp.config.schema import Config, Device
+from rlexp.config.schema import Config
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out, with_vllm_memory
-from rlexp.verify.findings import Failure
-from rlexp.verify.variants import another_micro_batch, bounded, contained, exact, generating, usual_steps
+from rlexp.verify import profiles
+from rlexp.verify.profiles import another_micro_batch, bounded, contained, exact, generating, usual_steps
 
 if TYPE_CHECKING:
     from rlexp.preflight.rehearsal.sharding import Sharding
-    from rlexp.verify.compared import Comparison
-    from rlexp.verify.diagnose import Alone
-    from rlexp.verify.findings import Finding
+    from rlexp.verify.compare import Difference, Pair
     from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.gap import Gap
-    from rlexp.verify.given_samples import Drawing
     from rlexp.verify.precision import Measured
-    from rlexp.verify.records import Expected, Met, Trace, Update
+    from rlexp.verify.recording import Recording
 
-OURS = (
-    "rlexp.verify.trace",
-    "rlexp.verify.reference.one_process",
-    "rlexp.verify.reference.drawn",
-    "rlexp.verify.fit_memory",
-    "rlexp.verify.diagnose",
-    "rlexp.verify.kept",
-    "rlexp.verify.gap",
-)
+OURS = tuple(f"rlexp.verify.{name}" for name in (
+    "record", "record_samples", "alone", "alone_samples", "fit_memory", "trials", "kept", "gap"))  # fmt: skip
 TIMEOUT = 3600.0  # seconds for one start of ranks
-LONG = 1024  # tokens; from here on several threads are faster than one
+AROUND = 3  # ways around a difference that are tried at most
 Progress = Callable[[str], None]
+
+
+@dataclass
+class Failure:
+    """The first difference: the settings that make it, if any does, and the folder whose code it points to."""
+
+    precision: str
+    step: int
+    stage: str
+    quantity: str
+    got: str
+    expected: str
+    module: str
+    note: str = ""
+    evidence: str = ""
+    beside: str = "plain run"  # what the run was beside when it differed
+    settings: list[dict[str, str]] = field(default_factory=list)  # each with its key, its value and the plain one
+    around: list[str] = field(default_factory=list)  # settings with which the step agrees
+    not_tried: list[str] = field(default_factory=list)
+    starts: int | None = None  # of the search; None: there was none
+
+
+@dataclass(frozen=True)
+class Met:
+    """How much of the data the verified steps have met."""
+
+    examples: int  # pairs, answers or prompts
+    of: int  # in the data set
+    shortest: int  # tokens of a sequence
+    longest: int
+    rollouts: int = 0
+    samples: int = 0  # drawn answers
+    counting: int = 0  # that are trained on
+    advantages: int = 0  # tokens of train batches that count and whose advantage, whitened or not, is not 0
+    alike: int = 0  # prompts whose answers are all the same, of those with several
+    values: bool = True  # whether a critic has said anything but 0
+    doubtful: int = 0  # drawn tokens of which rounding decides whether top_k, top_p and min_p let them be drawn
 
 
 @dataclass
@@ -59,19 +88,21 @@ class Verification:
 
     plan: VerifyPlan | None = None
     facts: dict[str, Any] = field(default_factory=dict)
-    float64: Comparison | None = None
+    settings: list[str] = field(default_factory=list)  # in which the run differs from its plain run
+    largest: dict[str, float] = field(default_factory=dict)  # differences in float64, by quantity
     measured: list[Measured] = field(default_factory=list)
     failure: Failure | None = None
     gap: Gap | None = None  # of answers by vLLM
     sharding: Sharding | None = None  # None for a ring of one, and after a failure
     not_held: Sequence[str] = ()
-    met: Met | None = None  # None if the reference was not computed
-    given: dict[str, dict[str, str]] = field(default_factory=dict)  # by precision: rewards taken as given, and why
+    met: Met | None = None  # None if nothing was computed alone
+    given: dict[str, dict[str, str]] = field(default_factory=dict)  # by precision: what is taken as given, and why
+    scores: bool = False  # the loss is given a score of each answer
     seconds: float = 0.0
 
     @property
     def agrees(self) -> bool:
-        """Whether all values agree with the reference."""
+        """Whether all values agree."""
         return self.failure is None
 
     @property
@@ -80,7 +111,7 @@ class Verification:
         return self.agrees and (self.sharding is None or not self.sharding.whole)
 
 
-def verify(cfg: Config, steps: int | None, say: Progress) -> Verification:
+def verify(cfg: Config, steps: int | None, say: Progress, *, search: bool = True) -> Verification:
     """Verify a configuration. The user's own mistakes are raised."""
     began = time.monotonic()
     refuse(steps)
@@ -89,7 +120,7 @@ def verify(cfg: Config, steps: int | None, say: Progress) -> Verification:
     cfg = laid_out(contained(cfg))
     prepare_environment(cfg.launch)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
-        result = Verifier(cfg, Path(folder), say, vllm=other).run(steps)
+        result = Verifier(cfg, Path(folder), say, vllm=other, search=search).run(steps)
     result.seconds = time.monotonic() - began
     return result
 
@@ -108,10 +139,12 @@ def refuse(steps: int | None) -> None:
 class Verifier:
     """Starts the ranks of one verification and compares their results, in a folder of its own."""
 
-    def __init__(self, cfg: Config, folder: Path, say: Progress, *, vllm: bool = False) -> None:
-        self.cfg, self.folder, self.say, self.vllm = cfg, folder, say, vllm
+    def __init__(self, cfg: Config, folder: Path, say: Progress, *, vllm: bool = False, search: bool = True) -> None:
+        self.cfg, self.folder, self.say, self.vllm, self.search = cfg, folder, say, vllm, search
         deepspeed = ("deepspeed",) if ENGINES[cfg.engine.name.value].stage is not None else ()
         self.preload = (*PRELOAD, *OURS, *deepspeed)
+        self.result = Verification()
+        self.ran: Recording | None = None  # in float64
 
     def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
         began = time.monotonic()
@@ -124,348 +157,341 @@ class Verifier:
     def run(self, steps: int) -> Verification:
         from rlexp.verify.fit_memory import plan_rank, shrunk
 
-        result = Verification()
+        result = self.result
+        self.precision = "float64"
         try:
             plan: VerifyPlan = self.start(
                 "reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder
             )[0]
-            result.plan, self.cfg = plan, shrunk(self.cfg, plan)
-            self._float64(result, plan)
+            self.plan = result.plan = plan
+            self.cfg = shrunk(self.cfg, plan)
+            self._float64()
             if result.agrees and self.cfg.train.precision is not Precision.fp64:
-                self._own_precision(result, plan)
+                self.precision = self.cfg.train.precision.value
+                self._own_precision()
             if result.agrees and self.cfg.parallel.ring_size > 1:
-                self._sharding(result)
+                self._sharding()
             if result.agrees and self.vllm:
-                self._gap(result, plan)
+                self._gap()
         except RankFailed as failed:
-            exact_agrees = result.float64 is not None
-            result.failure = _crashed(
-                failed, self.cfg.train.precision.value if exact_agrees else "float64", exact_agrees
-            )
+            result.failure = self._crashed(failed)
         return result
+
+    # ---- recordings ----
+
+    def recorded(
+        self, what: str, configs: Sequence[Config], *, counted: bool = False, held_out: int | None = None
+    ) -> list[Recording]:
+        """Run configurations of one world in one start of ranks."""
+        from rlexp.verify.record import Job, record_rank
+        from rlexp.verify.recording import merged
+
+        jobs, draws = [], self.cfg.loss.draws
+        for number, cfg in enumerate(configs):
+            # Those after the first are noise floors, which are measured at the first step; to draw more takes long.
+            plan = self.plan if held_out is None else dataclasses.replace(self.plan, held_out=held_out)
+            if number > 0 and draws:
+                plan = dataclasses.replace(plan, steps=1, held_out=0)
+            place = Path(tempfile.mkdtemp(dir=self.folder))
+            jobs.append(Job(bounded(cfg, plan), plan.held_out, place, counted))
+        training = configs[0].parallel.world_size
+        by_rank = self.start(what, record_rank, training + configs[0].rollout.sampling_ranks, jobs)[:training]
+        return [merged([each[number] for each in by_rank], job.folder) for number, job in enumerate(jobs)]
+
+    def alone(self, what: str, cfg: Config, given: Recording, *, own: bool = False) -> Recording:
+        """Compute the same steps by transformers alone. `own`: of a run in its own precision."""
+        from rlexp.verify.alone import AloneJob, alone_rank
+        from rlexp.verify.precision import rounding_of_token
+
+        place = Path(tempfile.mkdtemp(dir=self.folder))
+        taken = len([scene for scene in given.steps() if scene.row])
+        steps = min(self.plan.steps, taken + (given.stopped is not None)) if self.cfg.loss.draws else self.plan.steps
+        job = AloneJob(cfg, dataclasses.replace(given, kept=None), steps, self.plan.held_out, place, exact=not own,
+                       rounding=rounding_of_token(self.cfg.train.precision if own else Precision.fp64))  # fmt: skip
+        alone: Recording = self.start(what, alone_rank, 1, job)[0]
+        return alone
 
     # ---- float64 ----
 
-    def _float64(self, result: Verification, plan: VerifyPlan) -> None:
-        from rlexp.verify.findings import FLOAT64
-        from rlexp.verify.stages.metrics import not_held
+    def _float64(self) -> None:
+        from rlexp.verify.compare import Pair
 
-        cfg = exact(self.cfg)
-        traces, ran = self.recorded("float64, as the run computes it", [cfg], plan, counted=True)
-        result.facts = _facts(self.cfg, traces[0][0])
-        self.kept = [trace.kept for trace in traces[0][: cfg.parallel.ring_size]]
-        result.failure = self.incomplete(cfg, traces[0], plan, "float64")
-        if not result.agrees:
-            return
-        self.drawing = drawing_of(cfg, traces[0], ran[0])
-        self.exact_drawing = self.drawing
-        self.expect("float64, by the reference", cfg, plan, "reference")
-        comparison = self.compared(cfg, traces[0], ran[0], FLOAT64)
-        result.float64 = comparison
-        result.met = met(self.expected)
-        result.given["float64"] = taken_as_given(self.expected)
-        result.not_held = not_held([step.row for step in traces[0][0].steps],
-                                   [step.row for step in self.expected.steps])  # fmt: skip
-        result.failure = self.first_failure(comparison, "float64")
-        _forget(ran[0])
+        result, cfg = self.result, exact(self.cfg)
+        self.ran = self.recorded("float64, as the run computes it", [cfg], counted=True)[0]
+        result.facts = {name: self.ran.facts[name] for name in ("parameters", "layout", "examples", "total_steps")}
+        result.facts |= {"ring_size": cfg.parallel.ring_size, "dp_size": cfg.parallel.dp_size}
+        result.settings = profiles.differing(cfg)
+        self.base, self.plain = self.ran, cfg
+        if result.settings:
+            self.plain = profiles.plain(cfg)
+            self.base = self.recorded("float64, at its plainest", [self.plain])[0]
+        self.right = self.alone("float64, by transformers alone", self.plain, self.base)
+        judged = Pair(self.plain, self.base, self.right)
+        beside = Pair(cfg, self.ran, self.base, every=True)
+        first = next(judged.differences(), None)
+        if first is not None:
+            result.failure = self.located(judged, first)
+        elif result.settings and (found := next(beside.differences(), None)) is not None:
+            result.failure = self.swapped(cfg, found)
+        elif self.ran.refused is not None:
+            result.failure = Failure("float64", 1, "log-probabilities", "the probe of the model", self.ran.refused,
+                                     "no difference", "rlexp/training/model/")  # fmt: skip
+        result.largest = {name: max(pair.gauge.largest.get(name, 0.0) for pair in (judged, beside))
+                          for name in {**judged.gauge.largest, **beside.gauge.largest}}  # fmt: skip
+        self._note(self.right, "float64")
+        known = {name for scene in self.right.scenes for name in scene.row}
+        result.not_held = not_held([scene.row for scene in self.ran.steps()], known)
 
-    def incomplete(self, cfg: Config, traces: list[Trace], plan: VerifyPlan, precision: str) -> Failure | None:
-        """The first thing that is missing of a run's rollouts: without it the reference has nothing to begin with."""
-        from rlexp.verify.naming import module_of
-        from rlexp.verify.stages.rollouts import incomplete
+    def _note(self, alone: Recording, precision: str) -> None:
+        """Note what is taken as given, and how much of the data was met."""
+        result = self.result
+        given = dict(alone.facts.get("given", {}))
+        given |= {f"{reason[0]}": "" for reason in alone.scenes[0].values.get("taken as given", {})}
+        result.given[precision] = given
+        if precision == "float64":
+            result.met = met(self.base, alone, self.cfg)
+            result.scores = "sum of policy" in self.base.steps()[0].values and not self.cfg.loss.draws and (
+                "policy" not in self.base.steps()[0].values)  # fmt: skip
 
-        finding = next(incomplete(cfg, traces, plan.held_out), None) if cfg.loss.draws else None
-        return None if finding is None else _failure(finding, precision, module_of(finding, cfg, None), "")
+    # ---- what is at fault ----
 
-    def expect(self, what: str, cfg: Config, plan: VerifyPlan, name: str) -> None:
-        """Compute what the reference expects; of a run that draws, from the samples that it has drawn."""
-        self.reference = self.folder / name
-        self.expected: Expected = self.start(what, _expected_rank, 1, cfg, plan, self.reference, self.drawing)[0]
+    def located(self, pair: Pair, found: Difference) -> Failure:
+        """A difference of the plain run: no setting makes it. Its parts are tried, if it alone does not say the
+        folder."""
+        from rlexp.verify.trials import Case, trial_rank
 
-    def recorded(
-        self, what: str, configs: Sequence[Config], plan: VerifyPlan, *, counted: bool = False
-    ) -> tuple[list[list[Trace]], list[Path]]:
-        """Run the configurations in one start of ranks. Return, for each, the traces of all ranks and a folder."""
-        from rlexp.verify.trace import TraceJob, trace_rank
-
-        folders = [Path(tempfile.mkdtemp(dir=self.folder)) for _ in configs]
-        # Those after the first are noise floors, which are measured at the first step; to draw more takes long.
-        steps = [plan.steps, *[1 if self.cfg.loss.draws else plan.steps] * (len(configs) - 1)]
-        held_out = [plan.held_out, *[0 if self.cfg.loss.draws else plan.held_out] * (len(configs) - 1)]
-        plans = [dataclasses.replace(plan, steps=own, held_out=held)
-                 for own, held in zip(steps, held_out, strict=True)]  # fmt: skip
-        jobs = [
-            TraceJob(bounded(cfg, own), own.held_out, folder, counted)
-            for cfg, folder, own in zip(configs, folders, plans, strict=True)
-        ]
-        training, sampling = self.cfg.parallel.world_size, self.cfg.rollout.sampling_ranks
-        by_rank = self.start(what, trace_rank, training + sampling, jobs)[:training]
-        return [[traces[number] for traces in by_rank] for number in range(len(configs))], folders
-
-    def compared(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
-        from rlexp.verify.stages.in_order import has_its_data
-
-        comparison = self.beside(cfg, traces, folder, allowed)
-        lrs, given = [step.lr for step in self.expected.steps], comparison.given(has_its_data)
-        comparison.given_weights, made = self.start(
-            "loss and optimizer, given what the run computed", _given_rank, 1, cfg, lrs, given, folder
-        )[0]
-        comparison.apply_formula(made)
-        return comparison
-
-    def beside(self, cfg: Config, traces: list[Trace], folder: Path, allowed: Any) -> Comparison:
-        """Put a recorded run beside the reference."""
-        from rlexp.verify.compared import Comparison
-        from rlexp.verify.compared_samples import SamplesComparison
-        from rlexp.verify.records import TensorFiles
-
-        kind = SamplesComparison if cfg.loss.draws else Comparison
-        return kind(
-            cfg=cfg,
-            traces=traces,
-            expected=self.expected,
-            ran=TensorFiles(folder),
-            meant=TensorFiles(self.reference),
-            given_weights=[],
-            allowed=allowed,
-        )
-
-    def first_failure(self, comparison: Comparison, precision: str) -> Failure | None:
-        from rlexp.verify.stages.in_order import differences
-
-        finding = next(differences(comparison), None)
-        refused = comparison.traces[0].refused
-        if finding is None and refused is None:
-            return None
-        if finding is None:
-            return Failure(
-                precision=precision,
-                step=1,
-                stage="log-probabilities",
-                quantity="the probe of the model",
-                got=refused or "",
-                expected="no difference",
-                module="rlexp/training/model/",
-            )
-        return self.located(comparison, finding, precision)
-
-    def located(self, comparison: Comparison, finding: Finding, precision: str) -> Failure:
-        """Find the module that a difference points to. If the difference alone does not say it, try parts."""
-        from rlexp.verify.diagnose import Case, alone_rank, differing
-        from rlexp.verify.naming import evidence, module_of, module_of_traceback, needs_trial
-
-        alone: Alone | None = None
-        said = ""
-        if needs_trial(finding):
-            steps, said_of_step = len(self.expected.steps), differing(comparison, finding)
-            case = Case(comparison.cfg, finding.step, self.reference, steps, finding.clue, self.drawing, said_of_step)
+        check, folder, evidence = found.check, found.folder or found.check.folder, ""
+        scenes = [{scene.name: scene.values for scene in each.scenes} for each in (pair.got, pair.wanted)]
+        got, wanted = (each.get(found.of[0], {}).get(found.of[1], {}) for each in scenes)
+        if (judge := self._function(found)) is not None:
+            folder, evidence = judge
+        elif check.trial and not found.folder and pair.got.complete(self.cfg.loss.draws):
+            assert self.right.folder is not None
+            examples = {key[0]: self._example(pair.got, key[0], found.step) for key in wanted}
+            case = Case(bounded(pair.cfg, self.plan), check.trial, found.step, self.plan.steps, self.right.folder,
+                        examples, got, wanted, pair.got.samples if self.cfg.loss.draws else None)  # fmt: skip
             try:
-                answer = self.start("trying its parts alone", alone_rank, comparison.cfg.parallel.world_size, case)
-                alone = answer[0]
-                said = evidence(finding, comparison.cfg, answer[0])
+                folder, evidence = self.start("trying its parts alone", trial_rank, 1, case)[0]
             except RankFailed as failed:
-                module = module_of_traceback(str(failed)) or "rlexp/"
-                return _failure(finding, precision, module, f"its parts cannot be tried alone: {_last_line(failed)}")
-        module = module_of(finding, comparison.cfg, alone)
-        refused = comparison.traces[0].refused
-        probe = f"the probe of the model says: {refused}" if refused else ""
-        return _failure(finding, precision, module, "; ".join(filter(None, [said, probe])))
+                folder = module_of_traceback(str(failed)) or folder
+                evidence = f"its parts cannot be tried alone: {last_line(failed)}"
+        return failure_of(found, self.precision, folder, evidence, beside="transformers alone")
 
-    # ---- answers by vLLM ----
+    def _function(self, found: Difference) -> tuple[str, str] | None:
+        """Name the user's function, if it judges answers by their company."""
+        from rlexp.config.schema.reward_terms import reward_terms
 
-    def _gap(self, result: Verification, plan: VerifyPlan) -> None:
-        """Let vLLM generate as in the run, and say why its log-probabilities are not those of training."""
-        from rlexp.verify.compared_samples import rollouts_of
-        from rlexp.verify.gap import gap_rank
-        from rlexp.verify.report_gap import failure_of
+        name = found.of[1].removeprefix("reward ")
+        note = self.right.facts.get("notes", {}).get(name) if found.check.stage == "rewards" else None
+        if note is None:
+            return None
+        term = next(term for term in reward_terms(self.cfg.reward) if term.name == name)
+        return f"{term.key}.function={getattr(term.cfg, 'function', '')}", note
 
-        cfg, plan = with_vllm_memory(generating(self.cfg)), dataclasses.replace(plan, held_out=0)
-        traces, ran = self.recorded("generated by vLLM", [cfg], plan)
-        result.failure = self.incomplete(cfg, traces[0], plan, cfg.train.precision.value)
-        if not result.agrees:
+    def _example(self, recording: Recording, sample: int, step: int) -> Any:
+        if not self.cfg.loss.draws:
+            return recording.examples[sample]
+        number = (step - 1) // (self.cfg.rollout.epochs * self.cfg.rollout.minibatches)
+        return recording.rollouts[number][sample].example
+
+    def swapped(self, cfg: Config, found: Difference) -> Failure:
+        """A difference that settings make: find the smallest set of them, and a way around it."""
+        from rlexp.verify.compare import Pair
+
+        def differs(form: Config) -> bool:
+            other = Pair(form, self._step_of(form, found.step), self.base, every=True)
+            return next(other.differences(), None) is not None
+
+        failure = failure_of(found, "float64", found.folder or found.check.folder)
+        self._search(failure, cfg, self.result.settings, differs)
+        return failure
+
+    def _step_of(self, form: Config, until: int) -> Recording:
+        """Run another form of the configuration until a step."""
+        whole = self.plan
+        self.plan = dataclasses.replace(whole, steps=until, held_out=whole.held_out if until == whole.steps else 0)
+        try:
+            named = ", ".join(profiles.differing(form)) or "nothing"
+            return self.recorded(f"the plain run with {named}", [form])[0]
+        finally:
+            self.plan = whole
+
+    def _search(
+        self, failure: Failure, cfg: Config, names: Sequence[str], differs: Callable[[Config], bool],
+        always: Sequence[str] = (),
+    ) -> None:  # fmt: skip
+        """Put the settings at fault into a failure, with a way around them. Some settings are `always` there."""
+        from rlexp.verify.swap import Search
+
+        if not self.search:
             return
-        last = rollouts_of(traces[0])[-1]
-        samples = list(last.drawn.samples)
-        result.gap = self.start("its rollout under every assumption", gap_rank, 1, cfg, samples, last.number, ran[0])[0]
-        result.failure = failure_of(cfg, result.gap, last.seen[0].step)
 
-    # ---- the ring's use ----
+        def fails(keep: Sequence[str]) -> bool:
+            try:
+                return differs(profiles.plain(cfg, [*keep, *always]))
+            except ConfigError as error:
+                failure.not_tried.append(f"{profiles.in_words(cfg, keep)} alone: {str(error).splitlines()[0]}")
+                return False
+            except RankFailed:
+                return True
 
-    def _sharding(self, result: Verification) -> None:
-        from rlexp.verify.kept import alone_rank, shared_out
-
-        one, attention = self.start(
-            "the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg), self.exact_drawing
-        )[0]
-        result.sharding = shared_out(self.kept, one, attention)
+        search = Search(fails, lambda keep: profiles.closed(cfg, keep))
+        search.known[frozenset(profiles.closed(cfg, names))] = True
+        if always and fails([]):
+            search.known[frozenset(always)] = True
+            names = always
+        fault = search.at_fault(names)
+        failure.settings = [profiles.described(cfg, name) for name in fault]
+        if len(fault) == 1 and list(always) != fault:
+            failure.module = profiles.NAMED[fault[0]].folder
+        failure.starts = len(search.known) - 1
+        for words, other in profiles.ways_around(cfg, fault)[:AROUND]:
+            with contextlib.suppress(ConfigError, RankFailed):
+                failure.starts += 1
+                if not differs(other):
+                    failure.around.append(words)
+                    break
 
     # ---- the run's own precision ----
 
-    def _own_precision(self, result: Verification, plan: VerifyPlan) -> None:
-        from rlexp.verify.diagnose import Parts, parts_rank
-        from rlexp.verify.precision import OWN, given_parts, measure, of_drawn
-        from rlexp.verify.records import TensorFiles
+    def _own_precision(self) -> None:
+        from rlexp.verify.again import Parts, parts_rank
+        from rlexp.verify.compare import Pair
+        from rlexp.verify.precision import OWN, border, given_parts, measure, of_drawn
+        from rlexp.verify.recording import TensorFiles
 
-        cfg, name = self.cfg, self.cfg.train.precision.value
-        other = another_micro_batch(cfg)
-        traces, ran = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor", [cfg, other], plan)
-        result.failure = self.incomplete(cfg, traces[0], plan, name)
-        if not result.agrees:
-            return
+        cfg, name, result = self.cfg, self.precision, self.result
+        ran, floor = self.recorded(f"{name} with {cfg.engine.name.value}, and its noise floor",
+                                   [cfg, another_micro_batch(cfg)])  # fmt: skip
+        right = self.right
         if cfg.loss.draws:  # other samples than in float64, if rounding made it draw others
-            self.drawing = drawing_of(cfg, traces[0], ran[0])
-            _forget(self.reference)
-            self.expect("its samples, by the reference", exact(cfg), plan, "reference of its samples")
-            result.given[name] = taken_as_given(self.expected)
-        comparison = self.compared(cfg, traces[0], ran[0], OWN[cfg.train.precision])
-        result.failure = self.first_failure(comparison, name)
-        if not result.agrees:
+            forget(self.right)
+            right = self.right = self.alone("its samples, by transformers alone", exact(cfg), ran, own=True)
+            self._note(right, name)
+        pair = Pair(cfg, ran, right, allowed=OWN, border=border(cfg.train.precision))
+        found = next(pair.differences(), None)
+        if found is None:
+            result.measured, found = measure(cfg, ran, floor, right, scores=result.scores)
+            result.measured += of_drawn(pair)
+        if found is not None:
+            result.failure = self.swapped_own(found)
             return
-        floor = self.beside(other, traces[1], ran[1], OWN[cfg.train.precision])
-        result.measured, finding = measure(comparison, floor)
-        result.measured += of_drawn(comparison)
-        if finding is None:
-            parts = Parts(cfg, plan.steps, ran[0], self.folder / "parts", self.drawing)
-            self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
-            measured, finding = given_parts(comparison, TensorFiles(parts.folder))
-            result.measured.append(measured)
-        result.failure = self.located(comparison, finding, name) if finding else None
+        assert ran.folder is not None
+        parts = Parts(cfg, self.plan.steps, ran.folder, self.folder / "parts", ran.samples if cfg.loss.draws else None)
+        self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
+        measured, found = given_parts(cfg, ran, TensorFiles(parts.folder), self.plan.steps)
+        result.measured.append(measured)
+        if found is not None:
+            words = "each micro-batch on each rank is right"
+            result.failure = failure_of(found, name, found.check.folder, words, beside="its parts, added up in float64")
+            result.failure.settings = [profiles.described(cfg, "engine")]
+
+    def swapped_own(self, found: Difference) -> Failure:
+        """A difference that is there in the run's own precision alone."""
+        from rlexp.verify.compare import Pair
+        from rlexp.verify.precision import OWN, border, measure
+
+        cfg, until = self.cfg, found.step
+
+        def differs(form: Config) -> bool:
+            other, right = self._step_of(form, until), self.right
+            if cfg.loss.draws:
+                whole, self.plan = self.plan, dataclasses.replace(self.plan, steps=until, held_out=0)
+                right = self.alone("its samples, by transformers alone", exact(form), other, own=True)
+                self.plan = whole
+            beside = Pair(form, other, right, allowed=OWN, border=border(cfg.train.precision))
+            if next(beside.differences(), None) is not None:
+                return True
+            return measure(form, other, other, right, scores=self.result.scores)[1] is not None
+
+        failure = failure_of(found, self.precision, found.folder or found.check.folder,
+                             beside="transformers alone, in float64")  # fmt: skip
+        names = [name for name in profiles.differing(cfg) if name != "precision"]
+        self._search(failure, cfg, names, differs, always=["precision"])
+        return failure
+
+    # ---- answers by vLLM, and the ring's use ----
+
+    def _gap(self) -> None:
+        """Let vLLM generate as in the run, and say why its log-probabilities are not those of training."""
+        from rlexp.verify.gap import gap_rank
+        from rlexp.verify.report_gap import failure_of_gap
+
+        cfg = with_vllm_memory(generating(self.cfg))
+        ran = self.recorded("generated by vLLM", [cfg], held_out=0)[0]
+        number = max(ran.rollouts)
+        native = {} if self.ran is None else self.ran.rollouts
+        prompts = {sample.index: sample for samples in native.values() for sample in samples}
+        self.result.gap = self.start("its rollout under every assumption", gap_rank, 1, cfg, ran.rollouts[number],
+                                     number, ran.folder, prompts)[0]  # fmt: skip
+        step = next(scene.step for scene in ran.scenes if scene.name == f"rollout {number + 1}")
+        self.result.failure = failure_of_gap(cfg, self.result.gap, step)
+
+    def _sharding(self) -> None:
+        from rlexp.verify.kept import alone_rank, shared_out
+
+        assert self.ran is not None
+        drawn = self.ran.samples if self.cfg.loss.draws else None
+        one, attention = self.start("the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg), drawn)[0]
+        self.result.sharding = shared_out(self.ran.kept, one, attention)
+
+    def _crashed(self, failed: RankFailed) -> Failure:
+        """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
+        exact_agrees = self.precision != "float64"
+        module = module_of_traceback(str(failed)) or ("rlexp/training/engine/" if exact_agrees else "rlexp/")
+        return Failure(self.precision, 1, "running", "the run", last_line(failed), "a step", module, note=str(failed))
 
 
-def drawing_of(cfg: Config, traces: Sequence[Trace], ran: Path) -> Drawing | None:
-    """What a recorded run has drawn; None if its loss draws nothing."""
-    from rlexp.verify.compared_samples import held_rollout_of, rollouts_of
-    from rlexp.verify.given_samples import Drawing
-    from rlexp.verify.precision import rounding_of_token
+def failure_of(
+    found: Difference, precision: str, module: str, evidence: str = "", *, beside: str = "plain run"
+) -> Failure:
+    return Failure(precision, found.step, found.check.stage, found.quantity, found.got, found.expected, module,
+                   note=found.note, evidence=evidence, beside=beside)  # fmt: skip
 
+
+def met(base: Recording, alone: Recording, cfg: Config) -> Met:
+    """Count what was seen of the data."""
+    of = base.facts["examples"]
     if not cfg.loss.draws:
-        return None
-    rollouts = rollouts_of(traces)
-    return Drawing(
-        rollouts=[each.drawn for each in rollouts],
-        coefficients=[each.seen[0].kl_coef for each in rollouts],
-        held_out=held_rollout_of(traces),
-        steps=len(traces[0].steps),
-        exact=cfg.train.precision is Precision.fp64,
-        rounding=rounding_of_token(cfg.train.precision),
-        ran=ran,
-    )
-
-
-def met(expected: Expected) -> Met:
-    """Count what the reference has seen of the data."""
-    from rlexp.verify.records import Met
-
-    if not expected.rollouts:
-        lengths = [len(each.sequence(side)) for each in expected.tokens.values() for side in each.sides]
-        return Met(len(expected.tokens), expected.examples, min(lengths), max(lengths))
-    lengths, counting, alike = [], 0, 0
-    for rollout in expected.rollouts:
-        each = len(rollout.old) // len(rollout.prompts)
-        lengths += [len(rollout.prompts[n // each].prompt) + len(old) for n, old in enumerate(rollout.old)]
-        counting += int(rollout.counts.sum())
-        alike += sum(
-            each > 1 and len(set(rollout.answers[n : n + each])) == 1 for n in range(0, len(rollout.old), each)
-        )
-    prompts = {index for rollout in expected.rollouts for index in rollout.indices}
-    values = [value for step in expected.steps for value in step.values.values()]
+        lengths = [len(each.sequence(side)) for each in base.examples.values() for side in each.sides] or [0]
+        return Met(len(base.examples), of, min(lengths), max(lengths))
+    samples = [sample for number in base.rollouts for sample in base.rollouts[number]]
+    lengths = [len(sample.prompt) + len(sample.answer) for sample in samples] or [0]
+    each, alike = cfg.rollout.n_samples, 0
+    for rollout in base.rollouts.values():
+        answers = [tuple(sample.answer.tolist()) for sample in rollout]
+        alike += sum(each > 1 and len(set(answers[n : n + each])) == 1 for n in range(0, len(answers), each))
+    facts = alone.facts
     return Met(
-        examples=len(prompts), of=expected.examples, shortest=min(lengths), longest=max(lengths),
-        rollouts=len(expected.rollouts), samples=len(lengths), counting=counting,
-        advantages=sum(step.learned for step in expected.steps), alike=alike,
-        values=not values or any(value.any() for value in values),
-        doubtful=sum(rollout.doubtful for rollout in expected.rollouts),
+        examples=len({sample.index for sample in samples}), of=of, shortest=min(lengths), longest=max(lengths),
+        rollouts=len(base.rollouts), samples=len(samples), counting=sum(sample.counts for sample in samples),
+        advantages=facts.get("learned", 0), alike=alike, doubtful=facts.get("doubtful", 0),
+        values=facts.get("values", False) or getattr(cfg.loss, "critic", None) is None,
     )  # fmt: skip
 
 
-def taken_as_given(expected: Expected) -> dict[str, str]:
-    """The rewards that the reference could not compute again, and why."""
-    held = [] if expected.held_rollout is None else [expected.held_rollout]
-    return {name: why for rollout in (*expected.rollouts, *held) for name, why in rollout.given.items()}
+def not_held(rows: Sequence[Mapping[str, Any]], known: set[str]) -> list[str]:
+    """Logged values that nothing here recomputes, except those that describe the layout itself."""
+    from rlexp.run_files.curve_distance import OWN
+
+    return list(dict.fromkeys(name for row in rows for name in row if name not in known and not name.startswith(OWN)))
 
 
-def _expected_rank(_spec: Any, cfg: Config, plan: VerifyPlan, folder: Path, drawing: Drawing | None) -> Expected:
-    """Run the reference with as many threads as the ranks had together."""
-    import torch
-
-    from rlexp.verify.reference.drawn import Given, expected_of_samples
-    from rlexp.verify.reference.one_process import expected_steps
-    from rlexp.verify.trace_rows import loss_of
-    from rlexp.verify.trace_samples import policy_loss_of
-
-    if cfg.launch.device is Device.cpu and plan.longest >= LONG:  # threads slow down short sequences
-        torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
-    if drawing is None:
-        return expected_steps(cfg, loss_of(cfg), plan.steps, plan.held_out, folder)
-    given = Given(drawing.rollouts, drawing.held_out, plan.held_out, drawing.ran, exact=drawing.exact,
-                  rounding=drawing.rounding)  # fmt: skip
-    return expected_of_samples(cfg, policy_loss_of(cfg), min(plan.steps, drawing.steps), given, folder)
+def module_of_traceback(text: str) -> str | None:
+    """The innermost module in a rank's traceback. What all modules call, or lies around them, is passed over."""
+    passed_over = r"verify/|launch/|preflight/|base/|training/(?:model/float64|metrics/live_tensors|types)\."
+    files = re.findall(r'File "[^"]*/rlexp/([^"]*)"', text)  # after the last /rlexp/: a checkout has that name too
+    modules = [
+        f"rlexp/{module[0]}" for file in files
+        if not re.match(passed_over, file) and (module := re.match(r"(?:training/)?\w+/", file))
+    ]  # fmt: skip
+    return modules[-1] if modules else None
 
 
-def _given_rank(
-    _spec: Any, cfg: Config, lrs: Sequence[float], given: Any, folder: Path
-) -> tuple[Sequence[Mapping[str, Update]], Any]:
-    """Apply optimizer and formula to what the run computed, step by step."""
-    from rlexp.verify.reference.formula import losses_of_steps
-    from rlexp.verify.reference.optimizer import given_steps
-    from rlexp.verify.reference.policy_formula import judged_again
-    from rlexp.verify.trace_rows import loss_of
-    from rlexp.verify.trace_samples import policy_loss_of
-
-    weights = list(given_steps(cfg, len(lrs), lrs, folder))
-    if cfg.loss.draws:
-        return weights, judged_again(policy_loss_of(cfg), given, cfg.rollout.n_samples)
-    return weights, list(losses_of_steps(loss_of(cfg), given))
-
-
-def _facts(cfg: Config, trace: Trace) -> dict[str, Any]:
-    return {
-        "parameters": trace.parameters,
-        "layout": trace.layout,
-        "examples": trace.examples,
-        "total_steps": trace.total_steps,
-        "ring_size": cfg.parallel.ring_size,
-        "dp_size": cfg.parallel.dp_size,
-    }
-
-
-def _failure(finding: Finding, precision: str, module: str, said: str) -> Failure:
-    return Failure(
-        precision=precision,
-        step=finding.step,
-        stage=finding.stage,
-        quantity=finding.quantity,
-        got=finding.got,
-        expected=finding.expected,
-        module=module,
-        note=finding.note,
-        evidence=said,
-    )
-
-
-def _crashed(failed: RankFailed, precision: str, exact_agrees: bool) -> Failure:
-    """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
-    from rlexp.verify.modules import ENGINE
-    from rlexp.verify.naming import module_of_traceback
-
-    module = module_of_traceback(str(failed)) or (ENGINE if exact_agrees else "rlexp/")
-    return Failure(
-        precision=precision,
-        step=1,
-        stage="running",
-        quantity="the run",
-        got=_last_line(failed),
-        expected="a step",
-        module=module,
-        note=str(failed),
-    )
-
-
-def _last_line(error: UserError) -> str:
+def last_line(error: UserError) -> str:
     return str(error).strip().rpartition("\n")[2]
 
 
-def _forget(folder: Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder)
+def forget(recording: Recording) -> None:
+    if recording.folder is not None:
+        shutil.rmtree(recording.folder)

@@ -22,8 +22,8 @@ from rlexp.training.rollout import sampling
 from rlexp.training.rollout.choose import choose, kept
 from rlexp.training.rollout.deal import Request, deal
 from rlexp.training.types import ScoredSample
-from rlexp.verify.records import Drawn, TensorFiles
-from rlexp.verify.trace_samples import drawn_of
+from rlexp.verify.record_samples import drawn_of
+from rlexp.verify.recording import Drawn, TensorFiles
 
 TEMPLATE = "<bos>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 STEPS = 2  # each on a rollout of its own; the samples are of the next one

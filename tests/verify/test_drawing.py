@@ -10,11 +10,13 @@ import torch
 
 from rlexp.base.wilson import wilson
 from rlexp.config.schema.rollouts import RolloutConfig
+from rlexp.training.algos.base import Losses
 from rlexp.training.rollout.choose import choose, kept, stream, uniform
+from rlexp.verify.by_length import by_length, interval
+from rlexp.verify.drawing import HELD_OUT, cut, number_of, strayed
+from rlexp.verify.formula import Judged
 from rlexp.verify.norms import in_bfloat16
-from rlexp.verify.records import Losses, TokenAnswer
-from rlexp.verify.reference.by_length import by_length, interval
-from rlexp.verify.reference.drawing import HELD_OUT, cut, number_of, strayed
+from rlexp.verify.recording import TokenExample
 
 ROUNDING = 1e-11
 CUTS = [{}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.6, "min_p": 0.1}, {"top_p": 1e-9}]
@@ -71,15 +73,16 @@ def test_a_token_on_a_border_is_in_doubt() -> None:
     assert (exact.apart_n.tolist(), exact.doubtful) == ([1.0, 0.0], 0)
 
 
-def answer(tokens: int) -> TokenAnswer:
-    return TokenAnswer(np.zeros(2, dtype=np.int64), np.zeros(tokens - 2, dtype=np.int64), "a row")
+def answer(tokens: int) -> TokenExample:
+    ids = np.zeros(tokens - 2, dtype=np.int64)
+    return TokenExample(np.zeros(2, dtype=np.int64), {"answer": ids}, {"answer": ids == 0}, "a row")
 
 
 def test_parts_by_length_are_those_of_hand_arithmetic() -> None:
     """Rows of 4, 5, 6 and 9 tokens: a bound belongs to the part before it. The last part has no row."""
-    weights = dict.fromkeys(("loss", "mean_token_accuracy"), np.array([1.0, 3.0, 2.0, 4.0]))
-    hits = {"mean_token_accuracy": np.array([1.0, 0.0, 0.5, 0.25])}
-    losses = Losses(np.array([1.0, 2.0, 3.0, 6.0]), {}, hits, weights)
+    weights = dict.fromkeys(("loss", "mean_token_accuracy"), torch.tensor([1.0, 3.0, 2.0, 4.0]))
+    hits = {"mean_token_accuracy": torch.tensor([1.0, 0.0, 0.5, 0.25])}
+    losses = Judged(Losses(torch.tensor([1.0, 2.0, 3.0, 6.0]), hits, weights), {})
     row = by_length([5, 9], [answer(tokens) for tokens in (4, 5, 6, 9)], losses)
     assert {name: value for name, value in row.items() if "accuracy_" not in name} == {
         "0-5/examples": 2, "0-5/share": 0.4, "0-5/loss": 3 / 4, "0-5/accuracy": 1 / 4,

@@ -13,8 +13,8 @@ import pytest
 from rlexp.config.schema import Config
 from rlexp.config.schema.rollouts import RolloutMode
 from rlexp.verify.gap import CAUSE, GENERATES, NORMAL, TRAINED, UNEXPLAINED, Gap, diagnosed
-from rlexp.verify.records import Drawn
-from rlexp.verify.report_gap import as_json, failure_of, in_words
+from rlexp.verify.recording import Drawn
+from rlexp.verify.report_gap import as_json, failure_of_gap, in_words
 from tests.helpers.planted_gaps import PLANTS, STEPS, config_of, model_in, planted_rank
 from tests.helpers.ranks import on_ranks
 
@@ -28,6 +28,7 @@ class Run:
     def __init__(self, place: Path, *more: str) -> None:
         self.cfg, self.weights = config_of(model_in(place / "model"), *more), place / "weights"
         self.samples: dict[str, list[Drawn]] = on_ranks(1, planted_rank, self.cfg, self.weights, list(PLANTS))[0]
+        self.prompts = {sample.index: sample for sample in self.samples["right"]}
         self.found: dict[str, Gap] = {}
 
     def gap_of(self, name: str) -> Gap:
@@ -36,7 +37,7 @@ class Run:
         return self.found[name]
 
     def gap(self, samples: list[Drawn], cfg: Config | None = None) -> Gap:
-        return diagnosed(cfg or self.cfg, samples, STEPS, self.weights)
+        return diagnosed(cfg or self.cfg, samples, STEPS, self.weights, self.prompts)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def test_each_cause_is_named(run: Run, name: str) -> None:
     gap = run.gap_of(name)
     generates, trained = gap.sides
     assert (generates.who, trained.who, trained.verdict) == (GENERATES, TRAINED, NORMAL)
-    failure = failure_of(run.cfg, gap, 3)
+    failure = failure_of_gap(run.cfg, gap, 3)
     if name == "right":
         assert (generates.verdict, generates.cause, gap.strayed, gap.normal) == (NORMAL, None, 0, True)
         assert gap.of_generating < 1e-4
@@ -141,7 +142,7 @@ def test_other_prompts_are_named(run: Run) -> None:
     assert gap.sides[0].verdict == NORMAL
     assert not gap.normal
     assert "it has a 0 too many at its beginning" in gap.prompts[0]
-    failure = failure_of(run.cfg, gap, 1)
+    failure = failure_of_gap(run.cfg, gap, 1)
     assert failure is not None
     assert failure.module == "rlexp/training/dataset/"
     less = [replace(each, prompt=each.prompt[1:]) for each in run.samples["no BOS"]]

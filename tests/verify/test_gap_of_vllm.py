@@ -15,12 +15,12 @@ import pytest
 
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
-from rlexp.verify import trace
+from rlexp.verify import record
 from rlexp.verify.fit_memory import plan_rank, shrunk
 from rlexp.verify.gap import CAUSE, NORMAL, Gap
+from rlexp.verify.profiles import contained, usual_steps
 from rlexp.verify.report import as_json, report
-from rlexp.verify.variants import contained, usual_steps
-from rlexp.verify.verification import Verification, Verifier, verify
+from rlexp.verify.verification import Verifier, verify
 
 pytestmark = [
     pytest.mark.slow,
@@ -29,7 +29,7 @@ pytestmark = [
 SMALL = """loss=grpo reward.rule=length launch.device=cpu engine=torch logger=none model.hidden_size=256
     data.max_length=160 data.size=32 data.eval_size=0 train.batch_size=16 rollout.batch_size=4 rollout.n_samples=4
     rollout.max_new_tokens=16 rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9 optim.lr=1e-3"""
-traced = trace.trace_rank  # before a test puts another in its place
+traced = record.record_rank  # before a test puts another in its place
 
 
 def stale_rank(spec: RankSpec, jobs: Sequence[Any]) -> Any:
@@ -63,10 +63,11 @@ def hot_rank(spec: RankSpec, jobs: Sequence[Any]) -> Any:
 def gap_of(place: Path, *overrides: str) -> Gap:
     """Verify the gap alone."""
     cfg = contained(compose_config([*SMALL.split(), *overrides]))
-    verifier, result = Verifier(cfg, place, lambda _line: None, vllm=True), Verification()
-    plan = verifier.start("the plan", plan_rank, 1, cfg, usual_steps(cfg), place)[0]
-    verifier.cfg = shrunk(cfg, plan)
-    verifier._gap(result, plan)
+    verifier = Verifier(cfg, place, lambda _line: None, vllm=True)
+    verifier.plan = verifier.start("the plan", plan_rank, 1, cfg, usual_steps(cfg), place)[0]
+    verifier.cfg = shrunk(cfg, verifier.plan)
+    verifier._gap()
+    result = verifier.result
     assert result.gap is not None
     assert (result.failure is None) == result.gap.normal
     return result.gap
@@ -96,7 +97,7 @@ def test_bf16_and_a_pipelined_run_are_normal(tmp_path: Path, more: tuple[str, ..
     ("rank", "cause"), [(stale_rank, "weights after step 0"), (hot_rank, "temperature 1")], ids=["stale", "hot"]
 )
 def test_what_is_wrong_in_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: Any, cause: str) -> None:
-    monkeypatch.setattr(trace, "trace_rank", rank)
+    monkeypatch.setattr(record, "record_rank", rank)
     gap = gap_of(tmp_path)
     assert [side.verdict for side in gap.sides] == [CAUSE, NORMAL]
     assert gap.sides[0].cause == cause

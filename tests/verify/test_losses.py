@@ -3,17 +3,13 @@ tests/helpers/faults/losses.py."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS
-from rlexp.verify.compared import ComparedStep
-from rlexp.verify.findings import FLOAT64, Gauge
-from rlexp.verify.stages.metrics import logged
+from rlexp.verify.checks import FLOAT64
+from rlexp.verify.compare import Pair
+from rlexp.verify.recording import Recording, Scene
 from rlexp.verify.verification import verify
 from tests.helpers.faults import ANY_ORDER
 from tests.helpers.faults.base import FP64
@@ -32,20 +28,17 @@ def test_every_loss_on_answers_of_the_rows_is_verified() -> None:
 )
 def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(got: float, wanted: float, right: bool) -> None:
     """On a GPU, a margin of the first step is rounding where the reference has 0. The table shows what was judged."""
-    whole: Any = SimpleNamespace(allowed=FLOAT64, gauge=Gauge())
-    expected = SimpleNamespace(number=1, row={"train/margin": wanted})
-    seen: Any = SimpleNamespace(row={"train/margin": got})
-    step = ComparedStep(whole, expected, 0, [seen])
-    step.drift = 1.0
-    assert (not [*logged(step, {})]) is right
-    assert (whole.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right
+    runs = [Recording(scenes=[Scene("rollout 1", 1, row={"train/margin": value})]) for value in (got, wanted)]
+    pair = Pair(compose_config([]), *runs)
+    assert (not [*pair.differences()]) is right
+    assert (pair.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name != "kto")) for name in LOSSES])
-def test_the_order_in_which_tokens_are_added_up_is_no_difference(name: str, tmp_path: Path) -> None:
+def test_the_order_in_which_tokens_are_added_up_is_no_difference(name: str) -> None:
     """A GPU adds up in any order, so a difference of two sums that is 0 on a CPU is rounding there."""
     words = [*FP64, *HELD_OUT, *of(name)]
-    result, reached = verify_planted(ANY_ORDER, tmp_path, overrides=words, steps=1 if name == "kto" else 3)
+    result, reached = verify_planted(ANY_ORDER, overrides=words, steps=1 if name == "kto" else 3)
     assert result.passed, result.failure
     assert reached is (name != "reward"), "a score is read off one token"
 
@@ -57,8 +50,7 @@ def test_verify_passes(name: str) -> None:
     result = verify(compose_config([*FP64, *HELD_OUT, *of(name)]), 3, lambda _line: None)
     assert result.passed, result.failure
     assert not result.not_held
-    assert result.float64 is not None
-    assert result.float64.gauge.largest["loss"] <= 1e-12
+    assert result.largest["loss"] <= 1e-12
 
 
 @pytest.mark.slow

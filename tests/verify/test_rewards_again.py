@@ -11,6 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rlexp.verify.records import TokenPrompt
+from rlexp.verify.reference.pairs import Bytes
+from rlexp.verify.reference.reward_rules import last_number, rule_score, value_of_sum
+from rlexp.verify.reference.rewards import Judged, asked_again, ended, ends_of, scored, text_of
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 from rlexp.base.errors import RewardError
@@ -37,10 +41,6 @@ from rlexp.training.rollout.rewards.rule import rule_of
 from rlexp.training.train import build_rollouts
 from rlexp.training.types import Sample
 from rlexp.training.world.groups import ALONE
-from rlexp.verify.records import TokenPrompt
-from rlexp.verify.reference.pairs import Bytes
-from rlexp.verify.reference.reward_rules import last_number, rule_score, value_of_sum
-from rlexp.verify.reference.rewards import Judged, asked_again, ended, ends_of, scored, text_of
 from tests.helpers.rewards import TOKENIZER, built, function, ids, sample, samples
 
 CPU = torch.device("cpu")

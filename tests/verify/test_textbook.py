@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from rlexp.verify.records import SIDES, Losses, TokenPair, joined
+from rlexp.verify.reference import rules
+from rlexp.verify.reference.model import load_tokenizer
+from rlexp.verify.reference.pairs import set_of
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
@@ -16,10 +20,6 @@ from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.build import build
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.surroundings import UNPROBED
-from rlexp.verify.records import SIDES, Losses, TokenPair, joined
-from rlexp.verify.reference import rules
-from rlexp.verify.reference.model import load_tokenizer
-from rlexp.verify.reference.pairs import set_of
 from tests.helpers import textbook
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.squality import write_long_pairs

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlexp.verify.reference.pairs import examples_of
 
 from rlexp.config.load import compose_config
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from rlexp.verify.reference.pairs import examples_of
 from tests.helpers.rows import assistant, cache
 from tests.verify.test_textbook_prompts import CHATML, SAID, TALKS, tokenizer_of
 

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlexp.verify.records import TokenExample, TokenPrompt
+from rlexp.verify.reference.pairs import ExampleSet, examples_of
 from transformers import AutoTokenizer
 
 from rlexp.base.errors import DataError
@@ -20,8 +22,6 @@ from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from rlexp.verify.records import TokenExample, TokenPrompt
-from rlexp.verify.reference.pairs import ExampleSet, examples_of
 from tests.helpers.conversations import SHAPES as PAIRS
 from tests.helpers.conversations import Row, hh
 from tests.helpers.rows import FILES, FOLDERS, assistant, cache, user

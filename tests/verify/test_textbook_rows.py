@@ -12,6 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rlexp.verify.records import SIDES, TokenPair
+from rlexp.verify.reference import rules
+from rlexp.verify.reference.pairs import ExampleSet, Writer, set_of
+from rlexp.verify.reference.rows import Asked
 from tokenizers import processors
 from transformers import AutoTokenizer
 
@@ -23,10 +27,6 @@ from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from rlexp.verify.records import SIDES, TokenPair
-from rlexp.verify.reference import rules
-from rlexp.verify.reference.pairs import ExampleSet, Writer, set_of
-from rlexp.verify.reference.rows import Asked
 from tests.helpers.conversations import SHAPES, Messages, Row, as_question, assistant, hh, of_several_turns, user
 from tests.helpers.faults.base import MIXED, Fault, one
 from tests.helpers.faults.data import DATA_FAULTS

@@ -19,23 +19,20 @@ from rlexp.base.host_memory import HostMemory
 from rlexp.config.checks.layout import choose, heads_of
 from rlexp.config.load import compose_config
 from rlexp.launch.preflight_check import laid_out
-from rlexp.training.model.loading import byte_tokenizer
 from rlexp.verify import fit_memory
-from rlexp.verify.naming import module_of_traceback
-from rlexp.verify.records import TokenPair
-from rlexp.verify.reference.model import answer_logps, load, own_blocks, softmax_attention
-from rlexp.verify.reference.optimizer import Optimizer
-from rlexp.verify.reference.pairs import Bytes
+from rlexp.verify.checks import STAGES
+from rlexp.verify.model import answer_logps, load, own_blocks, softmax_attention
+from rlexp.verify.optimizer import Optimizer
+from rlexp.verify.profiles import exact
+from rlexp.verify.recording import TokenExample
 from rlexp.verify.report import failure_in_words, report
-from rlexp.verify.stages.in_order import STAGES
-from rlexp.verify.variants import exact
-from rlexp.verify.verification import Verification, verify
+from rlexp.verify.verification import Verification, module_of_traceback, verify
 from tests.helpers import warm
 from tests.helpers.conversations import hh, of_several_turns
 from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, WITH_OWN_TESTS
-from tests.helpers.faults.base import ALGOS, FP64, MIXED, Fault
+from tests.helpers.faults.base import FP64, MIXED, Fault
+from tests.helpers.faults.examining import is_named
 from tests.helpers.faults.verified import quiet, verify_planted
-from tests.helpers.imports import imports_of
 from tests.helpers.paths import ROOT
 from tests.helpers.programs import python
 from tests.helpers.rows import FILES, FOLDERS
@@ -76,22 +73,18 @@ def test_every_defect_can_be_planted() -> None:
         undo()
 
 
-@pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("references")
-
-
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=tier(fault)) for fault in FAULTS])
-def test_a_defect_is_found_and_its_module_named(fault: Fault, references: Path) -> None:
-    steps = 1 if fault.name in FAST else None
-    verdict, reached = verify_planted(fault, references, steps=steps)
+def test_a_defect_is_found_with_its_settings_or_its_folder(fault: Fault) -> None:
+    """Where a layout moves it the settings are named, after a search that `make check` makes; else the folder."""
+    searched = fault.name not in FAST
+    verdict, reached = verify_planted(fault, steps=None if searched else 1, search=searched)
     assert reached, "not reached: nothing calls what the defect replaces"
     failure = verdict.failure
     assert failure is not None, "not found"
-    assert (failure.stage, failure.module) == (fault.stage, fault.module), failure_in_words(failure)
+    assert is_named(fault, failure, searched=searched), failure_in_words(failure)
     if fault.step is not None:
         assert failure.step == fault.step
-    assert fault.module in report(compose_config(fault.overrides), verdict)
+    assert failure.module in report(compose_config(fault.overrides), verdict)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +95,7 @@ def test_a_defect_is_found_and_its_module_named(fault: Fault, references: Path) 
         (("launch/local.py", "training/ring/layouts/zigzag.py", "training/metrics/live_tensors.py"),
          "rlexp/training/ring/"),
         (("launch/local.py", "config/load.py"), "rlexp/config/"),
-        (("launch/local.py", "verify/trace.py"), None),
+        (("launch/local.py", "verify/record.py"), None),
     ],
 )  # fmt: skip
 def test_a_traceback_points_to_the_innermost_module(files: tuple[str, ...], module: str | None) -> None:
@@ -130,10 +123,10 @@ def on_ring(size: int, *more: str) -> tuple[str, ...]:
         pytest.param(2, ("engine=fsdp2",), id="ring2, fsdp2", marks=pytest.mark.slow),
     ],
 )
-def test_a_module_that_keeps_the_whole_sequence_is_named(size: int, more: tuple[str, ...], references: Path) -> None:
+def test_a_module_that_keeps_the_whole_sequence_is_named(size: int, more: tuple[str, ...]) -> None:
     """All values are right; only the sharding is not."""
     words = on_ring(size, *more)
-    verdict, reached = verify_planted(WHOLE_SEQUENCE, references, overrides=words, steps=1)
+    verdict, reached = verify_planted(WHOLE_SEQUENCE, overrides=words, steps=1)
     assert reached
     assert verdict.failure is None, failure_in_words(verdict.failure)
     assert not verdict.passed
@@ -174,9 +167,10 @@ def test_the_command_fails_on_a_broken_copy_of_the_package(tmp_path: Path) -> No
     assert done.returncode == 1, done.stderr
     assert "FAIL at step 1, in float64: the first difference is in the gradient." in done.stdout
     assert "all are 4.000 times too large" in done.stdout
-    assert "Look in rlexp/training/engine/" in done.stdout
+    assert "The setting at fault is parallel.ring_size=2" in done.stdout
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
-    assert (found["passed"], found["failure"]["module"]) == (False, "rlexp/training/engine/")
+    assert not found["passed"]
+    assert [each["key"] for each in found["failure"]["settings"]] == ["parallel.ring_size"]
 
 
 SUMMED = """
@@ -203,7 +197,7 @@ def test_the_default_passes(tmp_path: Path) -> None:
     done = command(tmp_path, "launch.device=cpu", "--json", "out.json")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "PASS: 3 optimizer steps" in done.stdout
-    assert "float64, by the reference" in done.stderr
+    assert "float64, by transformers alone" in done.stderr
     found = json.loads((tmp_path / "out.json").read_text(encoding="utf-8"))
     assert found["passed"]
     assert found["not_verified"] == []
@@ -317,45 +311,29 @@ def test_a_long_pair_passes_on_a_ring_of_four(shared: Path, tmp_path: Path) -> N
     assert verdict.plan.longest == 4003
 
 
-# ---- the reference stands on its own ----
+# ---- transformers alone stand on their own ----
+
+# What is computed alone imports of rlexp besides its own modules: the schema, the text of generated rows and of
+# templates with a name, the float64 mode, the tokenizer of bytes, the losses' formulas, and what asks for rewards.
+KEYS = ("data", "data_sources", "losses", "models", "reward_terms", "rollouts", "row_kinds")
+OF_ALONE = {"base.errors", "config.chat_templates", "config.schema", *(f"config.schema.{name}" for name in KEYS),
+            "launch.joining", "training.algos.base", "training.algos.build", "training.algos.policy_loss",
+            "training.dataset", "training.model.float64", "training.model.loading", "training.model.reward_model",
+            "training.rollout.rewards.python", "training.rollout.rewards.rule", "training.types"}  # fmt: skip
+ALONE = ("adapter", "alone", "alone_samples", "by_length", "drawing", "formula", "model", "optimizer", "rewards",
+         "rollout_rules", "rows", "rules")  # fmt: skip
 
 
-# What the reference imports of rlexp besides its own modules: the schema, the text of generated rows and of templates
-# with a name, the float64 mode, and the interfaces of the losses' formulas.
-KEYS = ("data", "losses", "models", "reward_terms", "rollouts", "row_kinds")
-OF_REFERENCE = {"base.errors", "config.chat_templates", "config.schema", *(f"config.schema.{name}" for name in KEYS),
-                "training.algos.base", "training.algos.policy_loss", "training.dataset", "training.model.float64",
-                "verify.records"}  # fmt: skip
-REFERENCE = ("records", *(f"reference/{file.stem}" for file in (ROOT / "rlexp/verify/reference").glob("*.py")))
-
-
-def test_the_reference_shares_nothing_with_what_it_judges() -> None:
-    for name in REFERENCE:
+def test_what_is_computed_alone_shares_nothing_with_what_it_judges() -> None:
+    for name in ALONE:
         tree = ast.parse((ROOT / "rlexp" / "verify" / f"{name}.py").read_text(encoding="utf-8"))
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlexp"):
-                if node.module.startswith("rlexp.verify.reference"):
+                if node.module == "rlexp.verify" or node.module.removeprefix("rlexp.verify.") in (*ALONE, "recording"):
                     continue
-                assert node.module.removeprefix("rlexp.") in OF_REFERENCE, f"{name}: {node.module}"
+                assert node.module.removeprefix("rlexp.") in OF_ALONE, f"{name}: {node.module}"
                 if node.module == "rlexp.training.dataset":
                     assert {alias.name for alias in node.names} <= {"generated"}
-
-
-def test_no_defect_but_of_losses_reaches_the_reference() -> None:
-    """One reference then stands for all defects of a configuration: it imports no module that has a defect."""
-    edges = [(str(each.file), each.target) for each in imports_of(ROOT / "rlexp")]
-    reached = {f"verify/{name}.py" for name in REFERENCE}
-    while more := {target for file, target in edges if file in reached and target.endswith(".py")} - reached:
-        reached |= more
-    planted = {f"training/{f.target.partition(':')[0].replace('.', '/')}.py" for f in FAULTS if f.module != ALGOS}
-    assert not planted & reached
-
-
-@pytest.mark.parametrize(
-    "text", ["", "plain", "é漢🙂\n\t\x00\x7f", "<bos>a<eos><pad>", "<eos", "".join(map(chr, range(512)))]
-)
-def test_bytes_are_the_tiny_models_tokens(text: str) -> None:
-    assert Bytes()(text)["input_ids"] == byte_tokenizer()(text, add_special_tokens=True)["input_ids"]
 
 
 @pytest.mark.parametrize("overrides", [("optim.betas=[0.8,0.95]", "optim.eps=1e-6"), ("optim=sgd",)])
@@ -383,7 +361,7 @@ def test_the_optimizer_written_out_is_torchs(overrides: tuple[str, ...]) -> None
 
 
 def test_attention_in_blocks_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlexp.verify.reference.model.SCORES", 200)  # several blocks of queries
+    monkeypatch.setattr("rlexp.verify.model.SCORES", 200)  # several blocks of queries
     q, k, v = (torch.randn(2, 37, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(s)).requires_grad_()
                for s in range(3))  # fmt: skip
     mine = softmax_attention(q, k, v, 0.3)
@@ -396,7 +374,8 @@ def test_attention_in_blocks_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_models_attention_for_gpus_is_sdpa() -> None:
     """On a GPU transformers uses our attention in blocks; on the CPU both run and are compared."""
     cfg, cpu = compose_config([*SMALL, "train.precision=fp64"]), torch.device("cpu")
-    pair = TokenPair(*(torch.arange(3, 3 + n).numpy() for n in (20, 15, 9)), "a pair")
+    prompt, answer = (torch.arange(3, 3 + n).numpy() for n in (20, 15))
+    pair = TokenExample(prompt, {"chosen": answer}, {"chosen": answer > 0}, "a pair")
     one_way, other = (answer_logps(load(cfg, cpu, name), pair, "chosen", cpu) for name in ("sdpa", own_blocks()))
     for a, b in zip(one_way, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
@@ -452,10 +431,10 @@ def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path)
     assert all(torch.equal(weight, large[name]) for name, weight in small.items())
 
 
-def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(references: Path) -> None:
+def test_a_shrunk_model_is_verified_and_said_to_be_shrunk() -> None:
     overrides = [*SMALL, "model.layers=6", "train.precision=fp64", "parallel=ring2", "data.max_length=300"]
     cfg = compose_config(overrides)
-    verdict, reached = verify_planted(LITTLE_MEMORY, references, overrides=overrides, steps=1)
+    verdict, reached = verify_planted(LITTLE_MEMORY, overrides=overrides, steps=1)
     assert reached
     assert verdict.passed, failure_in_words(verdict.failure)
     assert 2 <= verdict.plan.layers < 6
@@ -473,6 +452,7 @@ def test_a_shrunk_model_is_verified_and_said_to_be_shrunk(references: Path) -> N
         (("--steps", "0"), {}, "rlexp: --steps=0: must be at least 1."),
         (("--steps", "many"), {}, "rlexp: argument --steps: invalid int value: 'many'."),
         (("loss=grpo", "rollout.engine=vllm"), {}, "rlexp: rollout.engine=vllm: the model has heads of 8 numbers"),
+        (("--no-search=yes",), {}, "rlexp: argument --no-search: ignored explicit argument 'yes'."),
         (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz 2."),
         (("launch.nodes=2",), {}, "rlexp: launch.nodes=2: this command starts ranks on this machine only."),
         (("--json", "/no/such/folder/out.json"), {}, "rlexp: --json=/no/such/folder/out.json: "),

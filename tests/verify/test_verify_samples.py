@@ -18,10 +18,10 @@ from rlexp.base.errors import ModelError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.verify.precision import Values, of_pairs
-from rlexp.verify.records import TensorFiles
+from rlexp.verify.precision import OfStep, of_pairs
+from rlexp.verify.profiles import usual_steps
+from rlexp.verify.recording import TensorFiles
 from rlexp.verify.report import failure_in_words, report
-from rlexp.verify.variants import usual_steps
 from rlexp.verify.verification import Verification, verify
 
 LOSSES = [name for name, kind in KINDS["loss"].items() if kind.draws]
@@ -251,7 +251,7 @@ def test_rounding_of_a_short_answer_counts_less(tmp_path: Path) -> None:
 
     def apart(tokens: int, *, scores: bool = False) -> float:
         said = [{"policy": {(0, "answer"): np.full(tokens, -2.0 * (1 + more))}} for more in (1e-3, 0.0)]
-        ours, theirs = (Values(1, each, 0.0, 1.0, TensorFiles(tmp_path), scores) for each in said)
+        ours, theirs = (OfStep(1, each, 0.0, 1.0, TensorFiles(tmp_path), scores) for each in said)
         return of_pairs(ours, theirs)
 
     assert apart(1) == pytest.approx(1e-3 / 32)

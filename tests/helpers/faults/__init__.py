@@ -28,6 +28,7 @@ from tests.helpers.faults.drawing import DRAWING_FAULTS
 from tests.helpers.faults.engine import ENGINE_FAULTS
 from tests.helpers.faults.fused import FUSED_FAULTS
 from tests.helpers.faults.gathered import GATHERED_FAULTS
+from tests.helpers.faults.halves import HALVES
 from tests.helpers.faults.losses import LOSS_FAULTS
 from tests.helpers.faults.metrics import METRICS_FAULTS
 from tests.helpers.faults.model import MODEL_FAULTS
@@ -41,7 +42,7 @@ from tests.helpers.faults.train import TRAIN_FAULTS
 
 FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
           *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *ADAPTER_FAULTS, *SAMPLE_FAULTS, *GATHERED_FAULTS,
-          *STARTING_FAULTS, *DRAWING_FAULTS, *FUSED_FAULTS, *SHARING_FAULTS)  # fmt: skip
+          *STARTING_FAULTS, *DRAWING_FAULTS, *FUSED_FAULTS, *SHARING_FAULTS, *HALVES)  # fmt: skip
 
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 300_000_000, "", "")

@@ -54,7 +54,7 @@ def measured_first(original: Any, self: Any, loss: Any, *, last: bool) -> None:
     self.reducing._land = measuring
     original(self, loss, last=last)
     del self.reducing._land
-    if last:
+    if last and norms:  # one rank alone reduces nothing
         self.grad_norm = lambda: norms[0]
 
 

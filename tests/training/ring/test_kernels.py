@@ -45,7 +45,7 @@ from rlexp.training.ring.kernels import (
 )
 from rlexp.training.train import build
 from rlexp.training.train.surroundings import Surroundings
-from rlexp.verify.variants import exact
+from rlexp.verify.profiles import exact
 from tests.helpers.attention import CALLS, launches_of, named_call
 from tests.helpers.mock_flash import MockFlash
 from tests.helpers.paths import ROOT

@@ -33,7 +33,7 @@ from rlexp.training.ring.layouts import Layout
 from rlexp.training.ring.layouts.ring_flash_attn import LibraryPlan, library_layout
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import ALONE, Ring, build_world
-from rlexp.verify.variants import exact
+from rlexp.verify.profiles import exact
 from tests.helpers import mock_flash
 from tests.helpers.attention import HEADS, SIZE, error, expected_of, flash_error_of, inputs
 from tests.helpers.beside_library import Gap, gaps
