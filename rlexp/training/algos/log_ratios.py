@@ -44,10 +44,14 @@ def implicit_rewards(values: Values, beta: float) -> dict[str, Tensor]:
     chosen_P, rejected_P = (beta * ratio_P.detach() for ratio_P in log_ratios(values))
     parts = [*values.logps.values(), *(values.reference or {}).values()]
     magnitude_P = sum((part_P.detach().abs() for part_P in parts), start=torch.zeros_like(chosen_P))
+    return reward_metrics(chosen_P, rejected_P, beta * magnitude_P)
+
+
+def reward_metrics(chosen_P: Tensor, rejected_P: Tensor, magnitude_P: Tensor) -> dict[str, Tensor]:
     return {
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
-        "rewards/accuracies": accuracies(chosen_P - rejected_P, beta * magnitude_P),
+        "rewards/accuracies": accuracies(chosen_P - rejected_P, magnitude_P),
         "rewards/margins": chosen_P - rejected_P,
     }
 

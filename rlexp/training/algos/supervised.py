@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from rlexp.config.schema.losses import RewardModelConfig, SFTConfig
 from rlexp.training.algos.base import Losses, Values
-from rlexp.training.algos.log_ratios import accuracies, logistic
+from rlexp.training.algos.log_ratios import logistic, reward_metrics
 from rlexp.training.types import Wanted
 
 
@@ -47,13 +47,7 @@ class RewardLoss:
     def __call__(self, values: Values) -> Losses:
         assert values.scores is not None
         chosen_P, rejected_P = values.scores["chosen"], values.scores["rejected"]
-        ahead_P = chosen_P - rejected_P
         asked_P = 0.0 if values.margin_E is None else self.cfg.margin_weight * values.margin_E
-        losses_P = logistic(ahead_P - asked_P) + self.cfg.center * (chosen_P + rejected_P) ** 2
-        metrics_P = {
-            "rewards/chosen": chosen_P.detach(),
-            "rewards/rejected": rejected_P.detach(),
-            "rewards/accuracies": accuracies(ahead_P.detach(), (chosen_P.abs() + rejected_P.abs()).detach()),
-            "rewards/margins": ahead_P.detach(),
-        }
-        return Losses(losses_P, metrics_P)
+        losses_P = logistic(chosen_P - rejected_P - asked_P) + self.cfg.center * (chosen_P + rejected_P) ** 2
+        chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+        return Losses(losses_P, reward_metrics(chosen_P, rejected_P, chosen_P.abs() + rejected_P.abs()))

@@ -124,7 +124,4 @@ def exchange(buffer: Tensor, ring: Ring) -> Tensor:
     received = torch.empty_like(buffer)
     work = dist.all_to_all_single(received, buffer, group=_group(ring), async_op=True)
     watch.note()
-    arrived = _leaving(ring, (ring.size - 1) * buffer[0].nbytes)
-    work.wait()
-    arrived()
-    return received
+    return Underway([buffer], [received], [work], _leaving(ring, (ring.size - 1) * buffer[0].nbytes)).wait()[0]

@@ -6,9 +6,12 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from rlexp.run_files.metrics_jsonl import MetricRow
+
+if TYPE_CHECKING:
+    from rlexp.training.sinks.baseline import Baseline
 
 
 @dataclass(frozen=True)
@@ -67,21 +70,15 @@ class Sink:
         """Close. This is the last call, however the process ends."""
 
 
-class Companion(Protocol):
-    """Something that adds values to a row before any sink gets it."""
-
-    def beside(self, row: MetricRow) -> MetricRow: ...
-
-    def close(self) -> None: ...
-
-
 class Sinks:
-    def __init__(self, sinks: Sequence[Sink], companion: Companion | None = None) -> None:
-        self.sinks, self.companion = sinks, companion
+    """All sinks of a run. A baseline adds values to a row before any sink gets it."""
+
+    def __init__(self, sinks: Sequence[Sink], baseline: Baseline | None = None) -> None:
+        self.sinks, self.baseline = sinks, baseline
 
     def log(self, row: MetricRow) -> None:
-        if self.companion is not None:
-            row = self.companion.beside(row)
+        if self.baseline is not None:
+            row = self.baseline.beside(row)
         for sink in self.sinks:
             sink.log(row)
 
@@ -102,5 +99,5 @@ class Sinks:
         with contextlib.ExitStack() as stack:
             for sink in reversed(self.sinks):
                 stack.callback(sink.close, ending)
-            if self.companion is not None:
-                stack.callback(self.companion.close)
+            if self.baseline is not None:
+                stack.callback(self.baseline.close)

@@ -342,13 +342,9 @@ def build_reference(
     run: TrainingRun, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings
 ) -> Reference:
     """Build what the policy is compared with: after the engine, which needs more memory while it is built."""
-    match run.cfg.reference.name:
-        case ReferenceName.adapter:
-            return OfAdapter(run.engine)
-        case ReferenceName.model:
-            return OfModel(frozen_model(run, model, wanted, around))
-        case other:
-            raise AssertionError(other)
+    if run.cfg.reference.name is ReferenceName.adapter:
+        return OfAdapter(run.engine)
+    return OfModel(frozen_model(run, model, wanted, around))
 
 
 def stored_reference(

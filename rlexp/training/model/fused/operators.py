@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.plain import parts_of, tokens_first, wide
+from rlexp.training.ring.kernels.base import readable
 from rlexp.training.ring.kernels.own_operators import define
 
 
@@ -129,8 +130,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _strided_rows(x: Tensor) -> Tensor:
     """View as rows of the last dimension, each of which is contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return readable(x.reshape(-1, x.shape[-1]))
 
 
 class _Norm(torch.autograd.Function):
@@ -183,19 +183,15 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = ours.rotate(_read(q), _read(k), _read(cos), _read(sin), False)
+        q, k = ours.rotate(*map(readable, (q, k, cos, sin)), False)
         return q, k
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        dq, dk = ours.rotate(_read(dq), _read(dk), _read(cos), _read(sin), True)
+        dq, dk = ours.rotate(*map(readable, (dq, dk, cos, sin)), True)
         return dq, dk, None, None
-
-
-def _read(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Gate(torch.autograd.Function):

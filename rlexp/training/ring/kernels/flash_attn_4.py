@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,8 +135,5 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_WAYS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
-    (forward, _forward_shapes), (backward, _backward_shapes),
-)  # fmt: skip
-for _schema, (_kernel, _shapes) in zip(_SCHEMAS, _WAYS, strict=True):
-    define(_schema, _shapes, CUDA=_kernel)
+define(_SCHEMAS[0], _forward_shapes, CUDA=forward)
+define(_SCHEMAS[1], _backward_shapes, CUDA=backward)

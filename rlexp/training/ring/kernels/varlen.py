@@ -66,7 +66,8 @@ def _spans(call: Call, device: torch.device) -> Iterator[Spans]:
         longest = tuple(map(max, queries, keys))
     for window, segments in launches:
         rows = [_rows(lengths, segments, device) for lengths in (queries, keys)]
-        cu_q, cu_k = (_cumulative([lengths[each] for each in segments], device) for lengths in (queries, keys))
+        bounds = (torch.tensor([0, *map(lengths.__getitem__, segments)]).cumsum(0) for lengths in (queries, keys))
+        cu_q, cu_k = (moved(each.to(torch.int32), device) for each in bounds)
         most = max(FEWEST_QUERIES, *(queries[each] for each in segments)), max(longest[each] for each in segments)
         yield Spans(rows[0], rows[1], (cu_q, cu_k, *most), window)
 
@@ -75,10 +76,6 @@ def _rows(lengths: Lengths, numbers: list[int], device: torch.device) -> Rows:
     """Return the rows of some segments."""
     starts = [*accumulate(lengths, initial=0)]
     return Selection((tuple(range(starts[number], starts[number + 1]) for number in numbers),)).to(device).index
-
-
-def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    return moved(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
 
 def empty_grads(given: Given) -> Grads:
