@@ -6,12 +6,9 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rlexp.run_files.metrics_jsonl import MetricRow
-
-if TYPE_CHECKING:
-    from rlexp.training.sinks.baseline import Baseline
 
 
 @dataclass(frozen=True)
@@ -70,15 +67,21 @@ class Sink:
         """Close. This is the last call, however the process ends."""
 
 
-class Sinks:
-    """All sinks of a run. A baseline adds values to a row before any sink gets it."""
+class Companion(Protocol):
+    """Something that adds values to a row before any sink gets it."""
 
-    def __init__(self, sinks: Sequence[Sink], baseline: Baseline | None = None) -> None:
-        self.sinks, self.baseline = sinks, baseline
+    def beside(self, row: MetricRow) -> MetricRow: ...
+
+    def close(self) -> None: ...
+
+
+class Sinks:
+    def __init__(self, sinks: Sequence[Sink], companion: Companion | None = None) -> None:
+        self.sinks, self.companion = sinks, companion
 
     def log(self, row: MetricRow) -> None:
-        if self.baseline is not None:
-            row = self.baseline.beside(row)
+        if self.companion is not None:
+            row = self.companion.beside(row)
         for sink in self.sinks:
             sink.log(row)
 
@@ -99,5 +102,5 @@ class Sinks:
         with contextlib.ExitStack() as stack:
             for sink in reversed(self.sinks):
                 stack.callback(sink.close, ending)
-            if self.baseline is not None:
-                stack.callback(self.baseline.close)
+            if self.companion is not None:
+                stack.callback(self.companion.close)
