@@ -116,8 +116,7 @@ def round_all(model: nn.Module, dtype: torch.dtype) -> None:
 
 def take_exact(parameter: nn.Parameter) -> Tensor | None:
     """Return the exact values that were kept, and let them go; None if none were."""
-    exact: Tensor | None = parameter.__dict__.pop(EXACT, None)
-    return exact
+    return parameter.__dict__.pop(EXACT, None)
 
 
 def evenly(rank: int, ranks: int, shape: torch.Size) -> slice:

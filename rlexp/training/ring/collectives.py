@@ -42,8 +42,7 @@ def _group(ring: Ring) -> dist.ProcessGroup:
 
 
 def ring_sum(values: Tensor, ring: Ring) -> Tensor:
-    result: Tensor = _RingSum.apply(values, ring)
-    return result
+    return _RingSum.apply(values, ring)
 
 
 Posted = Sequence[tuple[int, Tensor]]  # places in the ring, and what goes there or comes from there

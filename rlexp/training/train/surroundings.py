@@ -61,8 +61,7 @@ def ring_reward_model(
 
     def score(pack: Pack) -> Tensor:
         shard = shard_pack(pack, ring, layout, kernel, model.max_length, windows).to(run.device)
-        scores_S: Tensor = model(shard, pack.end_S)
-        return scores_S
+        return model(shard, pack.end_S)
 
     return RingRewardModel(term.name, model.encode, score)
 

@@ -103,24 +103,20 @@ ours = torch.ops.rlexp
 def normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Return the norm, and x again: what uses x afterwards, as the residual stream does, sends its gradient back
     through this function, which adds the two up as it goes."""
-    out, again = _Norm.apply(x, weight, eps, offset)
-    return out, again
+    return _Norm.apply(x, weight, eps, offset)
 
 
 def added_and_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream; return the norm of the sum, and the sum."""
-    out, total = _AddNorm.apply(x, residual, weight, eps, offset)
-    return out, total
+    return _AddNorm.apply(x, residual, weight, eps, offset)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = _Rotate.apply(q, k, cos, sin)
-    return q, k
+    return _Rotate.apply(q, k, cos, sin)
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    out: Tensor = _Gate.apply(gate, up, kind)
-    return out
+    return _Gate.apply(gate, up, kind)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -183,8 +179,7 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = ours.rotate(*map(readable, (q, k, cos, sin)), False)
-        return q, k
+        return ours.rotate(*map(readable, (q, k, cos, sin)), False)
 
     @staticmethod
     @once_differentiable

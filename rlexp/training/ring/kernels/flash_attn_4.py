@@ -34,13 +34,11 @@ class FlashAttn4(Varlen):
     def call_forward(
         self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
     ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.rlexp.flash_attn_4_forward(q, k, v, *_options(spans, call, scale))
-        return out, lse
+        return torch.ops.rlexp.flash_attn_4_forward(q, k, v, *_options(spans, call, scale))
 
     def call_backward(self, given: Given, spans: Spans, call: Call, scale: float) -> Grads:
         how = (torch.are_deterministic_algorithms_enabled(), self.generation)
-        dq, dk, dv = torch.ops.rlexp.flash_attn_4_backward(*given, *_options(spans, call, scale), *how)
-        return dq, dk, dv
+        return torch.ops.rlexp.flash_attn_4_backward(*given, *_options(spans, call, scale), *how)
 
 
 def _options(spans: Spans, call: Call, scale: float) -> tuple[Any, ...]:

@@ -51,8 +51,7 @@ def spans_of(call: Call, device: torch.device) -> tuple[Spans, ...]:
     """Return the launches of a call. All layers and both passes share them, and they go with the call's pack."""
     if device not in call.prepared:
         call.prepared[device] = tuple(_spans(call, device))
-    spans: tuple[Spans, ...] = call.prepared[device]
-    return spans
+    return call.prepared[device]
 
 
 def _spans(call: Call, device: torch.device) -> Iterator[Spans]:
