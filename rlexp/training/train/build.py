@@ -127,19 +127,13 @@ def build(
 
 
 def run_of(setting: Setting, engine: Engine) -> TrainingRun:
-    parameters, trained = counted(engine)
+    named = engine.policy.model.named_parameters()
+    parameters = sum(shape_of(parameter).numel() for name, parameter in named if plain_name(name) is not None)
+    trained = sum(shape.numel() for name, shape in engine.shapes().items() if not name.startswith(CRITIC))
     return TrainingRun(
         **vars(setting), engine=engine, parameters=parameters, trained=trained,
         operations=of_training(engine.policy), peak=peak_of(setting.cfg, setting.device),
     )  # fmt: skip
-
-
-def counted(engine: Engine) -> tuple[int, int]:
-    """Count the parameters of the model, and those that are trained."""
-    named = engine.policy.model.named_parameters()
-    parameters = sum(shape_of(parameter).numel() for name, parameter in named if plain_name(name) is not None)
-    trained = sum(shape.numel() for name, shape in engine.shapes().items() if not name.startswith(CRITIC))
-    return parameters, trained
 
 
 def connect(ring: Ring, device: torch.device) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Call, Grads
 from rlexp.training.ring.kernels.own_operators import define
-from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Spans, Varlen
+from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Inputs, Spans, Varlen
 
 HOPPER = 9
 
@@ -31,10 +31,8 @@ def _interface() -> Any:
 class FlashAttn4(Varlen):
     name = "flash_attn_4"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        return torch.ops.rlexp.flash_attn_4_forward(q, k, v, *_options(spans, call, scale))
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.rlexp.flash_attn_4_forward(*inputs, *_options(spans, call, scale))
 
     def call_backward(self, given: Given, spans: Spans, call: Call, scale: float) -> Grads:
         how = (torch.are_deterministic_algorithms_enabled(), self.generation)

@@ -28,6 +28,7 @@ from rlexp.training.ring.kernels.base import HALF, BlockKernel, Call, Grads, rea
 from rlexp.training.ring.selection import Lengths, Rows, Selection, covers
 from rlexp.training.types import moved
 
+Inputs = tuple[Tensor, Tensor, Tensor]  # q, k, v
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -102,9 +103,7 @@ class Varlen(BlockKernel):
         return x
 
     @abstractmethod
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output (q, H, D) and log-sum-exp (H, q)."""
 
     @abstractmethod
@@ -116,7 +115,7 @@ class Varlen(BlockKernel):
         for spans in spans_of(call, q_qHD.device):
             q = readable(q_qHD[spans.queries])
             k, v = (readable(x[spans.keys]) for x in (k_kGD, v_kGD))
-            out, lse = self.call_forward(q, k, v, spans, call, scale)
+            out, lse = self.call_forward((q, k, v), spans, call, scale)
             outs.append((spans.queries, out))
             lses.append((spans.queries, lse.transpose(0, 1)))
         shape = q_qHD.shape[:2]

@@ -86,7 +86,7 @@ class LibraryPlan:
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
         q, k, v = map(readable, (q_tHD, k_tGD, v_tGD))  # it writes gradients in their strides
         deterministic = torch.are_deterministic_algorithms_enabled()
-        out: Tensor = self.call(q, k, v, {"softmax_scale": ask.scale, "causal": True, "deterministic": deterministic})
+        out = self.call(q, k, v, {"softmax_scale": ask.scale, "causal": True, "deterministic": deterministic})
         forth, back = self.sent(k, v)
         self._count(forth)
         if out.requires_grad:
@@ -95,17 +95,14 @@ class LibraryPlan:
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
         bounds, group = (self.queries, self.keys, *self.longest), self.ring.group
-        out: Tensor
         if self.ring.size == 1:  # the library would send to itself, or take the whole world for the missing group
-            out = functions().alone(q, k, v, *bounds, **options)
-        elif self.gathered is None:
-            out = functions().zigzag(q, k, v, self.queries, self.longest[0], group=group, **options)
-        else:
-            out = functions().llama3(
-                q, k, v, *bounds, local_k_slice=self.gathered, group=group, **options,
-                heads_k_stride=1,  # one key/value head at a time, like ours
-            )  # fmt: skip
-        return out
+            return functions().alone(q, k, v, *bounds, **options)
+        if self.gathered is None:
+            return functions().zigzag(q, k, v, self.queries, self.longest[0], group=group, **options)
+        return functions().llama3(
+            q, k, v, *bounds, local_k_slice=self.gathered, group=group, **options,
+            heads_k_stride=1,  # one key/value head at a time, like ours
+        )  # fmt: skip
 
     def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
         """Return the bytes that this rank sends in the forward and in the backward pass."""
