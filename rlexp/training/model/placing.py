@@ -154,11 +154,8 @@ def arriving(placing: Placing | None) -> Iterator[None]:
     def put(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None else placing.put(parameter)
 
-    hook = register_module_parameter_registration_hook(put)
-    try:
+    with register_module_parameter_registration_hook(put):
         yield
-    finally:
-        hook.remove()
 
 
 def put_all(model: nn.Module, placing: Placing) -> None:
