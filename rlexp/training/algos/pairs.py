@@ -7,7 +7,7 @@ the rewards. A *reward* is β times a log-ratio. A reward model trains on `Rewar
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,15 +19,7 @@ from torch import Tensor
 from rlexp.config.schema import losses as schema
 from rlexp.config.schema.loss_terms import LossTerm, loss_terms
 from rlexp.training.algos.base import Losses, Values
-from rlexp.training.algos.log_ratios import (
-    implicit_rewards,
-    log_ratios,
-    logistic,
-    moved_shift,
-    per_token,
-    reward_metrics,
-    shift_of,
-)
+from rlexp.training.algos.log_ratios import implicit_rewards, log_ratios, logistic, per_token, reward_metrics, shift_of
 from rlexp.training.types import Wanted
 
 
@@ -122,10 +114,9 @@ def bco_pair(cfg: schema.BCOPairConfig, values: Values) -> Losses:
     δ is 0, or the mean reward of all answers that have been trained on, with those of this train batch. No gradient
     passes through it.
     """
-    carried: Mapping[str, float] = {}
+    (chosen_P, rejected_P), delta, carried = rewards(cfg, values), 0.0, dict[str, float]()
     if cfg.shift is schema.Shift.mean:
-        carried = moved_shift(values, "bco_pair", cfg.beta * torch.cat(log_ratios(values)).detach())
-    (chosen_P, rejected_P), delta = rewards(cfg, values), shift_of(carried, "bco_pair")
+        delta, carried = shift_of(values, "bco_pair", cfg.beta * torch.cat(log_ratios(values)).detach())
     losses_P = logistic(chosen_P - delta) + logistic(delta - rejected_P)
     return Losses(losses_P, {"bco_pair/shift": torch.full_like(values.tokens["chosen"], delta)}, carried=carried)
 

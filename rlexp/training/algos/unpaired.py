@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rlexp.config.schema.losses import APOZeroUnpairedConfig, BCOConfig, KTOConfig, SFTConfig, Shift, UnpairedConfig
 from rlexp.training.algos.base import Losses, Values
-from rlexp.training.algos.log_ratios import accuracies, log_ratio, logistic, moved_shift, shift_of
+from rlexp.training.algos.log_ratios import accuracies, log_ratio, logistic, shift_of
 from rlexp.training.types import Wanted
 
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
@@ -67,10 +67,9 @@ def bco(cfg: BCOConfig, values: Values) -> Compared:
 
     δ is 0, or the mean reward of all answers that have been trained on, with those of this train batch.
     """
-    carried: Mapping[str, float] = {}
+    point, carried = 0.0, dict[str, float]()
     if cfg.shift is Shift.mean:
-        carried = moved_shift(values, "bco", cfg.beta * log_ratio(values, "answer").detach())
-    point = shift_of(carried, "bco")
+        point, carried = shift_of(values, "bco", cfg.beta * log_ratio(values, "answer").detach())
     return Compared(logistic, point, {"bco/shift": point}, carried)
 
 

@@ -169,11 +169,7 @@ def build_layout(cfg: Config, own: Layout) -> Layout:
 
     A model is probed over our own in both cases, since probing is in float64; tests hold the backend's to ours.
     """
-    match cfg.parallel.backend:
-        case BackendName.native:
-            return own
-        case BackendName.ring_flash_attn:
-            return library_layout(own.name)
+    return own if cfg.parallel.backend is BackendName.native else library_layout(own.name)
 
 
 def build_policy(

@@ -148,7 +148,11 @@ class Rollouts:
                 assert sample.old is not None
                 numbers |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
                 d_L = self._log_ratio(sample)
-                numbers |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum()), **gap_of(sample)}
+                numbers |= {
+                    "kl": float(d_L.sum()),
+                    "kl_estimate": float(estimate(self.loss_cfg.kl, d_L).sum()),
+                    **gap_of(sample),
+                }
             return numbers
 
         names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
@@ -163,9 +167,6 @@ class Rollouts:
             return torch.zeros_like(old_L)
         return old_L - torch.from_numpy(sample.reference).double()
 
-    def _kl(self, d_L: Tensor) -> Tensor:
-        return estimate(self.loss_cfg.kl, d_L)
-
     def _give_credit(self, samples: Sequence[ScoredSample], table: Table) -> list[CreditedSample]:
         """Give this rank's samples their advantages by token, from the outcomes of all samples."""
         group_N = torch.arange(self.size) // self.cfg.n_samples
@@ -174,7 +175,7 @@ class Rollouts:
         credited = []
         for sample in samples:
             values_L = None if sample.values is None else torch.from_numpy(sample.values).double()
-            kl_L = self._kl(self._log_ratio(sample))
+            kl_L = estimate(self.loss_cfg.kl, self._log_ratio(sample))
             spread = self.loss.spread(float(credit_N[sample.place]), kl_L, values_L, self.kl_coef)
             counts = sample.counts and not (self.loss_cfg.filter and bool(without_signal[sample.place]))
             returns = None if spread.returns_L is None else spread.returns_L.numpy().astype(self.scorer.dtype)

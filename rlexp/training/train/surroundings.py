@@ -69,10 +69,7 @@ def ring_reward_model(
 class Surroundings:
     has_packages = True  # of the run
     tokenizer = staticmethod(load_tokenizer)
-
-    def examples(self, cfg: Config, tokenizer: Any, world: World, *, trains: bool) -> Examples:
-        """Read the examples. A collective call."""
-        return read_examples(cfg, tokenizer, world, trains=trains)
+    examples: Callable[..., Examples] = staticmethod(read_examples)
 
     # ---- models ----
 

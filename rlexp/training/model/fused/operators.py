@@ -49,25 +49,9 @@ def _norm_backward_shapes(
     return torch.empty_like(x), x.new_empty(parts if of_weight else 0, x.shape[1], dtype=wide(x.dtype))
 
 
-def _rotate_shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return tokens_first(q), tokens_first(k)
-
-
-def _gate_shapes(gate: Tensor, *_: Any) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-def _gate_backward_shapes(_dout: Tensor, gate: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
 def _read_logits_shapes(logits: Tensor, _targets: Tensor, _temperature: float, *more: bool) -> tuple[Tensor, ...]:
     asked = (True, True, True, *more)
     return tuple(logits.new_empty(len(logits) if each else 0, dtype=wide(logits.dtype)) for each in asked)
-
-
-def _logits_backward_shapes(*_: Any) -> None:
-    return None
 
 
 _DEFINED: dict[str, Callable[..., Any]] = {
@@ -76,13 +60,15 @@ _DEFINED: dict[str, Callable[..., Any]] = {
         _add_norm_shapes,
     "norm_backward(Tensor dout, Tensor? dtotal, Tensor x, Tensor weight, Tensor scale, float offset, bool of_weight) "
     "-> (Tensor, Tensor)": _norm_backward_shapes,
-    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)": _rotate_shapes,
-    "gate(Tensor gate, Tensor up, str kind) -> Tensor": _gate_shapes,
-    "gate_backward(Tensor dout, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)": _gate_backward_shapes,
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)":
+        lambda q, k, *_: (tokens_first(q), tokens_first(k)),
+    "gate(Tensor gate, Tensor up, str kind) -> Tensor": lambda gate, *_: gate.new_empty(gate.shape),
+    "gate_backward(Tensor dout, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)":
+        lambda _dout, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     "read_logits(Tensor logits, Tensor targets, float temperature, bool entropy, bool likelihood, bool hit) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _read_logits_shapes,
     "logits_backward(Tensor(a!) logits, Tensor targets, Tensor norm, Tensor dlogps, Tensor? entropy, Tensor? dentropy, "
-    "float temperature) -> ()": _logits_backward_shapes,
+    "float temperature) -> ()": lambda *_: None,
 }  # fmt: skip
 
 for _schema, _shapes in _DEFINED.items():
