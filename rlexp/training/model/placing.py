@@ -7,7 +7,6 @@ nor on the host. Where the cast loses bits, a rank keeps its part of the exact v
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -77,10 +76,6 @@ class Placing:
         part = value.reshape(-1)[self.part(value.shape)]
         setattr(placed, EXACT, part.to(self.device, self.dtype, copy=True))
         return placed
-
-    def of_frozen(self, dtype: torch.dtype) -> Placing:
-        """Return where weights go that are not trained: nothing of them is wider than the dtype that computes."""
-        return dataclasses.replace(self, dtype=dtype, part=None if self.whole else self.part)
 
 
 def placed_copy(parameter: nn.Parameter) -> nn.Parameter:

@@ -146,9 +146,9 @@ class Rollouts:
             numbers |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
             if scored:
                 assert sample.old is not None
-                numbers |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
                 d_L = self._log_ratio(sample)
                 numbers |= {
+                    "surprise": -float(sample.old.sum(dtype=np.float64)),
                     "kl": float(d_L.sum()),
                     "kl_estimate": float(estimate(self.loss_cfg.kl, d_L).sum()),
                     **gap_of(sample),

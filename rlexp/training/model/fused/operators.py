@@ -33,15 +33,6 @@ def _on_cpu() -> Any:
     return triton_kernels() if os.environ.get("TRITON_INTERPRET") == "1" else plain
 
 
-def _norm_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(len(x), dtype=wide(x.dtype))
-
-
-def _add_norm_shapes(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, scale = _norm_shapes(x)
-    return out, torch.empty_like(residual), scale
-
-
 def _norm_backward_shapes(
     _dout: Tensor, _dtotal: Tensor | None, x: Tensor, _weight: Tensor, _scale: Tensor, _offset: float, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -55,9 +46,10 @@ def _read_logits_shapes(logits: Tensor, _targets: Tensor, _temperature: float, *
 
 
 _DEFINED: dict[str, Callable[..., Any]] = {
-    "norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)": _norm_shapes,
+    "norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)":
+        lambda x, *_: (torch.empty_like(x), x.new_empty(len(x), dtype=wide(x.dtype))),
     "add_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)":
-        _add_norm_shapes,
+        lambda x, total, *_: (torch.empty_like(x), torch.empty_like(total), x.new_empty(len(x), dtype=wide(x.dtype))),
     "norm_backward(Tensor dout, Tensor? dtotal, Tensor x, Tensor weight, Tensor scale, float offset, bool of_weight) "
     "-> (Tensor, Tensor)": _norm_backward_shapes,
     "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)":
