@@ -34,14 +34,11 @@ def locked(path: Path, waits: str = "") -> Iterator[None]:
     The kernel releases it when its holder dies. An OSError says that the folder cannot be made or written to.
     """
     make(path.parent)
-    handle = os.open(path.with_name(f".{path.name}.lock"), os.O_CREAT | os.O_RDWR, 0o666)
-    try:
+    with path.with_name(f".{path.name}.lock").open("ab") as lock:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if waits:
                 sys.stderr.write(f"rlexp: {waits}\n")
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(handle)

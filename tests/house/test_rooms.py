@@ -129,7 +129,7 @@ def add(copy: Path, file: str, line: str) -> None:
         ("training/types.py", "def later():\n    import rlexp.training.dealer.packing", "dealer/packing.py"),
         ("training/dataset/sampler.py", "if TYPE_CHECKING:\n    from rlexp.training.train import examples",
          "train/examples.py"),
-        ("training/ring/layouts/chunks.py", "import rlexp.training.ring.layouts", "layouts/__init__.py"),
+        ("training/ring/layouts/ulysses.py", "import rlexp.training.ring.layouts", "layouts/__init__.py"),
         ("launch/run_folder.py", "def later():\n    from rlexp.run import job", "run/job.py"),  # back up
     ],
 )  # fmt: skip

@@ -28,7 +28,7 @@ from rlexp.training.sinks.console import ConsoleSink
 from rlexp.training.sinks.jsonl import RolloutsSink
 from rlexp.training.sinks.tensorboard import TensorBoardSink
 from rlexp.training.sinks.wandb_access import read_offline
-from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink
+from rlexp.training.sinks.wandb_run import WandbSink
 from tests.helpers.curves import a_run, compare, drawn, report_of
 from tests.helpers.wandb_runs import records
 
@@ -215,8 +215,8 @@ def test_wandb_has_the_table_with_the_row_of_its_step(tmp_path: Path, monkeypatc
     for name in [name for name in os.environ if name.startswith("WANDB")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", "/dev/null")
-    facts = WandbFacts({}, [], "train/loss", Best.min, Precision.fp32)
-    sink = WandbSink(LoggerConfig(), tmp_path, facts, run_id="run-000000")
+    facts = {"best": {"train/loss": Best.min}, "precision": Precision.fp32}
+    sink = WandbSink(LoggerConfig(), tmp_path, {}, [], **facts, run_id="run-000000")
     sink.rollout(replace(drawn()[0], shown=[SHOWN, SHOWN]))
     sink.rollout(replace(drawn(each=2)[1], shown=[SHOWN]))  # for step 3
     for step in range(1, 5):

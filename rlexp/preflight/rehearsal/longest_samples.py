@@ -37,9 +37,8 @@ from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, Sequences
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.train.ring_reward_model import ring_reward_model
 from rlexp.training.train.rollout_supply import Rollouts
-from rlexp.training.train.surroundings import UNPROBED, Unprobed
+from rlexp.training.train.surroundings import UNPROBED, Unprobed, ring_reward_model
 from rlexp.training.types import CreditedSample, Ids, Pack, Sample
 from rlexp.training.world.groups import World
 

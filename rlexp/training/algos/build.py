@@ -7,11 +7,10 @@ from typing import Any
 
 from rlexp.config.schema import losses as schema
 from rlexp.training.algos.base import Loss
-from rlexp.training.algos.pairs import PairLoss
+from rlexp.training.algos.pairs import PairLoss, RewardLoss
 from rlexp.training.algos.policy import POLICY
 from rlexp.training.algos.policy_loss import PolicyLoss
-from rlexp.training.algos.supervised import SFT, RewardLoss
-from rlexp.training.algos.unpaired import UnpairedLoss
+from rlexp.training.algos.unpaired import SFT, UnpairedLoss
 
 LOSSES: dict[type[schema.LossConfig], Callable[[Any], Loss]] = {
     schema.PreferenceConfig: PairLoss,

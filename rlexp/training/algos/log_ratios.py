@@ -3,7 +3,6 @@ logistic loss, and BCO's shift, which outlives the step. Shape letters: P pairs,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -44,10 +43,14 @@ def implicit_rewards(values: Values, beta: float) -> dict[str, Tensor]:
     chosen_P, rejected_P = (beta * ratio_P.detach() for ratio_P in log_ratios(values))
     parts = [*values.logps.values(), *(values.reference or {}).values()]
     magnitude_P = sum((part_P.detach().abs() for part_P in parts), start=torch.zeros_like(chosen_P))
+    return reward_metrics(chosen_P, rejected_P, beta * magnitude_P)
+
+
+def reward_metrics(chosen_P: Tensor, rejected_P: Tensor, magnitude_P: Tensor) -> dict[str, Tensor]:
     return {
         "rewards/chosen": chosen_P,
         "rewards/rejected": rejected_P,
-        "rewards/accuracies": accuracies(chosen_P - rejected_P, beta * magnitude_P),
+        "rewards/accuracies": accuracies(chosen_P - rejected_P, magnitude_P),
         "rewards/margins": chosen_P - rejected_P,
     }
 
@@ -70,19 +73,14 @@ def logistic(margin_P: Tensor, label_smoothing: float = 0.0) -> Tensor:
     return (1 - label_smoothing) * right_P - label_smoothing * F.logsigmoid(-margin_P)
 
 
-def shift_of(carried: Mapping[str, float], loss: str) -> float:
-    """Return the mean reward of all answers trained on so far, one of the two numbers that a loss carries."""
-    return carried.get(f"{loss}/rewards", 0.0)
-
-
-def moved_shift(values: Values, loss: str, rewards_B: Tensor) -> Mapping[str, float]:
-    """Return the mean with the rewards of a train batch, and how many answers it is of; held-out ones do not move it.
-
-    Before the first answer there is none.
-    """
+def shift_of(values: Values, loss: str, rewards_B: Tensor) -> tuple[float, dict[str, float]]:
+    """Return the mean reward of all answers trained on so far, with those of a train batch; and what the loss carries:
+    this mean, and how many answers it is of. Held-out ones do not move it, and before the first answer it is 0."""
     names = rewards, answers = f"{loss}/rewards", f"{loss}/answers"
     before = {name: values.carried[name] for name in names if name in values.carried}
+    mean = before.get(rewards, 0.0)
     if values.held_out or not len(rewards_B):
-        return before
-    count, mean = before.get(answers, 0.0) + len(rewards_B), before.get(rewards, 0.0)
-    return {rewards: mean + (float(rewards_B.sum()) - len(rewards_B) * mean) / count, answers: count}
+        return mean, before
+    count = before.get(answers, 0.0) + len(rewards_B)
+    mean += (float(rewards_B.sum()) - len(rewards_B) * mean) / count
+    return mean, {rewards: mean, answers: count}

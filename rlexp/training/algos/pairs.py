@@ -1,13 +1,13 @@
 """The losses over pairs. Each is a function of its keys and of what is known of the pairs; `PAIRS` lists them all.
 
 A run trains on `PairLoss`, the weighted sum of one or several. It adds the supervised term, weighs the pairs, and logs
-the rewards. A *reward* is β times a log-ratio. Shape letter: P pairs.
+the rewards. A *reward* is β times a log-ratio. A reward model trains on `RewardLoss`. Shape letter: P pairs.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor
 from rlexp.config.schema import losses as schema
 from rlexp.config.schema.loss_terms import LossTerm, loss_terms
 from rlexp.training.algos.base import Losses, Values
-from rlexp.training.algos.log_ratios import implicit_rewards, log_ratios, logistic, moved_shift, per_token, shift_of
+from rlexp.training.algos.log_ratios import implicit_rewards, log_ratios, logistic, per_token, reward_metrics, shift_of
 from rlexp.training.types import Wanted
 
 
@@ -114,10 +114,9 @@ def bco_pair(cfg: schema.BCOPairConfig, values: Values) -> Losses:
     δ is 0, or the mean reward of all answers that have been trained on, with those of this train batch. No gradient
     passes through it.
     """
-    carried: Mapping[str, float] = {}
+    (chosen_P, rejected_P), delta, carried = rewards(cfg, values), 0.0, dict[str, float]()
     if cfg.shift is schema.Shift.mean:
-        carried = moved_shift(values, "bco_pair", cfg.beta * torch.cat(log_ratios(values)).detach())
-    (chosen_P, rejected_P), delta = rewards(cfg, values), shift_of(carried, "bco_pair")
+        delta, carried = shift_of(values, "bco_pair", cfg.beta * torch.cat(log_ratios(values)).detach())
     losses_P = logistic(chosen_P - delta) + logistic(delta - rejected_P)
     return Losses(losses_P, {"bco_pair/shift": torch.full_like(values.tokens["chosen"], delta)}, carried=carried)
 
@@ -283,3 +282,26 @@ def on_policy_weight(values: Values) -> Tensor:
         means = [(values.logps[side].detach() - likelihoods[side]) / values.tokens[side].clamp(min=1)
                  for side in ("chosen", "rejected")]  # fmt: skip
         return torch.exp(means[0] + means[1])
+
+
+@dataclass(frozen=True)
+class RewardLoss:
+    """−log σ(chosen − rejected − margin) + center · (chosen + rejected)², of scores: the loss of Bradley and Terry.
+
+    InstructGPT has it (Ouyang et al. 2022, arXiv 2203.02155), with margins Llama 2 (Touvron et al. 2023, arXiv
+    2307.09288, equation 2). Centring is by Eisenstein et al. 2023 (arXiv 2312.09244).
+    """
+
+    cfg: schema.RewardModelConfig
+
+    @cached_property
+    def wanted(self) -> Wanted:
+        return Wanted(scores=True, margins=self.cfg.margin_weight > 0)
+
+    def __call__(self, values: Values) -> Losses:
+        assert values.scores is not None
+        chosen_P, rejected_P = values.scores["chosen"], values.scores["rejected"]
+        asked_P = 0.0 if values.margin_E is None else self.cfg.margin_weight * values.margin_E
+        losses_P = logistic(chosen_P - rejected_P - asked_P) + self.cfg.center * (chosen_P + rejected_P) ** 2
+        chosen_P, rejected_P = chosen_P.detach(), rejected_P.detach()
+        return Losses(losses_P, reward_metrics(chosen_P, rejected_P, chosen_P.abs() + rejected_P.abs()))

@@ -1,7 +1,7 @@
-"""The losses over single answers, each labelled good or bad; `UNPAIRED` lists them all.
+"""The losses over single answers: supervised training, and those over answers labelled good or bad (`UNPAIRED`).
 
-Such a loss compares an answer's reward, β·(log π − log π_ref), with a point of reference, through which no gradient
-passes. Good answers should be above it, bad ones below. Shape letters: E examples, B of the train batch.
+Those compare an answer's reward, β·(log π − log π_ref), with a point of reference, through which no gradient passes.
+Good answers should be above it, bad ones below. Shape letters: E examples, B of the train batch.
 """
 
 from __future__ import annotations
@@ -9,17 +9,35 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from rlexp.config.schema.losses import APOZeroUnpairedConfig, BCOConfig, KTOConfig, Shift, UnpairedConfig
+from rlexp.config.schema.losses import APOZeroUnpairedConfig, BCOConfig, KTOConfig, SFTConfig, Shift, UnpairedConfig
 from rlexp.training.algos.base import Losses, Values
-from rlexp.training.algos.log_ratios import accuracies, log_ratio, logistic, moved_shift, shift_of
+from rlexp.training.algos.log_ratios import accuracies, log_ratio, logistic, shift_of
 from rlexp.training.types import Wanted
 
 MARGINS = {"rewards/margins": ("rewards/chosen", "rewards/rejected")}
+
+
+@dataclass(frozen=True)
+class SFT:
+    """−log π of each trained token, in the mean over those of the whole train batch."""
+
+    cfg: SFTConfig
+    wanted: ClassVar[Wanted] = Wanted(mean_tokens=True, entropies=True, hits=True)
+
+    def __call__(self, values: Values) -> Losses:
+        tokens_E = values.tokens["answer"]
+        some_E = tokens_E.clamp(min=1)
+        metrics_E = {
+            "mean_token_accuracy": values.of_tokens["hits"]["answer"] / some_E,
+            "entropy": values.of_tokens["entropies"]["answer"] / some_E,
+        }
+        weights_E = dict.fromkeys(metrics_E, tokens_E) | {"loss": tokens_E / values.mean_tokens}
+        return Losses(-values.logps["answer"] / values.mean_tokens, metrics_E, weights_E)
 
 
 @dataclass(frozen=True)
@@ -49,10 +67,9 @@ def bco(cfg: BCOConfig, values: Values) -> Compared:
 
     δ is 0, or the mean reward of all answers that have been trained on, with those of this train batch.
     """
-    carried: Mapping[str, float] = {}
+    point, carried = 0.0, dict[str, float]()
     if cfg.shift is Shift.mean:
-        carried = moved_shift(values, "bco", cfg.beta * log_ratio(values, "answer").detach())
-    point = shift_of(carried, "bco")
+        point, carried = shift_of(values, "bco", cfg.beta * log_ratio(values, "answer").detach())
     return Compared(logistic, point, {"bco/shift": point}, carried)
 
 

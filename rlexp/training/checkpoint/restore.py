@@ -91,16 +91,12 @@ class Reader:
         self.shapes = {name: torch.Size(shape) for name, shape in manifest["parameters"].items()}
         self._runs: dict[str, list[_Elements]] = {}
         self._open: dict[Path, Any] = {}
-        for name in manifest["files"]:
-            if name.endswith(".safetensors"):
-                self._index(checkpoint / name)
-
-    def _index(self, path: Path) -> None:
-        file = self._open[path] = safe_open(path, framework="pt")
-        starts = json.loads(file.metadata()["starts"])
-        for key in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
-            (length,) = file.get_slice(key).get_shape()
-            self._runs.setdefault(key, []).append(_Elements(path, starts[key], starts[key] + length))
+        for path in (checkpoint / name for name in manifest["files"] if name.endswith(".safetensors")):
+            file = self._open[path] = safe_open(path, framework="pt")
+            starts = json.loads(file.metadata()["starts"])
+            for key in file.keys():  # noqa: SIM118 - a safetensors file, not a dict
+                (length,) = file.get_slice(key).get_shape()
+                self._runs.setdefault(key, []).append(_Elements(path, starts[key], starts[key] + length))
 
     def read(self, kind: str, name: str, start: int, stop: int) -> Tensor:
         """Return elements `start` to `stop` of the flattened parameter or moment, in the dtype of the file."""

@@ -66,14 +66,12 @@ class Engine(Protocol):
         return ENGINES[self.name].sharded
 
     def forward(self, shard: Shard) -> TokenLogps:
-        logps: TokenLogps = self.module(shard)
-        return logps
+        return self.module(shard)
 
     @torch.no_grad()
     def decode(self, batch: Decoding) -> Tensor:
         """Return the (B, V) logits of each row's next token from the trained weights, without a gradient."""
-        logits_BV: Tensor = (self.module if self.sharded else self.policy)(batch)
-        return logits_BV
+        return (self.module if self.sharded else self.policy)(batch)
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:

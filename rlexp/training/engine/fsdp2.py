@@ -135,10 +135,13 @@ def shard(policy: Policy, dtype: torch.dtype, world: World, *, offloaded_from: t
     precision = MixedPrecisionPolicy(cast_forward_inputs=False)
     if dtype is torch.bfloat16:
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    parts = {  # of the parameters without memory
+        name: exact.to(parameter.dtype)
+        for name, parameter in policy.named_parameters()
+        if (exact := take_exact(parameter)) is not None
+    }
     # The run's device: by default FSDP takes the machine's.
-    parts = {name: _part(parameter) for name, parameter in policy.named_parameters()}
-    values = (*parts.values(), *policy.parameters())
-    device = offloaded_from or next(value.device for value in values if value is not None and not value.is_meta)
+    device = offloaded_from or next(each.device for each in (*parts.values(), *policy.parameters()) if not each.is_meta)
     kept = OffloadPolicy() if offloaded_from is None else CPUOffloadPolicy(pin_memory=device.type == "cuda")
     mesh = init_device_mesh(device.type, (world.size,))
     layers = set(policy.model._no_split_modules or ())  # the layers of a critic's trunk have the same names
@@ -150,13 +153,7 @@ def shard(policy: Policy, dtype: torch.dtype, world: World, *, offloaded_from: t
     return root
 
 
-def _part(parameter: nn.Parameter) -> Tensor | None:
-    """Return this rank's part of a parameter without memory, in the parameter's dtype."""
-    exact = take_exact(parameter)
-    return None if exact is None else exact.to(parameter.dtype)
-
-
-def _fill(root: Any, parts: dict[str, Tensor | None]) -> None:
+def _fill(root: Any, parts: dict[str, Tensor]) -> None:
     """Give the parameters without memory this rank's part of the weights."""
     state: dict[str, Tensor] = {}
     filled: dict[int, nn.Parameter] = {}  # a tied parameter has several names, of which the first has its part

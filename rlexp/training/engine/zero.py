@@ -92,8 +92,7 @@ def _initialize(**arguments: Any) -> Any:
 def build_zero(cfg: EngineConfig, policy: Policy, optim: OptimConfig, world: World, dtype: torch.dtype) -> Engine:
     _refuse_wrong_values(cfg)
     classes: dict[int | None, Any] = {0: Stage0, 1: Stage12, 2: Stage12, 3: Stage3}
-    engine: Engine = classes[ENGINES[cfg.name.value].stage](cfg, policy, optim, world, dtype)
-    return engine
+    return classes[ENGINES[cfg.name.value].stage](cfg, policy, optim, world, dtype)
 
 
 def _refuse_wrong_values(cfg: EngineConfig) -> None:
@@ -321,8 +320,7 @@ class Stage3(_Partitioned):
         partition_of = self.module.optimizer._get_fp32_opt_state_partition
         piece, _ = partition_of(parameter, release_swap_buffers=False, optim_state_key=moment)
         _, real = place_of_piece(parameter, piece, self.world)
-        view: Tensor = piece.detach()[:real]
-        return view
+        return piece.detach()[:real]
 
     def _gradient_of(self, parameter: nn.Parameter) -> Tensor:
         """Shim: return this rank's piece of the gradient, on the host if the optimizer is offloaded. DeepSpeed's public

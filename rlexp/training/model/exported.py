@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
+from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 
 
 def load_exported(place: Path, **options: Any) -> Any:
     """Load a model that a run has written, with options of `from_pretrained`."""
-    adapter = _mapping_in(place / "adapter_config.json")
+    adapter = plain_json.mapping_in(place / "adapter_config.json")
     if adapter:
         try:
             from peft import AutoPeftModelForCausalLM, AutoPeftModelForSequenceClassification
@@ -23,14 +22,7 @@ def load_exported(place: Path, **options: Any) -> Any:
         if adapter.get("task_type") == "SEQ_CLS":
             return AutoPeftModelForSequenceClassification.from_pretrained(place, num_labels=1, **options)
         return AutoPeftModelForCausalLM.from_pretrained(place, **options)
-    classes = _mapping_in(place / "config.json").get("architectures")
+    classes = (plain_json.mapping_in(place / "config.json") or {}).get("architectures")
     named = [str(each) for each in classes] if isinstance(classes, list) else []
     scores = any(name.endswith("ForSequenceClassification") for name in named)
     return (AutoModelForSequenceClassification if scores else AutoModelForCausalLM).from_pretrained(place, **options)
-
-
-def _mapping_in(file: Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        body = json.loads(file.read_text(encoding="utf-8"))
-        return body if isinstance(body, dict) else {}
-    return {}

@@ -7,7 +7,6 @@ nor on the host. Where the cast loses bits, a rank keeps its part of the exact v
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -78,10 +77,6 @@ class Placing:
         setattr(placed, EXACT, part.to(self.device, self.dtype, copy=True))
         return placed
 
-    def of_frozen(self, dtype: torch.dtype) -> Placing:
-        """Return where weights go that are not trained: nothing of them is wider than the dtype that computes."""
-        return dataclasses.replace(self, dtype=dtype, part=None if self.whole else self.part)
-
 
 def placed_copy(parameter: nn.Parameter) -> nn.Parameter:
     """Return a copy in the same place, with a copy of the exact values that are kept of it."""
@@ -116,8 +111,7 @@ def round_all(model: nn.Module, dtype: torch.dtype) -> None:
 
 def take_exact(parameter: nn.Parameter) -> Tensor | None:
     """Return the exact values that were kept, and let them go; None if none were."""
-    exact: Tensor | None = parameter.__dict__.pop(EXACT, None)
-    return exact
+    return parameter.__dict__.pop(EXACT, None)
 
 
 def evenly(rank: int, ranks: int, shape: torch.Size) -> slice:
@@ -155,11 +149,8 @@ def arriving(placing: Placing | None) -> Iterator[None]:
     def put(_module: nn.Module, _name: str, parameter: nn.Parameter | None) -> Any:
         return None if parameter is None else placing.put(parameter)
 
-    hook = register_module_parameter_registration_hook(put)
-    try:
+    with register_module_parameter_registration_hook(put):
         yield
-    finally:
-        hook.remove()
 
 
 def put_all(model: nn.Module, placing: Placing) -> None:

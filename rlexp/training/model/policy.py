@@ -109,8 +109,7 @@ class Policy(nn.Module):
         head = self.head
         hidden_tE = hidden_states(self.model.base_model, shard)
         if self.scores is not None:
-            scores: TokenScores = self.scores(head.weight, head.bias, hidden_tE, shard)
-            return scores
+            return self.scores(head.weight, head.bias, hidden_tE, shard)
         logps: TokenLogps = self.logps(head.weight, head.bias, hidden_tE, shard)
         if self.critic is None or self.logps.wanted.values is None:
             return logps
@@ -122,8 +121,7 @@ class Policy(nn.Module):
             input_ids=batch.tokens_Bq, position_ids=batch.positions_Bq, use_cache=False, decoding=batch
         ).last_hidden_state
         batch.finished()
-        logits_BV: Tensor = self.logps(head.weight, head.bias, hidden_BqE[:, -1], None)
-        return logits_BV
+        return self.logps(head.weight, head.bias, hidden_BqE[:, -1], None)
 
     def fuse(self) -> None:
         """Compute with fused pieces what they fit, and log-probabilities."""
@@ -211,13 +209,12 @@ class ValueHead(nn.Linear):
 
 
 def hidden_states(trunk: nn.Module, shard: Shard) -> Tensor:
-    hidden_tE: Tensor = trunk(
+    return trunk(
         input_ids=shard.tokens_t.unsqueeze(0),
         position_ids=shard.positions_t.unsqueeze(0),
         use_cache=False,
         ring_batch=shard.attention,
     ).last_hidden_state.squeeze(0)
-    return hidden_tE
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype, *, frozen: torch.dtype | None = None) -> None:

@@ -59,8 +59,7 @@ def commit_of(cfg: ModelConfig) -> str | None:
     if on_hub is None:
         return None
     cached = try_to_load_from_cache(on_hub.path, on_hub.gguf or "config.json", revision=on_hub.revision)
-    commit: str | None = extract_commit_hash(cached, None) if isinstance(cached, str) else None
-    return commit
+    return extract_commit_hash(cached, None) if isinstance(cached, str) else None
 
 
 def prepared(cfg: ModelConfig) -> ModelConfig:

@@ -37,12 +37,8 @@ NO_WEIGHTS = ("freeze", "chat_template", "fused")  # keys of a model
 # ---- the key ----
 
 
-def folder_of(cfg: Config) -> Path:
-    """Return the folder of this machine in which they are kept."""
-    return cache_of(cfg) / "reference"
-
-
 def cache_of(cfg: Config) -> Path:
+    """Return this machine's cache, which keeps them in its folder `reference`."""
     own: str | None = getattr(cfg.data, "cache", None)
     return Path(own).expanduser() if own else cache.root()
 

@@ -43,8 +43,7 @@ class Attention(ABC):
         """Return dq, dk and dv in the accumulation dtype, or in the dtype of q, k and v."""
 
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
-        out: Tensor = _BothPasses.apply(q_tHD, k_tGD, v_tGD, self, ask)
-        return out
+        return _BothPasses.apply(q_tHD, k_tGD, v_tGD, self, ask)
 
 
 class _BothPasses(torch.autograd.Function):

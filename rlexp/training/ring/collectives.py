@@ -42,8 +42,7 @@ def _group(ring: Ring) -> dist.ProcessGroup:
 
 
 def ring_sum(values: Tensor, ring: Ring) -> Tensor:
-    result: Tensor = _RingSum.apply(values, ring)
-    return result
+    return _RingSum.apply(values, ring)
 
 
 Posted = Sequence[tuple[int, Tensor]]  # places in the ring, and what goes there or comes from there
@@ -124,7 +123,4 @@ def exchange(buffer: Tensor, ring: Ring) -> Tensor:
     received = torch.empty_like(buffer)
     work = dist.all_to_all_single(received, buffer, group=_group(ring), async_op=True)
     watch.note()
-    arrived = _leaving(ring, (ring.size - 1) * buffer[0].nbytes)
-    work.wait()
-    arrived()
-    return received
+    return Underway([buffer], [received], [work], _leaving(ring, (ring.size - 1) * buffer[0].nbytes)).wait()[0]

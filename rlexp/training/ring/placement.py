@@ -4,6 +4,15 @@ A layout says for each segment which chunks it is cut into, and which rank holds
 are even, so that only the pack as a whole needs padding: the remainder is dealt out, one token to a chunk, to the ranks
 that hold the fewest tokens; among those, to the ones with the least attention to compute. So the numbers of tokens that
 ranks hold differ by one at most, whatever the lengths of the segments, and padding is less than a token per rank.
+
+zigzag      A segment is cut into 2 × ring chunks, and rank r holds the chunks r and 2·ring − 1 − r. So every rank has
+            an early and a late piece, and the same work at every step of the ring:
+
+                ring 4   chunk  0 1 2 3 4 5 6 7
+                         rank   0 1 2 3 3 2 1 0
+
+contiguous  A segment is cut into as many chunks as the ring has ranks, and rank r holds chunk r. The last rank attends
+            to everything and the first to itself alone, so half of the ring's time is spent waiting: a comparison.
 """
 
 from __future__ import annotations
@@ -99,6 +108,15 @@ def _seen(places: range, segment: Segment, begin: int, window: Window = None) ->
     """Count the keys that the queries at places of a segment see, which begins at a position."""
     first = begin + places.start - segment.start
     return seen(range(first, first + len(places)), window)
+
+
+def zigzag(segments: Sequence[Segment], ring_size: int) -> Placement:
+    ranks = range(ring_size)
+    return cut(segments, [*ranks, *reversed(ranks)] if ring_size > 1 else [0])
+
+
+def contiguous(segments: Sequence[Segment], ring_size: int) -> Placement:
+    return cut(segments, range(ring_size))
 
 
 def cut(segments: Sequence[Segment], owners: Sequence[int]) -> Placement:

@@ -48,11 +48,10 @@ class Ending:
 
 
 class Sink:
-    """A sink must define `log`; the other methods are optional."""
+    """A sink defines the methods that concern it."""
 
     def log(self, row: MetricRow) -> None:
         """Take the row of one optimizer step. Its first key is `step`."""
-        raise NotImplementedError
 
     def within_step(self, facts: Mapping[str, Any]) -> None:
         """Learn that another phase of a step begins, and how far the step has come (launch/rank_progress.py)."""

@@ -110,9 +110,6 @@ class RolloutsSink(Sink):
         self._last = facts.rollout
         self._file.append(line_of_rollout(facts))
 
-    def log(self, row: object) -> None:
-        pass
-
     def close(self, ending: Ending) -> None:  # noqa: ARG002
         if self._file is not None:
             self._file.close()

@@ -7,7 +7,6 @@ import re
 import secrets
 import signal
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec
 
@@ -52,36 +51,26 @@ def while_it_lives(method: Callable[Concatenate[WandbSink, P], None]) -> Callabl
     return guarded
 
 
-@dataclass(frozen=True)
-class WandbFacts:
-    """What W&B gets for a run besides its rows."""
-
-    config: Mapping[str, Any]
-    tags: Sequence[str]
-    best_metric: str
-    best: Best
-    precision: Precision
-
-
 class WandbSink(Sink):
     """Log to W&B. A resumed run stays one W&B run: only rows that W&B does not have are sent.
 
-    `history` are the rows up to the step where the run resumes. A killed process may have sent rows beyond that step,
-    which are computed again, or may have lost its last rows.
+    `best` says which value of a metric is its best. `history` are the rows up to the step where the run resumes. A
+    killed process may have sent rows beyond that step, which are computed again, or may have lost its last rows.
     """
 
     def __init__(
-        self, logger: LoggerConfig, run_dir: Path, facts: WandbFacts, *, run_id: str, history: Sequence[MetricRow] = ()
-    ) -> None:
+        self, logger: LoggerConfig, run_dir: Path, config: Mapping[str, Any], tags: Sequence[str], *,
+        best: Mapping[str, Best], precision: Precision, run_id: str, history: Sequence[MetricRow] = (),
+    ) -> None:  # fmt: skip
         mode = wandb_mode(logger.mode)
         say(upload_in_words(logger, mode))
         stored = _last_step_offline(run_dir, run_id) if mode == "offline" else NONE
-        self._run = _begin(logger, run_dir, facts, run_id, mode)
+        self._run = _begin(logger, run_dir, config, tags, run_id, mode)
         # The step is a value, not W&B's own counter: W&B silently drops a step below its counter.
         self._run.define_metric(STEP)
         self._run.define_metric("*", step_metric=STEP)
-        self._artifacts, self._precision = logger.artifacts, facts.precision
-        self._extremes = Extremes({LOSS: Best.min, facts.best_metric: facts.best})
+        self._artifacts, self._precision = logger.artifacts, precision
+        self._extremes = Extremes({LOSS: Best.min, **best})
         self.gone = False  # the client's process has ended
         self._told = False  # an alert said that the loss left its baseline
         self._tables: dict[int, Any] = {}  # tables of samples, by the step whose row they wait for
@@ -194,7 +183,9 @@ def _last_step_offline(run_dir: Path, run_id: str) -> int:
         return NONE
 
 
-def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, mode: Mode) -> Any:
+def _begin(
+    logger: LoggerConfig, run_dir: Path, config: Mapping[str, Any], tags: Sequence[str], run_id: str, mode: Mode
+) -> Any:
     import wandb  # here, since the import takes a second and only rank 0 needs it
 
     try:
@@ -204,9 +195,9 @@ def _begin(logger: LoggerConfig, run_dir: Path, facts: WandbFacts, run_id: str, 
             group=logger.group,
             name=name_of(logger, run_dir),
             job_type="train",
-            tags=[*facts.tags, *logger.tags],
+            tags=[*tags, *logger.tags],
             dir=str(run_dir),
-            config=dict(facts.config),
+            config=dict(config),
             mode=mode,
             id=run_id,
             resume="allow",

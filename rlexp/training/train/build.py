@@ -127,19 +127,13 @@ def build(
 
 
 def run_of(setting: Setting, engine: Engine) -> TrainingRun:
-    parameters, trained = counted(engine)
+    named = engine.policy.model.named_parameters()
+    parameters = sum(shape_of(parameter).numel() for name, parameter in named if plain_name(name) is not None)
+    trained = sum(shape.numel() for name, shape in engine.shapes().items() if not name.startswith(CRITIC))
     return TrainingRun(
         **vars(setting), engine=engine, parameters=parameters, trained=trained,
         operations=of_training(engine.policy), peak=peak_of(setting.cfg, setting.device),
     )  # fmt: skip
-
-
-def counted(engine: Engine) -> tuple[int, int]:
-    """Count the parameters of the model, and those that are trained."""
-    named = engine.policy.model.named_parameters()
-    parameters = sum(shape_of(parameter).numel() for name, parameter in named if plain_name(name) is not None)
-    trained = sum(shape.numel() for name, shape in engine.shapes().items() if not name.startswith(CRITIC))
-    return parameters, trained
 
 
 def connect(ring: Ring, device: torch.device) -> None:
@@ -175,11 +169,7 @@ def build_layout(cfg: Config, own: Layout) -> Layout:
 
     A model is probed over our own in both cases, since probing is in float64; tests hold the backend's to ours.
     """
-    match cfg.parallel.backend:
-        case BackendName.native:
-            return own
-        case BackendName.ring_flash_attn:
-            return library_layout(own.name)
+    return own if cfg.parallel.backend is BackendName.native else library_layout(own.name)
 
 
 def build_policy(
@@ -191,7 +181,8 @@ def build_policy(
     lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
     at = placing
     if lora is not None and placing is not None and not trains_whole(lora, wanted):
-        at = placing.of_frozen(DTYPES[cfg.train.precision])
+        # Of frozen weights nothing is wider than the dtype that computes.
+        at = replace(placing, dtype=DTYPES[cfg.train.precision], part=None if placing.whole else placing.part)
     with pieces_for(cfg.engine):
         model = load(cfg.model, config, cfg.data.max_length, at, float64=float64, scores=wanted.scores)
         if wanted.values is not None:
@@ -342,13 +333,9 @@ def build_reference(
     run: TrainingRun, model: tuple[ModelConfig, Any], wanted: Wanted, around: Surroundings
 ) -> Reference:
     """Build what the policy is compared with: after the engine, which needs more memory while it is built."""
-    match run.cfg.reference.name:
-        case ReferenceName.adapter:
-            return OfAdapter(run.engine)
-        case ReferenceName.model:
-            return OfModel(frozen_model(run, model, wanted, around))
-        case other:
-            raise AssertionError(other)
+    if run.cfg.reference.name is ReferenceName.adapter:
+        return OfAdapter(run.engine)
+    return OfModel(frozen_model(run, model, wanted, around))
 
 
 def stored_reference(

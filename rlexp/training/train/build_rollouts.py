@@ -73,16 +73,13 @@ def build_drawer(
         "device": device,
         "dtype": kept_dtype(cfg.train.precision),
     }
-    match cfg.rollout.engine:
-        case RolloutEngine.native:
-            return around.drawer(**common, forward=forward, in_step=in_step)
-        case RolloutEngine.vllm:
-            from rlexp.training.rollout.vllm.drawer import VLLMDrawer
+    if cfg.rollout.engine is RolloutEngine.native:
+        return around.drawer(**common, forward=forward, in_step=in_step)
+    from rlexp.training.rollout.vllm.drawer import VLLMDrawer
 
-            refuse_renamed(model)
-
-            describe, precision = partial(save_description, model, tokenizer), VLLM_DTYPES[cfg.train.precision]
-            return VLLMDrawer(**common, write_model=describe, max_length=cfg.data.max_length, precision=precision)
+    refuse_renamed(model)
+    describe, precision = partial(save_description, model, tokenizer), VLLM_DTYPES[cfg.train.precision]
+    return VLLMDrawer(**common, write_model=describe, max_length=cfg.data.max_length, precision=precision)
 
 
 def refuse_renamed(model: Any) -> None:

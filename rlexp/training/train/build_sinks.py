@@ -18,7 +18,9 @@ from rlexp.training.sinks.base import Ending, Sink, Sinks
 from rlexp.training.sinks.baseline import Baseline
 from rlexp.training.sinks.console import ConsoleSink
 from rlexp.training.sinks.jsonl import JsonlSink, LastEvaluation, RolloutsSink
-from rlexp.training.sinks.wandb_run import WandbFacts, WandbSink, new_id
+from rlexp.training.sinks.tensorboard import TensorBoardSink
+from rlexp.training.sinks.trackio_run import TrackioSink
+from rlexp.training.sinks.wandb_run import WandbSink, new_id
 from rlexp.training.train.loop import Position, last_step
 from rlexp.training.train.parts import TrainingRun
 
@@ -34,12 +36,8 @@ def build_sinks(run: TrainingRun, run_dir: Path, position: Position, curve: Json
         case LoggerName.wandb:
             sinks.append(wandb_sink(run, run_dir, rows))
         case LoggerName.tensorboard:
-            from rlexp.training.sinks.tensorboard import TensorBoardSink
-
             sinks.append(TensorBoardSink(run_dir, rows))
         case LoggerName.trackio:
-            from rlexp.training.sinks.trackio_run import TrackioSink
-
             sinks.append(TrackioSink(logger, described(run, run_dir), run_id=run_id_of(run, run_dir), history=rows))
         case LoggerName.none:
             pass
@@ -55,12 +53,11 @@ def run_id_of(run: TrainingRun, run_dir: Path) -> str:
 
 
 def wandb_sink(run: TrainingRun, run_dir: Path, rows: Sequence[MetricRow]) -> Sink:
-    cfg = run.cfg
-    tags = [cfg.loss.name, cfg.model.called[:TAG], f"ring{run.world.ring.size}", cfg.train.precision.value]
-    facts = WandbFacts(
-        described(run, run_dir), tags, cfg.checkpoint.best_metric, cfg.checkpoint.best, cfg.train.precision
-    )
-    return WandbSink(cfg.logger, run_dir, facts, run_id=run_id_of(run, run_dir), history=rows)
+    cfg, precision = run.cfg, run.cfg.train.precision
+    tags = [cfg.loss.name, cfg.model.called[:TAG], f"ring{run.world.ring.size}", precision.value]
+    best = {cfg.checkpoint.best_metric: cfg.checkpoint.best}
+    return WandbSink(cfg.logger, run_dir, described(run, run_dir), tags, best=best, precision=precision,
+                     run_id=run_id_of(run, run_dir), history=rows)  # fmt: skip
 
 
 def described(run: TrainingRun, run_dir: Path) -> dict[str, object]:

@@ -278,20 +278,14 @@ def _generated(cfg: DataConfig, kind: Kind, encoder: Encoder, world: World, *, t
 
 def generated_rows(cfg: DataConfig, kind: Kind) -> tuple[list[Row], list[Row]]:
     """Return the rows to train on, and those held out; a set of pairs has rows of every kind."""
-    match cfg:
-        case ArithmeticDataConfig(size=size, eval_size=eval_size, seed=seed, digits=digits):
-            train = generated.sums(size, seed, "train", digits)
-            return train, generated.sums(eval_size, seed, "eval", digits)
-        case SyntheticDataConfig(size=size, eval_size=eval_size, seed=seed):
-            words = cfg.max_length if cfg.fill else 0
-
-            def rows(size: int, split: str) -> list[Row]:
-                pairs = generated.pairs(size, seed, split, words)
-                return [generated.taken(kind, pair, place) for place, pair in enumerate(pairs)]
-
-            return rows(size, "train"), rows(eval_size, "eval")
-        case _:
-            raise AssertionError(cfg)
+    assert isinstance(cfg, ArithmeticDataConfig | SyntheticDataConfig)
+    parts = ((cfg.size, cfg.seed, "train"), (cfg.eval_size, cfg.seed, "eval"))
+    if isinstance(cfg, ArithmeticDataConfig):
+        train, held_out = (generated.sums(*part, cfg.digits) for part in parts)
+        return train, held_out
+    pairs = [generated.pairs(*part, cfg.max_length if cfg.fill else 0) for part in parts]
+    train, held_out = ([generated.taken(kind, pair, place) for place, pair in enumerate(each)] for each in pairs)
+    return train, held_out
 
 
 def encode_shared(encoder: Encoder, rows: Sequence[Row], world: World) -> list[Outcome]:

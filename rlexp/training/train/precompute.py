@@ -129,7 +129,7 @@ class _Keeper:
 
     def __post_init__(self) -> None:
         self.cfg, self.world = self.setting.cfg, self.setting.world
-        self.folder = stored.folder_of(self.cfg)
+        self.folder = stored.cache_of(self.cfg) / "reference"
         leaders = leaders_of(self.folder, partial(_refusal, self.cfg), self.world.size)
         self.leads = leaders[self.world.rank] == self.world.rank
         self.shown = self.cfg.logger.progress and self.world.rank == 0

@@ -2,10 +2,16 @@
 
 A rollout serves `rollout.epochs × rollout.minibatches` optimizer steps. A step's samples follow from (seed, rollout,
 epoch), and the tokens drawn from (seed, rollout, prompt, sample, position): nothing here knows the layout.
+
+A token's gap is its log-probability before the first step on the rollout, by the scoring pass, less the one with which
+it was drawn. In a colocated run it is rounding; in a pipelined one it is also what training moved since.
+
+Shape letters: N samples of a rollout, L tokens of an answer.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rlexp.base.errors import CheckpointError
+from rlexp.base.errors import CheckpointError, DrawError
 from rlexp.config.schema.losses import PolicyLossConfig
 from rlexp.config.schema.rollouts import Overlong, RolloutConfig, RolloutEngine
 from rlexp.run_files.rollouts_jsonl import digests
@@ -25,7 +31,6 @@ from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.rollout import saved
 from rlexp.training.rollout.experience import Host, Table, fetch, table_of
-from rlexp.training.rollout.gap import COLUMNS, gap_of, gap_values, refuse_another_model
 from rlexp.training.rollout.rewards.weighted import Judged, Rewards
 from rlexp.training.rollout.scoring import Columns, Scorer, Scores
 from rlexp.training.rollout.sources import Source
@@ -37,6 +42,12 @@ from rlexp.training.types import CreditedSample, Sample, ScoredSample
 HELD_OUT = 1 << 40  # the rollout number under which held-out prompts are answered
 NOW, NEXT = "now", "next"  # a rollout that is trained on, and one drawn ahead
 ALIKE = 1e-9  # scores of a group this close, relatively, count as equal: a model's scores may differ by rounding
+# A token is beyond this gap if its importance weight leaves e^±0.2 (0.82 to 1.22). That is about as far as the usual
+# clipping (loss.clip_low and loss.clip_high: 0.2) lets all steps on a rollout move its probability.
+BEYOND = 0.2
+# On average, and with the weights that are trained. Rounding to bfloat16 made 0.045 of it in SmolLM2-135M.
+ANOTHER_MODEL = 0.5
+COLUMNS = ("gap_sum", "gap_max", "gap_beyond", "gap_whole", "gap_weights", "gap_squares")
 
 
 @dataclass(frozen=True)
@@ -135,9 +146,13 @@ class Rollouts:
             numbers |= {f"reward/{name}": sample.terms[name] for name in self.rewards.weights}
             if scored:
                 assert sample.old is not None
-                numbers |= {"surprise": -float(sample.old.sum(dtype=np.float64))}
                 d_L = self._log_ratio(sample)
-                numbers |= {"kl": float(d_L.sum()), "kl_estimate": float(self._kl(d_L).sum()), **gap_of(sample)}
+                numbers |= {
+                    "surprise": -float(sample.old.sum(dtype=np.float64)),
+                    "kl": float(d_L.sum()),
+                    "kl_estimate": float(estimate(self.loss_cfg.kl, d_L).sum()),
+                    **gap_of(sample),
+                }
             return numbers
 
         names = ["score", "length", "stopped", *(f"reward/{name}" for name in self.rewards.weights)]
@@ -152,9 +167,6 @@ class Rollouts:
             return torch.zeros_like(old_L)
         return old_L - torch.from_numpy(sample.reference).double()
 
-    def _kl(self, d_L: Tensor) -> Tensor:
-        return estimate(self.loss_cfg.kl, d_L)
-
     def _give_credit(self, samples: Sequence[ScoredSample], table: Table) -> list[CreditedSample]:
         """Give this rank's samples their advantages by token, from the outcomes of all samples."""
         group_N = torch.arange(self.size) // self.cfg.n_samples
@@ -163,7 +175,7 @@ class Rollouts:
         credited = []
         for sample in samples:
             values_L = None if sample.values is None else torch.from_numpy(sample.values).double()
-            kl_L = self._kl(self._log_ratio(sample))
+            kl_L = estimate(self.loss_cfg.kl, self._log_ratio(sample))
             spread = self.loss.spread(float(credit_N[sample.place]), kl_L, values_L, self.kl_coef)
             counts = sample.counts and not (self.loss_cfg.filter and bool(without_signal[sample.place]))
             returns = None if spread.returns_L is None else spread.returns_L.numpy().astype(self.scorer.dtype)
@@ -284,3 +296,47 @@ def without_signal_of(scores_N: Tensor, n_samples: int) -> Tensor:
     apart = groups.amax(1) - groups.amin(1)
     alike = apart <= ALIKE * groups.abs().amax(1)
     return alike.repeat_interleave(n_samples)
+
+
+# ---- how far the model that generates lies from the model that is trained ----
+
+
+def gap_of(sample: ScoredSample) -> dict[str, float]:
+    """Return a sample's row in the rollout's table. Sums of weights are logarithms: a weight may be huge."""
+    assert sample.old is not None
+    gap_L = sample.old.astype(np.float64) - sample.behaviour
+    size_L = np.abs(gap_L)
+    weights = [torch.from_numpy(each_L).logsumexp(0) for each_L in (gap_L, 2 * gap_L)]
+    sums = (size_L.sum(), size_L.max(), (size_L > BEYOND).sum(), gap_L.sum(), *weights)
+    return {name: float(value) for name, value in zip(COLUMNS, sums, strict=True)}
+
+
+def gap_values(table: Table) -> dict[str, float]:
+    """Return the rollout's values: under TRL's names, where it has one, and over all tokens of all samples."""
+    tokens = float(table["length"].sum())
+    whole_N = table["gap_whole"]
+    return {
+        "sampling/sampling_logp_difference/mean": float(table["gap_sum"].sum()) / tokens,
+        "sampling/sampling_logp_difference/max": float(table["gap_max"].max()),
+        "rollout/gap_beyond": float(table["gap_beyond"].sum()) / tokens,
+        "rollout/effective_tokens": _effective(table["gap_weights"], table["gap_squares"], tokens),
+        "rollout/effective_answers": _effective(whole_N, 2 * whole_N, len(whole_N)),
+    }
+
+
+def refuse_another_model(values: dict[str, float], rollout: int) -> None:
+    """Refuse the samples of a rollout if they were drawn from something else than the policy: training on them would
+    be training on noise."""
+    mean = values["sampling/sampling_logp_difference/mean"]
+    if not mean <= ANOTHER_MODEL:
+        raise DrawError(
+            f"rollout {rollout}: the log-probabilities of the tokens of vLLM differ by {mean:.2g} on average from "
+            f"those of the model that is trained, with the same weights, and rounding does not make {ANOTHER_MODEL}. "
+            f"vLLM computes something else. `python -m rlexp.verify` with the same words tells possible causes apart. "
+            f"Use rollout.engine=native."
+        )
+
+
+def _effective(weights_N: Tensor, squares_N: Tensor, count: float) -> float:
+    """Return (Σw)² / (n Σw²), the share of n weights that as many equal ones would have."""
+    return min(1.0, math.exp(2 * float(weights_N.logsumexp(0)) - float(squares_N.logsumexp(0))) / count)

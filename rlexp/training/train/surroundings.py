@@ -6,12 +6,19 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from rlexp.config.checks.layout import heads_in, windows_in
 from rlexp.config.schema import Config, Device
 from rlexp.config.schema.reward_terms import RewardTerm
+from rlexp.training.dealer.packing import shard_pack
+from rlexp.training.model.fused.classes import fuse, fuses
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
 from rlexp.training.model.probe import probe, probe_decoding
-from rlexp.training.ring.kernels import BlockKernel, generation_here, get_kernel
+from rlexp.training.model.reward_model import RewardModel
+from rlexp.training.ring.kernels import BlockKernel, computing_in, generation_here, get_kernel
+from rlexp.training.ring.kernels.base import Ask
+from rlexp.training.ring.layouts import get_layout
 from rlexp.training.rollout.deal import Draws
 from rlexp.training.rollout.experience import build_host
 from rlexp.training.rollout.rewards.weighted import build_reward
@@ -20,19 +27,49 @@ from rlexp.training.rollout.scoring import RingRewardModel, Scorer
 from rlexp.training.train.examples import Examples, read_examples
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.precompute import precomputed
-from rlexp.training.train.ring_reward_model import ring_reward_model
 from rlexp.training.train.rollout_supply import Rollouts
+from rlexp.training.types import Pack
 from rlexp.training.world.groups import World
 from rlexp.training.world.shared_memory import Neighbours, meet
+
+
+def ring_reward_model(
+    run: TrainingRun,
+    term: RewardTerm,
+    *,
+    make: Callable[..., RewardModel] = RewardModel,
+    probing: Callable[..., float] = probe,
+) -> RingRewardModel:
+    """Build a reward model, whole on every rank, that scores over the ring.
+
+    It has a precision of its own, so it runs over our own layout, which takes any; and heads of its own: where the
+    run's layout cannot share them out, zigzag takes any.
+    """
+    model = make(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
+    if fuses(run.cfg.model.fused, run.device, model.head.weight.dtype):
+        fuse(model.model)
+    heads = heads_in(model.model.config.to_dict())
+    fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
+    ring, layout = run.world.ring, get_layout(*run.choice.how) if fitting else get_layout("zigzag")
+    windows = windows_in(model.model.config.to_dict(), model.max_length)
+    ask = Ask(1.0, next(filter(None, windows), None))
+    kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None, ask)
+    probing(
+        model.probed, model.model.config, ring=ring, layout=layout, kernel=kernel, max_length=model.max_length,
+        device=run.device, share=run.dealer.share is not None,
+    )  # fmt: skip
+
+    def score(pack: Pack) -> Tensor:
+        shard = shard_pack(pack, ring, layout, kernel, model.max_length, windows).to(run.device)
+        return model(shard, pack.end_S)
+
+    return RingRewardModel(term.name, model.encode, score)
 
 
 class Surroundings:
     has_packages = True  # of the run
     tokenizer = staticmethod(load_tokenizer)
-
-    def examples(self, cfg: Config, tokenizer: Any, world: World, *, trains: bool) -> Examples:
-        """Read the examples. A collective call."""
-        return read_examples(cfg, tokenizer, world, trains=trains)
+    examples: Callable[..., Examples] = staticmethod(read_examples)
 
     # ---- models ----
 

@@ -28,13 +28,6 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Place:
-    start: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-@dataclass(frozen=True)
 class Neighbours:
     """The ranks that can map this rank's memory, and this rank. The first of them leads: it fills the memory."""
 
@@ -103,11 +96,11 @@ def share(tensors: Mapping[str, Tensor], among: Neighbours, *, what: str, pinned
     The others give tensors of the same shapes and dtypes, whose values are not read: they may be on `meta`. With
     `pinned`, copies to a GPU run beside its computation. `what` says in an error what the memory is for.
     """
-    places, size = _places(tensors)
+    size = max(sum(map(_aligned, tensors.values())), ALIGNED)
     fd = memory = failed = None
     if among.leads:
         try:
-            fd, memory = _filled(tensors, places, size, what)
+            fd, memory = _filled(tensors, size, what)
         except UserError as error:
             failed = error
     answers = gather_objects((failed, os.getpid(), fd), among.world_size)
@@ -123,24 +116,21 @@ def share(tensors: Mapping[str, Tensor], among: Neighbours, *, what: str, pinned
         os.close(fd)
     if pinned:
         _pin(memory, size, what)
-    return _views(memory, places)
+    return _views(memory, tensors)
 
 
-def _places(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Place], int]:
-    places, size = {}, 0
-    for name, tensor in tensors.items():
-        places[name] = Place(size, tensor.shape, tensor.dtype)
-        size += -(-tensor.numel() * tensor.element_size() // ALIGNED) * ALIGNED
-    return places, max(size, ALIGNED)
+def _aligned(tensor: Tensor) -> int:
+    """Return the bytes that a tensor takes up in the memory."""
+    return -(-tensor.nbytes // ALIGNED) * ALIGNED
 
 
-def _filled(tensors: Mapping[str, Tensor], places: Mapping[str, Place], size: int, what: str) -> tuple[int, Mapped]:
+def _filled(tensors: Mapping[str, Tensor], size: int, what: str) -> tuple[int, Mapped]:
     """Make the memory and copy the tensors there, which lose their own one by one."""
     fd = os.memfd_create("rlexp-shared")
     try:
         os.truncate(fd, size)
         mapped = _mapped(fd, size)
-        for name, view in _views(mapped, places).items():
+        for name, view in _views(mapped, tensors).items():
             _refuse_more_than_is_free(view.nbytes, size, what)
             view.copy_(tensors[name].detach())
             tensors[name].data = view
@@ -166,12 +156,13 @@ def _mapped(fd: int, size: int) -> Mapped:
     return Mapped(fd, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
 
 
-def _views(mapped: Mapped, places: Mapping[str, Place]) -> dict[str, Tensor]:
+def _views(mapped: Mapped, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the memory's tensors, of the shapes and dtypes of these."""
     whole = torch.frombuffer(mapped, dtype=torch.uint8)
-    views = {}
-    for name, place in places.items():
-        count = place.shape.numel() * place.dtype.itemsize
-        views[name] = whole[place.start : place.start + count].view(place.dtype).view(place.shape)
+    views, start = {}, 0
+    for name, tensor in tensors.items():
+        views[name] = whole[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        start += _aligned(tensor)
     return views
 
 

@@ -19,9 +19,8 @@ from rlexp.training.ring.calls import meet, once
 from rlexp.training.ring.kernels import Plain, get_kernel
 from rlexp.training.ring.kernels.base import Ask, Grads
 from rlexp.training.ring.layouts import get_layout
-from rlexp.training.ring.layouts.chunks import zigzag
 from rlexp.training.ring.layouts.ringwise import Ringwise, Way
-from rlexp.training.ring.placement import Placement, placed
+from rlexp.training.ring.placement import Placement, placed, zigzag
 from rlexp.training.ring.slices import Slice, slices_of
 from rlexp.training.ring.transports.gather import gathered
 from rlexp.training.ring.transports.travel import direct, neighbour

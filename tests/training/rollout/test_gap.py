@@ -14,8 +14,8 @@ from rlexp.base.errors import DrawError
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.training.rollout.gap import ANOTHER_MODEL, BEYOND, gap_of, gap_values, refuse_another_model
 from rlexp.training.train.build import build
+from rlexp.training.train.rollout_supply import ANOTHER_MODEL, BEYOND, gap_of, gap_values, refuse_another_model
 from rlexp.training.train.rollout_task import RolloutTask
 from rlexp.training.train.surroundings import UNPROBED
 from rlexp.training.types import Example, Sample, ScoredSample

@@ -7,8 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,9 +18,8 @@ from rlexp.config.checks.rewards import check_reward
 from rlexp.config.schema import Config
 from rlexp.config.schema.losses import PPOConfig
 from rlexp.config.schema.rollouts import PythonRewardConfig
-from rlexp.training.rollout.rewards import python, worker
+from rlexp.training.rollout.rewards import python
 from rlexp.training.rollout.rewards.weighted import build_reward
-from rlexp.training.types import Sample
 from tests.helpers.paths import ROOT
 from tests.helpers.rewards import built, children, function, sample, samples, scored
 from tests.helpers.runs import gone
@@ -96,18 +93,12 @@ def test_a_function_that_hangs_is_killed_in_its_time_and_the_next_call_has_a_new
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For the slow answer the time is up as soon as its call is sent; the others have a minute."""
-    slow, asked = threading.local(), python.request_of
+    own = python.Worker._ask
 
-    def request_of(judged: Sequence[Sample]) -> dict[str, Any]:
-        slow.now = any(each.text == "slow" for each in judged)
-        return asked(judged)
+    def ask(worker: python.Worker, request: dict[str, Any], seconds: float) -> Any:
+        return own(worker, request, 0.0 if "slow" in request.get("answers", ()) else seconds + 60)
 
-    def receive(fd: int, deadline: float) -> dict[str, Any]:
-        up, slow.now = getattr(slow, "now", False), False
-        return worker.receive(fd, 0.0 if up else deadline + 60)
-
-    monkeypatch.setattr(python, "request_of", request_of)
-    monkeypatch.setattr(python, "receive", receive)
+    monkeypatch.setattr(python.Worker, "_ask", ask)
     with built(function("hangs", timeout=0.5, workers=2)) as rewards:
         with pytest.raises(RewardError, match=r"reward.timeout_seconds=0.5: .*hangs has not returned.*rows.jsonl:2"):
             scored(rewards, samples("good", "slow"))

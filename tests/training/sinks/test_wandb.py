@@ -22,7 +22,7 @@ from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.run_files.curve_distance import compared
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.wandb_access import WandbRun, read_offline, read_project, upload_in_words, wandb_mode
-from rlexp.training.sinks.wandb_run import Extremes, WandbFacts, WandbSink, new_id
+from rlexp.training.sinks.wandb_run import Extremes, WandbSink, new_id
 from tests.helpers.runs import wait_for_steps
 from tests.helpers.slurm.machine import below, processes
 from tests.helpers.wandb_runs import ARGS, CLEAN, begin, curve_of, kill_after, records, train, values_of, wandb
@@ -365,9 +365,9 @@ def test_a_run_that_dies_of_memory_leaves_where(tmp_path: Path, account: pytest.
 
 def test_the_loss_that_leaves_its_baseline_is_said_once(tmp_path: Path, account: pytest.MonkeyPatch) -> None:
     account.setenv("WANDB_MODE", "offline")
-    facts = WandbFacts({}, [], "eval/loss", Best.min, Precision.fp64)
+    facts = {"best": {"eval/loss": Best.min}, "precision": Precision.fp64}
     row = {"train/loss": 0.5, "train/global_step": 1, "memory/peak_bytes": 7}
-    sink = WandbSink(LoggerConfig(), tmp_path, facts, run_id="a-000000")
+    sink = WandbSink(LoggerConfig(), tmp_path, {}, [], **facts, run_id="a-000000")
     for step, apart in enumerate((4e-13, 6e-13, 7e-13), 1):  # the limit, 1e-12 of the loss, is 5e-13
         sink.log({"step": step, **row, "train/global_step": step, "parity/loss_abs_diff": apart})
     sink.close(Ending())

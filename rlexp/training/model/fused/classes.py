@@ -238,8 +238,8 @@ def _as_gate(module: nn.Module) -> Made | None:
     kind = _kind(getattr(module, activation))
     if kind is None:
         return None
-    sizes = {"gate_proj": (6, 4), "up_proj": (6, 4), "down_proj": (4, 6), "gate_up_proj": (12, 4)}
-    linear = {name: _Linear(_drawn(*sizes[name])) for name in names}
+    sizes = {"gate_proj": (4, 6), "up_proj": (4, 6), "down_proj": (6, 4), "gate_up_proj": (4, 12)}
+    linear = {name: nn.Linear(*sizes[name], bias=False, dtype=torch.float64) for name in names}
     bare = _bare(module, linear | {name: children[name] for name in rest})
 
     def formula(x: Tensor) -> Tensor:
@@ -252,22 +252,11 @@ def _as_gate(module: nn.Module) -> Made | None:
     return {"forward": _apart_forward if names is APART else _together_forward, "_kind": kind}
 
 
-class _Linear(nn.Module):
-    def __init__(self, weight: Tensor) -> None:
-        super().__init__()
-        self.factor = weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x @ self.factor.T
-
-
 def _kind(activation: Any) -> str | None:
-    x = torch.linspace(-6, 6, 49, dtype=torch.float64)
-    return next((kind for kind in KINDS if _agree(activation, functools.partial(_value, kind=kind), x)), None)
+    def fits(kind: str) -> bool:
+        return _agree(activation, lambda x: activated(x, kind)[0], torch.linspace(-6, 6, 49, dtype=torch.float64))
 
-
-def _value(x: Tensor, *, kind: str) -> Tensor:
-    return activated(x, kind)[0]
+    return next(filter(fits, KINDS), None)
 
 
 def _apart_forward(self: Any, x: Tensor) -> Any:

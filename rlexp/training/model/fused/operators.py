@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from rlexp.training.model.fused import plain
 from rlexp.training.model.fused.plain import parts_of, tokens_first, wide
+from rlexp.training.ring.kernels.base import readable
 from rlexp.training.ring.kernels.own_operators import define
 
 
@@ -32,15 +33,6 @@ def _on_cpu() -> Any:
     return triton_kernels() if os.environ.get("TRITON_INTERPRET") == "1" else plain
 
 
-def _norm_shapes(x: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), x.new_empty(len(x), dtype=wide(x.dtype))
-
-
-def _add_norm_shapes(x: Tensor, residual: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    out, scale = _norm_shapes(x)
-    return out, torch.empty_like(residual), scale
-
-
 def _norm_backward_shapes(
     _dout: Tensor, _dtotal: Tensor | None, x: Tensor, _weight: Tensor, _scale: Tensor, _offset: float, of_weight: bool
 ) -> tuple[Tensor, Tensor]:
@@ -48,40 +40,27 @@ def _norm_backward_shapes(
     return torch.empty_like(x), x.new_empty(parts if of_weight else 0, x.shape[1], dtype=wide(x.dtype))
 
 
-def _rotate_shapes(q: Tensor, k: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return tokens_first(q), tokens_first(k)
-
-
-def _gate_shapes(gate: Tensor, *_: Any) -> Tensor:
-    return gate.new_empty(gate.shape)
-
-
-def _gate_backward_shapes(_dout: Tensor, gate: Tensor, up: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return gate.new_empty(gate.shape), up.new_empty(up.shape)
-
-
 def _read_logits_shapes(logits: Tensor, _targets: Tensor, _temperature: float, *more: bool) -> tuple[Tensor, ...]:
     asked = (True, True, True, *more)
     return tuple(logits.new_empty(len(logits) if each else 0, dtype=wide(logits.dtype)) for each in asked)
 
 
-def _logits_backward_shapes(*_: Any) -> None:
-    return None
-
-
 _DEFINED: dict[str, Callable[..., Any]] = {
-    "norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)": _norm_shapes,
+    "norm(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)":
+        lambda x, *_: (torch.empty_like(x), x.new_empty(len(x), dtype=wide(x.dtype))),
     "add_norm(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> (Tensor, Tensor, Tensor)":
-        _add_norm_shapes,
+        lambda x, total, *_: (torch.empty_like(x), torch.empty_like(total), x.new_empty(len(x), dtype=wide(x.dtype))),
     "norm_backward(Tensor dout, Tensor? dtotal, Tensor x, Tensor weight, Tensor scale, float offset, bool of_weight) "
     "-> (Tensor, Tensor)": _norm_backward_shapes,
-    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)": _rotate_shapes,
-    "gate(Tensor gate, Tensor up, str kind) -> Tensor": _gate_shapes,
-    "gate_backward(Tensor dout, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)": _gate_backward_shapes,
+    "rotate(Tensor q, Tensor k, Tensor cos, Tensor sin, bool inverse) -> (Tensor, Tensor)":
+        lambda q, k, *_: (tokens_first(q), tokens_first(k)),
+    "gate(Tensor gate, Tensor up, str kind) -> Tensor": lambda gate, *_: gate.new_empty(gate.shape),
+    "gate_backward(Tensor dout, Tensor gate, Tensor up, str kind) -> (Tensor, Tensor)":
+        lambda _dout, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
     "read_logits(Tensor logits, Tensor targets, float temperature, bool entropy, bool likelihood, bool hit) "
     "-> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)": _read_logits_shapes,
     "logits_backward(Tensor(a!) logits, Tensor targets, Tensor norm, Tensor dlogps, Tensor? entropy, Tensor? dentropy, "
-    "float temperature) -> ()": _logits_backward_shapes,
+    "float temperature) -> ()": lambda *_: None,
 }  # fmt: skip
 
 for _schema, _shapes in _DEFINED.items():
@@ -102,24 +81,20 @@ ours = torch.ops.rlexp
 def normed(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Return the norm, and x again: what uses x afterwards, as the residual stream does, sends its gradient back
     through this function, which adds the two up as it goes."""
-    out, again = _Norm.apply(x, weight, eps, offset)
-    return out, again
+    return _Norm.apply(x, weight, eps, offset)
 
 
 def added_and_normed(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream; return the norm of the sum, and the sum."""
-    out, total = _AddNorm.apply(x, residual, weight, eps, offset)
-    return out, total
+    return _AddNorm.apply(x, residual, weight, eps, offset)
 
 
 def rotated(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    q, k = _Rotate.apply(q, k, cos, sin)
-    return q, k
+    return _Rotate.apply(q, k, cos, sin)
 
 
 def gated(gate: Tensor, up: Tensor, kind: str) -> Tensor:
-    out: Tensor = _Gate.apply(gate, up, kind)
-    return out
+    return _Gate.apply(gate, up, kind)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -129,8 +104,7 @@ def _rows(x: Tensor) -> Tensor:
 
 def _strided_rows(x: Tensor) -> Tensor:
     """View as rows of the last dimension, each of which is contiguous."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(-1) == 1 else rows.contiguous()
+    return readable(x.reshape(-1, x.shape[-1]))
 
 
 class _Norm(torch.autograd.Function):
@@ -183,19 +157,14 @@ class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(cos, sin)
-        q, k = ours.rotate(_read(q), _read(k), _read(cos), _read(sin), False)
-        return q, k
+        return ours.rotate(*map(readable, (q, k, cos, sin)), False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dq: Tensor, dk: Tensor) -> tuple[Tensor | None, ...]:
         cos, sin = ctx.saved_tensors
-        dq, dk = ours.rotate(_read(dq), _read(dk), _read(cos), _read(sin), True)
+        dq, dk = ours.rotate(*map(readable, (dq, dk, cos, sin)), True)
         return dq, dk, None, None
-
-
-def _read(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 class _Gate(torch.autograd.Function):

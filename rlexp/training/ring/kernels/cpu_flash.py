@@ -86,8 +86,7 @@ def _forward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) -
     widest = queries if whole else max(NARROW, (window or 0) // 8)
     strips = _strips(queries, widest, keys * q.shape[1], band=window is not None)
     if seen is None or (window is None and len(strips) == 1):
-        out, lse = _forward(q, k, v, 0.0, seen is not None, attn_mask=None, scale=scale)
-        return out, lse
+        return _forward(q, k, v, 0.0, seen is not None, attn_mask=None, scale=scale)
     results = []
     for strip in strips:
         first = 0 if window is None else max(0, strip.start + seen[0] - window + 1)
@@ -120,8 +119,7 @@ def _backward_segment(given: Sequence[Tensor], seen: Seen | None, scale: float) 
     widest = KEYS if seen is None else min(KEYS, max(NARROW, (window or keys) // 8))
     strips = _strips(keys, widest, queries * q.shape[1], band=window is not None)
     if len(strips) == 1 and window is None:
-        dq, dk, dv = _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
-        return dq, dk, dv
+        return _backward(dout, q, k, v, out, lse, 0.0, causal, attn_mask=None, scale=scale)
     dq, grads = torch.zeros_like(q), []
     for strip in strips:
         # A strip of keys and the queries that see it begin at the same position, so a causal call stays one.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Call, Grads
-from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Spans, Varlen, empty_grads
+from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Inputs, Spans, Varlen, empty_grads
 
 _torch_forward = torch.ops.aten._flash_attention_forward
 _torch_backward = torch.ops.aten._flash_attention_backward
@@ -27,18 +27,15 @@ class TorchFlash(Varlen):
 
     name = "torch_flash"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse, *_ = _torch_forward(q, k, v, *spans.bounds, 0.0, call.causal, False, scale=scale, **_sides(spans))
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = _torch_forward(*inputs, *spans.bounds, 0.0, call.causal, False, scale=scale, **_sides(spans))
         return out, lse
 
     def call_backward(self, given: Given, spans: Spans, call: Call, scale: float) -> Grads:
         # The state of dropout, which is off: not read.
         rng_state, unused = given[0].new_empty(2, dtype=torch.uint64), given[0].new_empty(0)
         given_too = (*spans.bounds, 0.0, call.causal, rng_state, unused)
-        dq, dk, dv = _torch_backward(*given, *given_too, scale=scale, **_sides(spans))
-        return dq, dk, dv
+        return _torch_backward(*given, *given_too, scale=scale, **_sides(spans))
 
 
 class FlashAttn2(Varlen):
@@ -46,12 +43,10 @@ class FlashAttn2(Varlen):
 
     name = "flash_attn"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         left, right = spans.window
         out, lse, *_ = second()._flash_attn_varlen_forward(
-            q, k, v, *spans.bounds, dropout_p=0.0, softmax_scale=scale, causal=call.causal,
+            *inputs, *spans.bounds, dropout_p=0.0, softmax_scale=scale, causal=call.causal,
             window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return out, lse
@@ -70,13 +65,11 @@ class FlashAttn2(Varlen):
 class FlashAttn3(Varlen):
     name = "flash_attn_3"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         forward, (cu_q, cu_k, *longest) = third()._flash_attn_forward, spans.bounds
         new_keys_and_out, used, paged, rotary, descaled = [None] * 4, [None] * 3, [None] * 3, [None] * 3, [None] * 3
         out, lse, *_ = forward(
-            q, k, v, *new_keys_and_out, cu_q, cu_k, *used, *longest, *paged, *rotary, *descaled, scale,
+            *inputs, *new_keys_and_out, cu_q, cu_k, *used, *longest, *paged, *rotary, *descaled, scale,
             causal=call.causal, **_pair_or_sides(forward, spans),
         )  # fmt: skip
         return out, lse

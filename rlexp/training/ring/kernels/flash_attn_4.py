@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Call, Grads
 from rlexp.training.ring.kernels.own_operators import define
-from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Spans, Varlen
+from rlexp.training.ring.kernels.varlen import NO_WINDOW, Given, Inputs, Spans, Varlen
 
 HOPPER = 9
 
@@ -32,16 +31,12 @@ def _interface() -> Any:
 class FlashAttn4(Varlen):
     name = "flash_attn_4"
 
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
-        out, lse = torch.ops.rlexp.flash_attn_4_forward(q, k, v, *_options(spans, call, scale))
-        return out, lse
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+        return torch.ops.rlexp.flash_attn_4_forward(*inputs, *_options(spans, call, scale))
 
     def call_backward(self, given: Given, spans: Spans, call: Call, scale: float) -> Grads:
         how = (torch.are_deterministic_algorithms_enabled(), self.generation)
-        dq, dk, dv = torch.ops.rlexp.flash_attn_4_backward(*given, *_options(spans, call, scale), *how)
-        return dq, dk, dv
+        return torch.ops.rlexp.flash_attn_4_backward(*given, *_options(spans, call, scale), *how)
 
 
 def _options(spans: Spans, call: Call, scale: float) -> tuple[Any, ...]:
@@ -136,8 +131,5 @@ def _up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
-_WAYS: tuple[tuple[Callable[..., Any], Callable[..., Any]], ...] = (
-    (forward, _forward_shapes), (backward, _backward_shapes),
-)  # fmt: skip
-for _schema, (_kernel, _shapes) in zip(_SCHEMAS, _WAYS, strict=True):
-    define(_schema, _shapes, CUDA=_kernel)
+define(_SCHEMAS[0], _forward_shapes, CUDA=forward)
+define(_SCHEMAS[1], _backward_shapes, CUDA=backward)

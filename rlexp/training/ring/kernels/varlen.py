@@ -28,6 +28,7 @@ from rlexp.training.ring.kernels.base import HALF, BlockKernel, Call, Grads, rea
 from rlexp.training.ring.selection import Lengths, Rows, Selection, covers
 from rlexp.training.types import moved
 
+Inputs = tuple[Tensor, Tensor, Tensor]  # q, k, v
 # dout, q, k, v, out, and a contiguous log-sum-exp (H, q) of float32.
 Given = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
@@ -51,8 +52,7 @@ def spans_of(call: Call, device: torch.device) -> tuple[Spans, ...]:
     """Return the launches of a call. All layers and both passes share them, and they go with the call's pack."""
     if device not in call.prepared:
         call.prepared[device] = tuple(_spans(call, device))
-    spans: tuple[Spans, ...] = call.prepared[device]
-    return spans
+    return call.prepared[device]
 
 
 def _spans(call: Call, device: torch.device) -> Iterator[Spans]:
@@ -66,7 +66,8 @@ def _spans(call: Call, device: torch.device) -> Iterator[Spans]:
         longest = tuple(map(max, queries, keys))
     for window, segments in launches:
         rows = [_rows(lengths, segments, device) for lengths in (queries, keys)]
-        cu_q, cu_k = (_cumulative([lengths[each] for each in segments], device) for lengths in (queries, keys))
+        bounds = (torch.tensor([0, *map(lengths.__getitem__, segments)]).cumsum(0) for lengths in (queries, keys))
+        cu_q, cu_k = (moved(each.to(torch.int32), device) for each in bounds)
         most = max(FEWEST_QUERIES, *(queries[each] for each in segments)), max(longest[each] for each in segments)
         yield Spans(rows[0], rows[1], (cu_q, cu_k, *most), window)
 
@@ -75,10 +76,6 @@ def _rows(lengths: Lengths, numbers: list[int], device: torch.device) -> Rows:
     """Return the rows of some segments."""
     starts = [*accumulate(lengths, initial=0)]
     return Selection((tuple(range(starts[number], starts[number + 1]) for number in numbers),)).to(device).index
-
-
-def _cumulative(lengths: list[int], device: torch.device) -> Tensor:
-    return moved(torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), device)
 
 
 def empty_grads(given: Given) -> Grads:
@@ -106,9 +103,7 @@ class Varlen(BlockKernel):
         return x
 
     @abstractmethod
-    def call_forward(
-        self, q: Tensor, k: Tensor, v: Tensor, spans: Spans, call: Call, scale: float
-    ) -> tuple[Tensor, Tensor]:
+    def call_forward(self, inputs: Inputs, spans: Spans, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """Return the output (q, H, D) and log-sum-exp (H, q)."""
 
     @abstractmethod
@@ -120,7 +115,7 @@ class Varlen(BlockKernel):
         for spans in spans_of(call, q_qHD.device):
             q = readable(q_qHD[spans.queries])
             k, v = (readable(x[spans.keys]) for x in (k_kGD, v_kGD))
-            out, lse = self.call_forward(q, k, v, spans, call, scale)
+            out, lse = self.call_forward((q, k, v), spans, call, scale)
             outs.append((spans.queries, out))
             lses.append((spans.queries, lse.transpose(0, 1)))
         shape = q_qHD.shape[:2]

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rlexp.training.ring.base import Layout
-from rlexp.training.ring.layouts.chunks import contiguous, zigzag
 from rlexp.training.ring.layouts.ringwise import Ringwise, Way
 from rlexp.training.ring.layouts.ulysses import Ulysses
+from rlexp.training.ring.placement import contiguous, zigzag
 from rlexp.training.ring.transports.gather import gathered
 from rlexp.training.ring.transports.travel import direct, neighbour
 

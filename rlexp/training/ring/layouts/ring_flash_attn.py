@@ -71,32 +71,22 @@ def library_layout(name: str) -> Layout:
 
 
 @dataclass(frozen=True)
-class SequenceBounds:
-    """The bounds of sequences in flash-attn's form, for our queries and for the keys that they meet."""
-
-    queries: Tensor  # int32, one more than there are sequences
-    keys: Tensor
-    longest: tuple[int, int]  # of the queries, and of the keys
-
-    def to(self, device: torch.device) -> SequenceBounds:
-        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
-
-
-@dataclass(frozen=True)
 class LibraryPlan:
     """Attention by flash-attn, and the bytes that the library sends for it by itself."""
 
     ring: Ring
-    bounds: SequenceBounds
+    queries: Tensor  # the bounds of our queries' sequences in flash-attn's form: int32, one more than there are
+    keys: Tensor  # those of the keys that they meet
+    longest: tuple[int, int]  # of the queries, and of the keys
     gathered: slice | None = None  # where our keys lie in the whole pack; None: they are not gathered
 
     def to(self, device: torch.device) -> LibraryPlan:
-        return replace(self, bounds=self.bounds.to(device))
+        return replace(self, queries=self.queries.to(device), keys=self.keys.to(device))
 
     def attend(self, q_tHD: Tensor, k_tGD: Tensor, v_tGD: Tensor, ask: Ask) -> Tensor:
         q, k, v = map(readable, (q_tHD, k_tGD, v_tGD))  # it writes gradients in their strides
         deterministic = torch.are_deterministic_algorithms_enabled()
-        out: Tensor = self.call(q, k, v, {"softmax_scale": ask.scale, "causal": True, "deterministic": deterministic})
+        out = self.call(q, k, v, {"softmax_scale": ask.scale, "causal": True, "deterministic": deterministic})
         forth, back = self.sent(k, v)
         self._count(forth)
         if out.requires_grad:
@@ -104,18 +94,15 @@ class LibraryPlan:
         return out
 
     def call(self, q: Tensor, k: Tensor, v: Tensor, options: dict[str, Any]) -> Tensor:
-        bounds, group = self.bounds, self.ring.group
-        out: Tensor
+        bounds, group = (self.queries, self.keys, *self.longest), self.ring.group
         if self.ring.size == 1:  # the library would send to itself, or take the whole world for the missing group
-            out = functions().alone(q, k, v, bounds.queries, bounds.keys, *bounds.longest, **options)
-        elif self.gathered is None:
-            out = functions().zigzag(q, k, v, bounds.queries, bounds.longest[0], group=group, **options)
-        else:
-            out = functions().llama3(
-                q, k, v, bounds.queries, bounds.keys, *bounds.longest, local_k_slice=self.gathered, group=group,
-                heads_k_stride=1, **options,  # one key/value head at a time, like ours
-            )  # fmt: skip
-        return out
+            return functions().alone(q, k, v, *bounds, **options)
+        if self.gathered is None:
+            return functions().zigzag(q, k, v, self.queries, self.longest[0], group=group, **options)
+        return functions().llama3(
+            q, k, v, *bounds, local_k_slice=self.gathered, group=group, **options,
+            heads_k_stride=1,  # one key/value head at a time, like ours
+        )  # fmt: skip
 
     def sent(self, k: Tensor, v: Tensor) -> tuple[int, int]:
         """Return the bytes that this rank sends in the forward and in the backward pass."""
@@ -161,7 +148,7 @@ class LibraryZigzag(Layout):
         if ring.size == 1:
             return LibraryAllGather().plan(segments, ring, kernel)
         assert all(segment.padded % self.unit(ring.size) == 0 for segment in segments)
-        return LibraryPlan(ring, _bounds_of([segment.padded // ring.size for segment in segments]))
+        return _plan_of([segment.padded // ring.size for segment in segments], ring)
 
 
 class LibraryAllGather(Layout):
@@ -179,16 +166,17 @@ class LibraryAllGather(Layout):
 
     def plan(self, segments: Sequence[Segment], ring: Ring, kernel: BlockKernel, window: Window = None) -> LibraryPlan:
         assert window is None
-        whole = _bounds_of([len(run) for run in _runs(segments)])
+        whole = _plan_of([len(run) for run in _runs(segments)], ring)
         if ring.size == 1:
-            return LibraryPlan(ring, whole)
+            return whole
         queries, keys, *longest, gathered = functions().llama3_plan(whole.keys, True, ring.rank, ring.size)
-        return LibraryPlan(ring, SequenceBounds(queries, keys, (longest[0], longest[1])), gathered)
+        return LibraryPlan(ring, queries, keys, (longest[0], longest[1]), gathered)
 
 
-def _bounds_of(lengths: Sequence[int]) -> SequenceBounds:
+def _plan_of(lengths: Sequence[int], ring: Ring) -> LibraryPlan:
+    """Return the plan of sequences whose queries meet their own keys."""
     bounds = torch.tensor([*accumulate(filter(None, lengths), initial=0)], dtype=torch.int32)
-    return SequenceBounds(bounds, bounds, (max(lengths), max(lengths)))
+    return LibraryPlan(ring, bounds, bounds, (max(lengths), max(lengths)))
 
 
 def _runs(segments: Sequence[Segment]) -> Ranges:

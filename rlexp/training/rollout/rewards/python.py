@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import queue
@@ -11,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import PythonRewardConfig
-from rlexp.training.rollout.rewards.worker import PipeClosed, receive, send
 from rlexp.training.types import Sample
 
 START_SECONDS = 300.0  # limit for the import of the function's module
@@ -99,19 +101,22 @@ class CallFailed(Exception):
 class Worker:
     """One process, started again if the last one ended."""
 
+    _requests: Connection
+    _replies: Connection
+    _leash: int  # the end of a pipe: the process ends when this one, which holds it, is gone
+
     def __init__(self, cfg: PythonRewardConfig, key: str) -> None:
         self.cfg, self.key = cfg, key
         self._what = f"{key}.function={cfg.function}"  # for messages
         self.process: subprocess.Popen[bytes] | None = None
         self._interrupted = False
-        self._requests = self._replies = self._leash = -1
 
     def begin(self) -> None:
         """Start the process. It looks for modules in the current folder first, then where this process does."""
-        request_end, self._requests = os.pipe()
-        self._replies, reply_end = os.pipe()
+        asked, self._requests = Pipe(duplex=False)
+        self._replies, answered = Pipe(duplex=False)
         leash_end, self._leash = os.pipe()
-        theirs = (request_end, reply_end, leash_end)
+        theirs = (asked.fileno(), answered.fileno(), leash_end)
         path = [os.getcwd(), *(entry for entry in sys.path if entry)]
         try:
             self.process = subprocess.Popen(
@@ -122,17 +127,17 @@ class Worker:
                 start_new_session=True,  # the rank answers a Ctrl-C at the terminal
             )
         finally:
-            for fd in theirs:
-                os.close(fd)
+            asked.close()
+            answered.close()
+            os.close(leash_end)
 
     def await_import(self) -> None:
         try:
-            send(self._requests, {})
-            reply = receive(self._replies, time.monotonic() + START_SECONDS)
+            reply = self._ask({}, START_SECONDS)
         except TimeoutError:
             self.kill()
             raise RewardError(f"{self._what}: its module was not imported within {START_SECONDS:g} s.") from None
-        except PipeClosed:
+        except (EOFError, OSError):
             raise RewardError(f"{self._what}: while its module was imported, {self._ended()}.") from None
         if "error" in reply:
             self.kill()
@@ -162,23 +167,29 @@ class Worker:
         if self.process is None:
             self.begin()
             self.await_import()
-        deadline = time.monotonic() + self.cfg.timeout_seconds
         try:
-            send(self._requests, request_of(samples))
-            reply = receive(self._replies, deadline)
+            reply = self._ask(request_of(samples), self.cfg.timeout_seconds)
         except TimeoutError:
             self.kill()
             raise RewardError(
                 f"{self.key}.timeout_seconds={self.cfg.timeout_seconds:g}: {self._what} has not returned in that time "
                 f"for {named(samples)}. Its process was killed. Raise the limit if the function needs longer."
             ) from None
-        except PipeClosed:
+        except (EOFError, OSError):
             raise CallFailed(self._ended()) from None
         if "error" in reply:
             raise CallFailed(f"it raised\n{reply['error']}")
         if "wrong" in reply:
             raise RewardError(f"{self._what}: {reply['wrong']}, for {named(samples)}.")
         return self._checked(samples, reply["scores"])
+
+    def _ask(self, request: dict[str, Any], seconds: float) -> Any:
+        """Return the process's reply; raise TimeoutError if there is none in time."""
+        deadline = time.monotonic() + seconds
+        self._requests.send_bytes(json.dumps(request).encode())
+        if not self._replies.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        return json.loads(self._replies.recv_bytes())
 
     def _checked(self, samples: Sequence[Sample], scores: list[float]) -> list[float]:
         if len(scores) != len(samples):
@@ -219,13 +230,13 @@ class Worker:
         process, self.process = self.process, None
         if process is None:
             return
-        os.close(self._requests)
+        self._requests.close()
         try:
             process.wait(CLOSE_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        os.close(self._replies)
+        self._replies.close()
         os.close(self._leash)
 
 

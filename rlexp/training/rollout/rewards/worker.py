@@ -2,7 +2,7 @@
 
     python -m rlexp.training.rollout.rewards.worker FUNCTION REQUESTS REPLIES LEASH
 
-The last three are file descriptors of pipes, so the function may print freely. A message is its length and then JSON.
+The last three are file descriptors of pipes, so the function may print freely. A message is JSON.
 Requests: `{}` to import the function, or `{"prompts", "answers", "rows"}` to call it. Replies: `{"scores": […]}`;
 `{"error": text}` with the last lines of a traceback; or `{"wrong": text}` if the result is no list of numbers.
 """
@@ -16,51 +16,14 @@ import json
 import os
 import select
 import signal
-import struct
 import sys
-import time
 import traceback
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any
 
-HEADER = struct.Struct(">Q")
 LINES = 8  # last lines of a traceback in an error
-
-
-class PipeClosed(Exception):
-    """The other end of a pipe is closed."""
-
-
-def send(fd: int, message: dict[str, Any]) -> None:
-    body = json.dumps(message).encode()
-    view = memoryview(HEADER.pack(len(body)) + body)
-    while view:
-        try:
-            view = view[os.write(fd, view) :]
-        except BrokenPipeError:
-            raise PipeClosed from None
-
-
-def receive(fd: int, deadline: float | None = None) -> dict[str, Any]:
-    """Return the next message; raise TimeoutError at `deadline` (in monotonic time)."""
-    (size,) = HEADER.unpack(_read(fd, HEADER.size, deadline))
-    message: dict[str, Any] = json.loads(_read(fd, size, deadline))
-    return message
-
-
-def _read(fd: int, size: int, deadline: float | None) -> bytes:
-    parts = bytearray()
-    while len(parts) < size:
-        if deadline is not None:
-            ready, _, _ = select.select([fd], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise TimeoutError
-        part = os.read(fd, size - len(parts))
-        if not part:
-            raise PipeClosed
-        parts += part
-    return bytes(parts)
 
 
 def main() -> None:
@@ -72,16 +35,17 @@ def main() -> None:
         signal.signal(asking, lambda *_: None)  # the rank answers these signals, and finishes its step first
     sys.argv = [name]
     function = None
-    with contextlib.suppress(PipeClosed):
+    asked, answered = Connection(requests, writable=False), Connection(replies, readable=False)
+    with contextlib.suppress(EOFError, OSError):  # the rank has closed its ends
         while True:
-            request = receive(requests)
+            request = json.loads(asked.recv_bytes())
             try:
                 if function is None:
                     function = _imported(name)
                 reply = _judged(function, request) if request else {"scores": []}
             except BaseException as error:  # SystemExit too: the rank names the sample in its error
                 reply = {"error": _last_lines(error)}
-            send(replies, reply)
+            answered.send_bytes(json.dumps(reply).encode())
 
 
 def _end_with(leash: int) -> None:
