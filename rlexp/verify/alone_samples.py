@@ -266,8 +266,9 @@ class AloneSamples(Alone):
         row |= rules.of_gap(made.old, made.behaviour)
         if made.returns is not None and made.values is not None:
             row["val/explained_variance"] = rules.explained_variance(made.returns, made.values)
-        measured = rules.of_rollout(self.cfg, made.number, made.kl_coef, made.scores, lengths, made.old, made.reference)
-        self.beta = rules.next_coefficient(self.cfg, self.beta, measured["objective/kl"])
+        known = self.known(made)
+        by_run = rules.of_rollout(self.cfg, made.number, made.kl_coef, made.scores, lengths, known.old, known.reference)
+        self.beta = rules.next_coefficient(self.cfg, self.beta, by_run["objective/kl"])
         made.row = row
 
     @torch.no_grad()
