@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +25,6 @@ from rlexp.training.world.groups import ALONE, World
 from tests.helpers.rows import cache, read, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0])), min_size=1, max_size=4),
-    st.booleans(),
-)
-def test_weights_are_shares_and_no_row_comes_again_before_all_of_its_source(sources: Any, shuffle: bool) -> None:
-    sizes, weights = zip(*sources, strict=True)
-    mixture = Mixture(sizes, weights)
-    counts = mixture.counts
-    assert any(count == size for count, size in zip(counts, sizes, strict=True)), "an epoch uses one source up"
-    most = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-    for count, size, weight in zip(counts, sizes, weights, strict=True):
-        assert count <= size
-        scale = min(s / w for s, w in zip(sizes, weights, strict=True))
-        assert abs(count - weight * scale) < 1 + 1e-9 * most
-    firsts = np.cumsum((0, *sizes))
-    seen: list[Counter[int]] = [Counter() for _ in sizes]
-    for epoch in range(7):
-        order = mixture.order(3, epoch, shuffle=shuffle)
-        source = np.searchsorted(firsts, order, side="right") - 1
-        assert [int((source == number).sum()) for number in range(len(sizes))] == list(counts)
-        for place, number in zip(order.tolist(), source.tolist(), strict=True):
-            seen[number][place] += 1
-        for times, size in zip(seen, sizes, strict=True):
-            assert max(times.values(), default=0) - (min(times.values()) if len(times) == size else 0) <= 1
-
-
-def test_each_source_and_each_round_has_an_order_of_its_own() -> None:
-    mixture = Mixture((30, 30), (1.0, 1.0))
-    epochs = [mixture.order(0, epoch, shuffle=True) for epoch in (0, 1)]
-    parts = [(order[order < 30].tolist(), (order[order >= 30] - 30).tolist()) for order in epochs]
-    assert parts[0][0] != parts[0][1]
-    longer = Mixture((30, 7), (1.0, 1.0))
-    assert longer._of_source(1, 7, 0, 0, shuffle=True).tolist() != longer._of_source(1, 7, 0, 1, shuffle=True).tolist()
 
 
 def test_without_shuffling_sources_take_turns_by_their_weights_and_decimal_ones_take_all_rows_that_fit() -> None:

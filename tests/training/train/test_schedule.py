@@ -16,9 +16,9 @@ from rlexp.config.rates import ALL_WEIGHTS, LIKE_DPO, default_rate, rates_in_wor
 from rlexp.config.schema import KINDS, Config, Decay
 from rlexp.training.train.build import build_schedule
 from rlexp.training.train.schedule import Schedule
-from rlexp.verify.reference.rules import learning_rate
 from tests.conftest import ROOT
 from tests.helpers.schedules import rates_of
+from tests.oracles.rules import learning_rate
 
 STEPS, LR = 23, 3e-4
 FROM_ZERO = ("optim.warmup_start=0", f"optim.lr={LR}", f"train.max_steps={STEPS}")
