@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
-from tests.oracles import rules
+from tests.oracles import order
 from tests.oracles.examples import SIDES, TokenExample
 from tests.oracles.pairs import load_tokenizer, set_of
 
@@ -24,7 +24,7 @@ Weights = dict[str, Tensor]
 def batches_of(cfg: Config, steps: int) -> list[list[TokenExample]]:
     """Return the pairs of the first train batches, by the second reader."""
     data = set_of(cfg.data, Kind.pairs, load_tokenizer(cfg))
-    return [[data.train[place] for place in rules.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
+    return [[data.train[place] for place in order.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
 
 
 def float64_weights(model: torch.nn.Module) -> Weights:

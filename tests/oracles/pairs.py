@@ -235,8 +235,6 @@ class Writer:
     def _places(self, text: str) -> list[tuple[int, int]]:
         """Return the characters of each token. Some tokenizers do not count a token's spaces: they are those between
         it and the token before."""
-        if isinstance(self.tokenizer, Bytes):
-            return self.tokenizer.places(text)
         encoded = self.tokenizer(text, add_special_tokens=False)
         places, before = [], 0
         for place in range(len(encoded["input_ids"])):

@@ -30,15 +30,6 @@ class Bytes:
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:  # noqa: ARG002
         return bytes(self._bytes[number - 3] for number in ids if number > 2).decode(errors="replace")
 
-    def places(self, text: str) -> list[tuple[int, int]]:
-        """Return the characters of each token: several bytes may be one character."""
-        places, at = [], 0
-        for part in self._parts(text):
-            for mark in [part] if part in self.SPECIAL else part:
-                places += [(at, at + len(mark))] * (1 if mark in self.SPECIAL else len(mark.encode()))
-                at += len(mark)
-        return places
-
     def _parts(self, text: str) -> list[str]:
         return [part for part in re.split("(<bos>|<eos>|<pad>)", text) if part]
 

@@ -154,7 +154,7 @@ TESTED = (
     *(by_test(name, f"dataset.{target}", change, "training/dataset/test_textbook_rows.py::"
               "test_a_mixture_is_read_and_ordered_as_it_is_meant") for name, target, change in OF_ROWS),
     by_test("the options are not handed on", "dataset.chat:_Rendering.__init__",
-            lambda original, self, *parts: (original(self, *parts), setattr(self, "extra", {}))[0],
+            lambda original, self, *parts: (original(self, *parts), [*map(self.extra.pop, self.row.options)])[0],
             "training/dataset/test_textbook_singles.py::test_options_and_tools_reach_the_template"),
     by_test("a length on a bound counts in the next part", "train.by_length:Buckets.note",
             Seeing({"np.searchsorted": lambda search: lambda *args, **_: search(*args, side="right")}),

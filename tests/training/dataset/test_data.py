@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.base.errors import ConfigError, DataError
-from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema import TinyModelConfig
 from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import generated
@@ -102,13 +101,6 @@ def test_a_template_that_refuses_a_row_is_named() -> None:
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template raises: roles must"):
         pairs_of(tokenizer, [row("a", "b", "c")])
-
-
-def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:
-    tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
-    (pair,) = pairs_of(tokenizer, [row("Hello", "Good day.", "Hm.")])
-    assert tokenizer.decode(pair.prompt).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(pair.answers[0]) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
 
 
 @given(st.integers(8, 60), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())

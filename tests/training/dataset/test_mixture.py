@@ -13,16 +13,15 @@ from hypothesis import strategies as st
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.load import compose_config
-from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.sampler import Mixture, Sampler
 from rlexp.training.dataset.store import Store
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.dealer.of_run import without_room
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from tests.helpers.rows import cache, read, write_lines
+from tests.helpers.rows import cache, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
 
@@ -90,29 +89,6 @@ def test_an_example_in_memory_that_has_no_room_is_named() -> None:
 
 def rows_of(name: str, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"{name} {number}", "chosen": "yes", "rejected": "no"} for number in range(count)]
-
-
-def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
-    paths = []
-    for name, count in (("few", 4), ("many", 20)):
-        (tmp_path / name).mkdir()
-        paths.append(write_lines(tmp_path / name, rows_of(name, count)))
-    sources = [f"data.sources.few={{path: {paths[0]}, weight: 1, system: Few.}}",
-               f"data.sources.many={{path: {paths[1]}, weight: 2}}"]  # fmt: skip
-    cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", "data.eval_size=3", *sources])
-    examples = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
-    assert len(examples.train) == 21
-    assert len(examples.held_out) == 3
-    assert [pair.index for pair in examples.train] == list(range(21))
-    assert examples.mixture is not None
-    sampler = sampler_of(cfg, Kind.pairs, len(examples.train), examples.mixture)
-    few = examples.mixture.sizes[0]
-    assert sampler.taken == 3 * few
-    texts = [byte_tokenizer().decode(pair.prompt) for pair in examples.train]
-    assert all(text.startswith("System: Few.\n\nUser: few") for text in texts[:few])
-    assert all(text.startswith("many") for text in texts[few:])
-    plain = read(paths[0], "data.eval_size=1")
-    assert (len(plain.train), len(plain.held_out), plain.mixture) == (3, 1, None)
 
 
 def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rlexp.training.train.examples import sampler_of
 from tests.helpers.conversations import SHAPES, Messages, Row, as_question, hh, of_several_turns
 from tests.helpers.faults.base import MIXED
 from tests.helpers.rows import FILES, FOLDERS, assistant, read_twice, user
-from tests.oracles import rules
+from tests.oracles import order
 from tests.oracles.examples import SIDES
 from tests.oracles.pairs import Writer
 from tests.oracles.rows import Asked
@@ -234,9 +234,9 @@ def test_mixtures_at_random(seed: int) -> None:
     flags = (f"data.shuffle={draw.random() < 0.7}".lower(), f"data.drop_last={draw.random() < 0.5}".lower())
     cfg = configured(*sources, *flags, f"seed={seed}", "train.batch_size=1", "train.epochs=3")
     sampler = sampler_of(cfg, Kind.pairs, sum(sizes), Mixture(tuple(sizes), tuple(weights)))
-    assert sampler.steps_per_epoch == rules.steps_per_epoch(cfg, sizes)
-    for step in range(1, rules.total_steps(cfg, sizes) + 1):
-        assert sampler.batch(step).indices == rules.samples_of(cfg, sizes, step), step
+    assert sampler.steps_per_epoch == order.steps_per_epoch(cfg, sizes)
+    for step in range(1, 3 * order.steps_per_epoch(cfg, sizes) + 1):
+        assert sampler.batch(step).indices == order.samples_of(cfg, sizes, step), step
 
 
 @pytest.mark.parametrize("template", ["bytes", "qwen3", None])
@@ -245,7 +245,7 @@ def test_a_mixture_is_read_and_ordered_as_it_is_meant(template: str | None, shar
     tokenizer = byte_tokenizer() if template == "bytes" else smollm(shared, template)
     cfg = compose_config([*MIXED])
     train, meant = read_twice(cfg, tokenizer)
-    mixture = Mixture(meant.sizes, tuple(map(float, rules.weights_of(cfg))))
+    mixture = Mixture(meant.sizes, tuple(map(float, order.weights_of(cfg))))
     sampler = sampler_of(cfg, Kind.pairs, len(train), mixture)
     for step in (1, 2):
-        assert sampler.batch(step).indices == rules.samples_of(cfg, meant.sizes, step)
+        assert sampler.batch(step).indices == order.samples_of(cfg, meant.sizes, step)

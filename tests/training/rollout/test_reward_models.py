@@ -21,13 +21,12 @@ from transformers import (
 )
 
 from rlexp.base.errors import ModelError, RewardError
-from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.model.float64 import precise
-from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import CpuFlash
@@ -168,16 +167,6 @@ def test_a_reward_model_whose_heads_the_policys_layout_cannot_share_out(rlexp: S
         (row,) = (tmp_path / f"run{number}" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         said.append(json.loads(row)["train/reward/model"])
     assert said[1] == pytest.approx(said[0], rel=0, abs=1e-12)
-
-
-def test_a_real_tokenizer_with_a_template_frames_the_texts(llama: Path, shared: Path) -> None:
-    policy = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
-    model = reward_model(llama, policy)
-    assert model.texts is not None
-    model.texts.tokenizer.chat_template = policy.chat_template
-    prompt, answer = model.encode(sample("yes", "abc"))
-    assert TOKENIZER.decode(prompt).endswith("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n")
-    assert TOKENIZER.decode(answer).startswith("yes<|im_end|>")
 
 
 FRAMES = ("{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"

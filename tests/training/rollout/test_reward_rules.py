@@ -59,38 +59,15 @@ def test_the_verifier_holds_the_last_number_to_the_rows(expected, text, prompt, 
     assert by_rule(text, prompt, answer, rule="arithmetic") == expected
 
 
-@pytest.mark.parametrize(
-    ("prompt", "value"),
-    [
-        ("What is (3+4)*2?", 14),
-        ("-(3 + 4) × 2 =", -14),
-        ("1,234 × 2 ÷ 4 = ?", 617),
-        ("Compute 0.1 + 0.2.", Fraction(3, 10)),
-        ("007 + 3", 10),
-        ("- 12 + 7 =", 19),  # a bullet
-        ("-12 + 7 =", -5),
-        ("(what is 12 − 7)", 5),
-        ("First 1 + 1. Then 2 * 3 ->", 6),
-        ("Compute\n3 + 4", 7),
-        ("1)3 + 4", 7),
-        ("(2 + 1)(3 + 4)", None),
-        ("(a)(3 + 4)", None),
-        ("1." + "3" * 5000 + " + 1", None),
-        ("2 ** 3 + 4", None),
-        ("1 + 3 + 4^2", None),
-        ("2(3 + 4)", None),
-        ("x - 3 + 4", None),
-        ("x + 3 + 4", None),
-        ("3 / 0", None),
-        ("12", None),
-        ("1+" * 20_000 + "1", None),
-        ("(" * 300 + "1 + 2" + ")" * 300, None),
-        ("1+2 is " + "(" * 20_000, 3),
-        ("9" * 20_000, None),
-        ("3+4" + " " * 997, 7),
-        ("3+4" + " " * 998, None),
-    ],
-)
+@pytest.mark.parametrize(("prompt", "value"), [
+    ("What is (3+4)*2?", 14), ("-(3 + 4) × 2 =", -14), ("1,234 × 2 ÷ 4 = ?", 617),
+    ("Compute 0.1 + 0.2.", Fraction(3, 10)), ("007 + 3", 10), ("- 12 + 7 =", 19),  # a bullet
+    ("-12 + 7 =", -5), ("(what is 12 − 7)", 5), ("First 1 + 1. Then 2 * 3 ->", 6), ("Compute\n3 + 4", 7),
+    ("1)3 + 4", 7), ("(2 + 1)(3 + 4)", None), ("(a)(3 + 4)", None), ("1." + "3" * 5000 + " + 1", None),
+    ("2 ** 3 + 4", None), ("1 + 3 + 4^2", None), ("2(3 + 4)", None), ("x - 3 + 4", None), ("x + 3 + 4", None),
+    ("3 / 0", None), ("12", None), ("1+" * 20_000 + "1", None), ("(" * 300 + "1 + 2" + ")" * 300, None),
+    ("1+2 is " + "(" * 20_000, 3), ("9" * 20_000, None), ("3+4" + " " * 997, 7), ("3+4" + " " * 998, None),
+])  # fmt: skip
 def test_sums_in_prompts_are_worked_out_or_left_alone(prompt: str, value: Fraction | int | None) -> None:
     assert value_of_prompt(prompt) == again.value_of_sum(prompt) == value
 
