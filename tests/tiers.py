@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.paths import ROOT
 
-WHOLE = ("verify/test_textbook_rl",)  # files, below tests/
+WHOLE = ("training/train/test_textbook_rl",)  # files, below tests/
 
 # `make test` runs one in so many cases of each of these tests: the cases are alike in what they ask of the code.
 ONE_IN: Mapping[str, int] = {
@@ -65,6 +65,10 @@ ONE_IN: Mapping[str, int] = {
     "run/test_cli::test_bad_data_is_one_message": 2,
     "run/test_recipes::test_without_a_gpu_a_recipe_says_what_can_be_done": 3,
     "training/dataset/test_bad_rows::test_sources_that_do_not_fit_are_refused_before_a_row_is_read": 3,
+    "training/dataset/test_textbook_rows::test_real_pairs_in_every_format": 4,
+    "training/dataset/test_textbook_rows::test_rows_at_random": 8,
+    "training/dataset/test_textbook_singles::test_both_read_the_same": 2,
+    "training/dataset/test_textbook_singles::test_rows_at_random": 4,
     "training/model/test_model::test_the_copy_keeps_what_the_probe_tests": 2,
     "training/model/test_pretrained::test_a_named_model_says_what_it_is": 4,
     "training/model/test_pretrained::test_wrong_input_is_one_message": 3,
@@ -77,11 +81,6 @@ ONE_IN: Mapping[str, int] = {
     "training/train/test_operations::test_the_formula_is_what_operators_count": 2,
     "training/train/test_schedule::test_no_loss_is_trained_at_the_rate_of_dpo_unless_it_is_of_its_kind": 3,
     "verify/test_kept::test_what_the_transport_still_holds_is_not_kept": 4,
-    "verify/test_textbook_answers::test_both_read_the_same": 8,
-    "verify/test_textbook_prompts::test_rows_at_random": 4,
-    "verify/test_textbook_rows::test_a_defect_at_templates_and_edges_is_seen": 4,
-    "verify/test_textbook_rows::test_real_pairs_in_every_format": 4,
-    "verify/test_textbook_rows::test_rows_at_random": 8,
     "verify/test_verify::test_a_mistake_is_one_message": 3,
 }
 
@@ -303,8 +302,8 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_the_policy_is_compared_with_it_on_a_ring",
     ),
     "training/train/test_task": ("test_preflight_rehearses_it", "test_verify_finds_it_right"),
-    "verify/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
-    "verify/test_textbook_rows": (
+    "training/train/test_textbook": ("test_first_step_equals_the_textbook[parallel=ring8 memory.checkpointing=true]",),
+    "training/dataset/test_textbook_rows": (
         "test_real_pairs_by_templates[None]",
         "test_real_pairs_by_templates[gemma]",
         "test_real_pairs_by_templates[llama3]",

@@ -7,18 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rlexp.verify.records import SIDES
+from tests.helpers.rows import assistant, user
+from tests.oracles.examples import SIDES
 
 Row = dict[str, Any]
 Messages = list[dict[str, Any]]
-
-
-def user(text: str) -> dict[str, Any]:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str) -> dict[str, Any]:
-    return {"role": "assistant", "content": text}
 
 
 def text_only(row: Row) -> Row:
@@ -58,7 +51,30 @@ def as_question(row: Row) -> Row:
     return {"question": asked.pop("prompt"), **asked, "system_prompt": "Be brief."}
 
 
-SHAPES: tuple[Callable[[Row], Row], ...] = (text_only, whole, dialogue, from_value, of_several_turns, as_question)
+def with_its_question(row: Row) -> Row:
+    return {"prompt": row["prompt"][0]["content"], **whole(row), "score_chosen": 8.0, "id": "x"}
+
+
+def in_parts(row: Row) -> Row:
+    return {**row, "prompt": [{**each, "content": [{"type": "text", "text": each["content"]}]}
+                              for each in row["prompt"]]}  # fmt: skip
+
+
+def one_message(row: Row) -> Row:
+    return {"prompt": row["prompt"], **{side: assistant(row[side]) for side in SIDES}}
+
+
+def called_for(row: Row) -> Row:
+    asked = dialogue({**row, "chosen": ""})["chosen"].removesuffix(" ")
+    return {"prompt": asked, **{side: f" {row[side]}" for side in SIDES}}
+
+
+def asked_on(row: Row) -> Row:
+    return {"prompt": row["prompt"], **{side: [assistant(row[side]), user(f"And {side}?")] for side in SIDES}}
+
+
+SHAPES: tuple[Callable[[Row], Row], ...] = (text_only, whole, dialogue, from_value, of_several_turns, as_question,
+                                            with_its_question, in_parts, one_message, called_for, asked_on)  # fmt: skip
 
 
 def hh(shared: Path, rows: int = 200) -> list[Row]:

@@ -176,6 +176,33 @@ def plain_loss(case: Case, cfg: Any, kl_coef: float, cap: float | None) -> Any:
     return loss
 
 
+def plain_logged(case: Case, cfg: Any, kl_coef: float) -> dict[str, list[float]]:
+    """Return the values of each token that counts, of which means are logged."""
+    advantages, returns = plain_advantages(case, cfg, kl_coef)
+    wanted: dict[str, list[float]] = {}
+    for sample, t in ((sample, t) for sample, length in enumerate(case.lengths) for t in range(length)):
+        if not case.counts[sample]:
+            continue
+        apart = [logp - old for logp, old in zip(case.logps[sample], case.old[sample], strict=True)]
+        ratio = math.exp(sum(apart) / len(apart) if cfg.name == "gspo" else apart[t])
+        below = ratio < 1 - cfg.clip_low or ratio > (cfg.dual_clip or math.inf)
+        values = {
+            "val/ratio": ratio,
+            "policy/clipfrac_avg": float(ratio > 1 + cfg.clip_high if advantages[sample][t] > 0 else below),
+            "policy/approxkl_avg": apart[t] ** 2 / 2,
+            "policy/entropy_avg": case.entropy[sample][t],
+            "val/behaviour_ratio": math.exp(case.old[sample][t] - case.behaviour[sample][t]),
+            "policy/kl_avg": k_of(KLEstimator.k3, case.logps[sample][t] - case.reference[sample][t]).real,
+        }
+        if cfg.name == "ppo":
+            value, before, target = case.values[sample][t], case.old_values[sample][t], returns[sample][t]
+            held = min(max(value, before - cfg.value_clip), before + cfg.value_clip)
+            values["val/clipfrac_avg"] = float((held - target) ** 2 > (value - target) ** 2)
+        for name, value in values.items():
+            wanted.setdefault(name, []).append(value)
+    return wanted
+
+
 def plain_gradient(case: Case, what: str, loss: Callable[[], Any]) -> list[float]:
     """Differentiate by the complex step, in the order of samples and tokens."""
     step, gradient = 1e-30, []

@@ -10,7 +10,7 @@ from torch import Tensor
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import MPOConfig, PreferenceConfig
 from rlexp.training.algos.base import Sides, Values
-from rlexp.verify.records import SIDES, Array
+from tests.oracles.examples import SIDES, Array
 
 # Every loss over pairs but the sum of others.
 LOSSES: Mapping[str, type[PreferenceConfig]] = {

@@ -1,4 +1,4 @@
-"""Rows as people have them: written in every format, and read as a run reads them."""
+"""Rows as people have them: written in every format, and read as a run reads them, or a second time beside it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import Examples, read_examples
+from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
+from tests.oracles.examples import TokenExample
+from tests.oracles.pairs import ExampleSet, examples_of
 
 Rows = Sequence[dict[str, Any]]
 SMALL = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -40,9 +43,9 @@ def as_lines(rows: Rows) -> bytes:
     return b"".join(json.dumps(row, ensure_ascii=False).encode() + b"\n" for row in rows)
 
 
-def write_lines(folder: Path, rows: Rows) -> str:
-    (folder / "rows.jsonl").write_bytes(as_lines(rows))
-    return str(folder / "rows.jsonl")
+def write_lines(folder: Path, rows: Rows, name: str = "rows") -> str:
+    (folder / f"{name}.jsonl").write_bytes(as_lines(rows))
+    return str(folder / f"{name}.jsonl")
 
 
 def write_list(folder: Path, rows: Rows) -> str:
@@ -97,6 +100,29 @@ def read(path: str, *overrides: str, tokenizer: Any = None, kind: Kind = Kind.pa
     cfg = configured(kind, *overrides)
     cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, path=path), loss=LOSSES[kind]())
     return read_examples(cfg, tokenizer or byte_tokenizer(), World(0, 1, ALONE))
+
+
+def read_twice(cfg: Config, tokenizer: Any) -> tuple[Sequence[Example], ExampleSet]:
+    """Read the rows by the product and by the second reader, and require that both say the same."""
+    tokenizer.model_max_length = 1 << 60
+    ours, meant = read_examples(cfg, tokenizer, World(0, 1, ALONE)), examples_of(cfg, tokenizer)
+    for examples, wanted in ((ours.train, meant.train), (ours.held_out, meant.held_out)):
+        for made, other in zip(examples, wanted, strict=False):
+            assert made.origin.startswith(other.origin), f"{made.origin} stands where {other.origin} should"
+            assert parts(made) == parts_meant(other), other.origin
+        assert len(examples) == len(wanted), "other rows are left out"
+    assert ours.mixture is None or ours.mixture.sizes == meant.sizes
+    return ours.train, meant
+
+
+def parts(made: Example) -> tuple[Any, ...]:
+    answers = [(ids.tolist(), [True] * len(ids) if mask is None else mask.tolist()) for ids, mask in made.masked]
+    return made.prompt.tolist(), answers, made.margin, made.label, made.text, made.expected
+
+
+def parts_meant(example: TokenExample) -> tuple[Any, ...]:
+    answers = [(ids.tolist(), example.masks[side].tolist()) for side, ids in example.answers.items()]
+    return example.prompt.tolist(), answers, example.margin, example.label, example.text, example.right
 
 
 class OfPairs(LossConfig):

@@ -10,23 +10,21 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.verify.records import SIDES, TokenPair
-from rlexp.verify.reference import rules
-from rlexp.verify.reference.model import load_tokenizer, softmax_attention
-from rlexp.verify.reference.pairs import set_of
-from tests.helpers.textbook_losses import preference_losses as preference_losses
-from tests.helpers.textbook_losses import rewards as rewards
+from tests.oracles import order
+from tests.oracles.examples import SIDES, TokenExample
+from tests.oracles.pairs import load_tokenizer, set_of
 
 Weights = dict[str, Tensor]
 
 
-def batches_of(cfg: Config, steps: int) -> list[list[TokenPair]]:
-    """Return the pairs of the first train batches, read by the reference."""
+def batches_of(cfg: Config, steps: int) -> list[list[TokenExample]]:
+    """Return the pairs of the first train batches, by the second reader."""
     data = set_of(cfg.data, Kind.pairs, load_tokenizer(cfg))
-    return [[data.train[place] for place in rules.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
+    return [[data.train[place] for place in order.samples_of(cfg, data.sizes, step)] for step in range(1, steps + 1)]
 
 
 def float64_weights(model: torch.nn.Module) -> Weights:
@@ -82,23 +80,30 @@ def _attention(x_TE: Tensor, layer: Weights, config, cos: Tensor, sin: Tensor) -
 
     q, k, v = rotate(split("q_proj", heads)), rotate(split("k_proj", kv_heads)), split("v_proj", kv_heads)
     k, v = (y.repeat_interleave(heads // kv_heads, dim=0) for y in (k, v))
-    out_HTD = softmax_attention(q, k, v, q.shape[-1] ** -0.5)
+    # One head at a time, whose scores are computed again for the gradient: a long text's would take all memory.
+    out_HTD = torch.stack([checkpoint(_attended, *head, use_reentrant=False) for head in zip(q, k, v, strict=True)])
     return out_HTD.transpose(0, 1).reshape(len(x_TE), -1) @ layer["self_attn.o_proj.weight"].T
 
 
-def answer_logits(weights: Weights, config, pair: TokenPair, side: str) -> Tensor:
+def _attended(q_TD: Tensor, k_TD: Tensor, v_TD: Tensor) -> Tensor:
+    later = torch.ones(len(q_TD), len(q_TD), dtype=torch.bool).triu(1)
+    scores = (q_TD @ k_TD.T / q_TD.shape[-1] ** 0.5).masked_fill(later, -torch.inf)
+    return scores.softmax(-1) @ v_TD
+
+
+def answer_logits(weights: Weights, config, pair: TokenExample, side: str) -> Tensor:
     """The logits from which each trained token of an answer is predicted, (n, V)."""
     tokens_T = torch.from_numpy(pair.sequence(side))
-    return logits(weights, config, tokens_T)[len(pair.prompt) - 1 : -1][pair.trained(side)]
+    return logits(weights, config, tokens_T)[len(pair.prompt) - 1 : -1][pair.masks[side]]
 
 
-def pair_logps(weights: Weights, config, pairs: Sequence[TokenPair]) -> dict[str, Tensor]:
+def pair_logps(weights: Weights, config, pairs: Sequence[TokenExample]) -> dict[str, Tensor]:
     """Σ log p(answer token | what precedes it) by side, (P,)."""
     sums: dict[str, list[Tensor]] = {side: [] for side in SIDES}
     for pair in pairs:
         for side in SIDES:
             logps_nV = answer_logits(weights, config, pair, side).log_softmax(-1)
-            answer_n = torch.from_numpy(pair.ids(side)[pair.trained(side)])
+            answer_n = torch.from_numpy(pair.answers[side][pair.masks[side]])
             sums[side].append(logps_nV.gather(-1, answer_n.unsqueeze(-1)).sum())
     return {side: torch.stack(each) for side, each in sums.items()}
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from rlexp.verify.records import SIDES, Array
+from tests.oracles.examples import SIDES, Array
 
 TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
 
@@ -27,22 +27,6 @@ def log_sigmoid(x: Array) -> Array:
 def log_ratios(sums: Mapping[str, Array]) -> tuple[Array, Array]:
     chosen, rejected = (sums[f"policy/{side}"] - sums[f"reference/{side}"] for side in SIDES)
     return chosen, rejected
-
-
-def preference_losses(sums: Mapping[str, Array], beta: float, label_smoothing: float) -> Array:
-    """Equation 7 of arXiv 2305.18290, for labels that are wrong with probability `label_smoothing`."""
-    chosen, rejected = log_ratios(sums)
-    z = beta * (chosen - rejected)
-    return -(1 - label_smoothing) * log_sigmoid(z) - label_smoothing * log_sigmoid(-z)
-
-
-def preference_slopes(sums: Mapping[str, Array], beta: float, label_smoothing: float) -> dict[str, Array]:
-    """Derivatives of the losses by the policy's sums. While policy and reference agree every loss is ln 2, even of a
-    wrong formula; only the derivative shows the mistake."""
-    chosen, rejected = log_ratios(sums)
-    z = beta * (chosen - rejected)
-    slope = beta * (label_smoothing * np.exp(log_sigmoid(z)) - (1 - label_smoothing) * np.exp(log_sigmoid(-z)))
-    return {"chosen": slope, "rejected": -slope}
 
 
 def losses_of(name: str, sums: Mapping[str, Array], tokens: Mapping[str, Array], *, beta: float,

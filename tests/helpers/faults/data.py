@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 
 from rlexp.training.types import Example
@@ -125,14 +124,6 @@ def padding_as_tokens(original: Any, *args: Any, **kwargs: Any) -> Any:
     return replace(pack, segments=tuple(replace(segment, length=segment.padded) for segment in pack.segments))
 
 
-def all_trained(original: Any, answer: Any) -> Iterator[tuple[str, bool]]:
-    return ((text, True) for text, _ in original(answer))
-
-
-def to_the_first_answer(_original: Any, one: Any, _other: Any) -> int:
-    return next(place for place, message in enumerate(one) if message["role"] == "assistant")
-
-
 def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
     order = original(*args, **kwargs)
     half = len(order) // 2
@@ -142,7 +133,7 @@ def first_half_twice(original: Any, *args: Any, **kwargs: Any) -> Any:
 
 DEAL, UNFOUND = "dealer.deal:Dealer.deal", {"forest": None}
 TOKENS, SAMPLER, PACKING = "dataset.tokens:", "dataset.sampler:", "dealer.packing:"
-MESSAGES, MIXTURE, VIEWS = "dataset.messages:", "dataset.sampler:Mixture.", "dataset.views:"
+MIXTURE, VIEWS = "dataset.sampler:Mixture.", "dataset.views:"
 DATA_FAULTS = (
     one("no end of sequence", TOKENS + "RowTokenizer._ended", lambda _, _self, tokens: tokens, "data", DATA),
     one("truncated at the wrong side", TOKENS + "cut_from_start",
@@ -184,9 +175,6 @@ DATA_FAULTS = (
         "data", DEALER),
     one("a pack ignores masks", PACKING + "pack_sequences",
         lambda original, *args, **kwargs: original(*args, **kwargs | {"masks": ()}), "data", DEALER, base=MIXED),
-    one("the user's turns are trained on", MESSAGES + "turns", all_trained, "data", DATA, base=MIXED),
-    one("another shared beginning", MESSAGES + "shared_beginning", to_the_first_answer, "data", DATA, base=MIXED),
-    one("no system prompt", MESSAGES + "with_system", lambda _, prompt, _system: prompt, "data", DATA, base=MIXED),
     one("weights are ignored", MIXTURE + "counts", lambda _, self: self.sizes, "data", DATA, base=MIXED),
     one("samples twice in an epoch", MIXTURE + "order", first_half_twice, "data", DATA, base=MIXED),
     one("every epoch begins a source anew", MIXTURE + "_of_source",
@@ -194,5 +182,4 @@ DATA_FAULTS = (
         "data", DATA, base=MIXED, step=2),
     one("held-out rows are trained on", VIEWS + "Places.__getitem__",
         lambda original, self, index: original(self, index) if self.held_out else index, "data", DATA, base=MIXED),
-    one("other rows are held out", VIEWS + "drawn", lambda _, _total, size: np.arange(size), "data", DATA, base=MIXED),
 )  # fmt: skip

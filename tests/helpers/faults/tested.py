@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from tests.helpers.faults.base import by_test
 from tests.helpers.faults.plant import Altered, Given, Seeing
 from tests.helpers.reduced_apart import dropped_at_once
@@ -125,7 +127,35 @@ def left_out_of_greedy_steps(original: Any, *args: Any) -> Any:
     return chooser
 
 
+def to_the_first_answer(_original: Any, one: Any, _other: Any) -> int:
+    return next(place for place, message in enumerate(one) if message["role"] == "assistant")
+
+
+# Defects of rows, which the second reader finds (`tests/oracles/`).
+OF_ROWS: tuple[tuple[str, str, Any], ...] = (
+    ("the user's turns are trained on", "messages:turns",
+     lambda original, answer: ((text, True) for text, _ in original(answer))),
+    ("another shared beginning", "messages:shared_beginning", to_the_first_answer),
+    ("no system prompt", "messages:with_system", lambda _, prompt, _system: prompt),
+    ("other rows are held out", "views:drawn", lambda _, _total, size: np.arange(size)),
+    ("no template", "chat:Chat.templated", lambda _original, _self: False),
+    ("no call for the answer", "chat:_Rendering.text",
+     lambda original, self, messages, **_asking: original(self, messages)),
+    ("turns begin at their roles", "chat:_Rendering.beginning",
+     lambda _, self, talk, place, _whole, _called=None: len(self.text(talk[:place]))),
+    ("a turn ends before its end", "chat:_Rendering.turn",
+     lambda original, *args: ((turn := original(*args))[0], turn[1] - len("<|im_end|>\n"))),
+    ("two ends", "tokens:RowTokenizer._ends", lambda _original, _self, _last: False),
+    ("a prompt's last token goes on", "seam:Seam._joined",
+     Seeing({"np.array_equal": Given(lambda _equal, *_args: lambda *_arrays: True)})),
+    ("no template is asked for", "chat:as_text", lambda original, prompt: f"{original(prompt)} "),
+)  # fmt: skip
 TESTED = (
+    *(by_test(name, f"dataset.{target}", change, "training/dataset/test_textbook_rows.py::"
+              "test_a_mixture_is_read_and_ordered_as_it_is_meant") for name, target, change in OF_ROWS),
+    by_test("the options are not handed on", "dataset.chat:_Rendering.__init__",
+            lambda original, self, *parts: (original(self, *parts), [*map(self.extra.pop, self.row.options)])[0],
+            "training/dataset/test_textbook_singles.py::test_options_and_tools_reach_the_template"),
     by_test("a length on a bound counts in the next part", "train.by_length:Buckets.note",
             Seeing({"np.searchsorted": lambda search: lambda *args, **_: search(*args, side="right")}),
             "training/train/test_by_length.py::"

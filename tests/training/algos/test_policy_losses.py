@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +22,8 @@ from tests.helpers.policy_losses import (
     built,
     close,
     configured,
-    k_of,
-    plain_advantages,
     plain_gradient,
+    plain_logged,
     plain_loss,
     tensor,
     tokens_of,
@@ -89,25 +87,7 @@ def test_what_is_logged_by_token(name: str) -> None:
     loss = built(cfg)
     tokens = tokens_of(case, cfg, loss, 0.1)
     terms = loss(tokens, 0.1)
-    advantages, returns = plain_advantages(case, cfg, 0.1)
-    wanted: dict[str, list[float]] = {key: [] for key in terms.means_n}
-    for sample, length in enumerate(case.lengths):
-        if not case.counts[sample]:
-            continue
-        for t in range(length):
-            apart = [case.logps[sample][k] - case.old[sample][k] for k in range(length)]
-            ratio = math.exp(sum(apart) / length if name == "gspo" else apart[t])
-            up = advantages[sample][t] > 0
-            wanted["val/ratio"].append(ratio)
-            wanted["policy/clipfrac_avg"].append(float(ratio > 1.2 if up else ratio < 0.9 or ratio > 1.25))
-            wanted["policy/approxkl_avg"].append(apart[t] ** 2 / 2)
-            wanted["policy/entropy_avg"].append(case.entropy[sample][t])
-            wanted["val/behaviour_ratio"].append(math.exp(case.old[sample][t] - case.behaviour[sample][t]))
-            wanted["policy/kl_avg"].append(k_of(KLEstimator.k3, case.logps[sample][t] - case.reference[sample][t]).real)
-            if name == "ppo":
-                value, before, target = case.values[sample][t], case.old_values[sample][t], returns[sample][t]
-                held = min(max(value, before - 0.2), before + 0.2)
-                wanted["val/clipfrac_avg"].append(float((held - target) ** 2 > (value - target) ** 2))
+    wanted = plain_logged(case, cfg, 0.1)
     for key, values_n in terms.means_n.items():
         assert not values_n.requires_grad
         close(values_n[tokens.trained_n > 0].tolist(), wanted[key])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rlexp.base.errors import ConfigError, DataError
-from rlexp.config.schema import HFModelConfig, TinyModelConfig
+from rlexp.config.schema import TinyModelConfig
 from rlexp.config.schema.data import TooLong
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset import generated
@@ -97,35 +96,11 @@ def test_truncation_keeps_the_end_of_the_prompt_and_its_beginning_token() -> Non
     assert short.masks[1] is None
 
 
-def test_an_end_token_within_an_answer_does_not_end_it() -> None:
-    tokenizer = byte_tokenizer()
-    chosen = pairs_of(tokenizer, [row("a", "one<eos>two three", "b")])[0].answers[0]
-    assert chosen.tolist().count(tokenizer.eos_token_id) == 2
-    assert chosen[-1] == tokenizer.eos_token_id
-
-
 def test_a_template_that_refuses_a_row_is_named() -> None:
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(DataError, match=r"here:1: field `prompt`: the tokenizer's chat template raises: roles must"):
         pairs_of(tokenizer, [row("a", "b", "c")])
-
-
-def test_the_chat_template_of_a_real_tokenizer(shared: Path) -> None:
-    tokenizer = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
-    (pair,) = pairs_of(tokenizer, [row("Hello", "Good day.", "Hm.")])
-    assert tokenizer.decode(pair.prompt).endswith("<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n")
-    assert tokenizer.decode(pair.answers[0]) == "Good day.<|im_end|>\n"  # its own end of turn, and no second one
-
-
-def test_the_sampler_is_a_permutation_by_seed_and_epoch() -> None:
-    sampler = Sampler(size=21, batch_size=4, seed=5)
-    assert sampler.steps_per_epoch == 5
-    epochs = [[i for step in range(1 + 5 * e, 6 + 5 * e) for i in sampler.batch(step).indices] for e in range(3)]
-    for epoch in epochs:
-        assert len({*epoch} & {*range(21)}) == len(epoch) == 20
-    assert epochs[0] != epochs[1] != epochs[2]
-    assert Sampler(21, 4, shuffle=False).batch(7).indices == (4, 5, 6, 7)
 
 
 @given(st.integers(8, 60), st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8]), st.booleans())
@@ -213,16 +188,6 @@ def test_generated_sums_come_to_their_answers(digits: int) -> None:
         one, plus, other, equals = str(row.prompt).split(" ")
         assert (plus, equals, int(row.expected or "")) == ("+", "=", int(one) + int(other))
         assert max(len(one), len(other)) <= digits
-
-
-def test_generated_prompts_are_those_of_the_pairs() -> None:
-    pairs = generated.pairs(5, 1, "train")
-    prompts, answers, judged = ([generated.taken(kind, pair, place) for place, pair in enumerate(pairs)]
-                                for kind in (Kind.prompts, Kind.supervised, Kind.unpaired))  # fmt: skip
-    assert prompts == [Row(pair.prompt, (), pair.origin) for pair in pairs]
-    assert answers == [Row(pair.prompt, pair.answers[:1], pair.origin) for pair in pairs]
-    assert judged == [Row(pair.prompt, (pair.answers[place % 2],), pair.origin, label=place % 2 == 0)
-                      for place, pair in enumerate(pairs)]  # fmt: skip
 
 
 def test_tiny_has_the_tokenizer_it_says() -> None:

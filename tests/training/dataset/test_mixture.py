@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -14,53 +13,17 @@ from hypothesis import strategies as st
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.load import compose_config
-from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.sampler import Mixture, Sampler
 from rlexp.training.dataset.store import Store
 from rlexp.training.dataset.views import Joined, Places, drawn
 from rlexp.training.dealer.of_run import without_room
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.train.examples import read_examples, sampler_of
+from rlexp.training.train.examples import read_examples
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from tests.helpers.rows import cache, read, write_lines
+from tests.helpers.rows import cache, write_lines
 
 __all__ = ["cache"]  # a fixture of every test here too
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.5, 1.0, 2.0, 3.0])), min_size=1, max_size=4),
-    st.booleans(),
-)
-def test_weights_are_shares_and_no_row_comes_again_before_all_of_its_source(sources: Any, shuffle: bool) -> None:
-    sizes, weights = zip(*sources, strict=True)
-    mixture = Mixture(sizes, weights)
-    counts = mixture.counts
-    assert any(count == size for count, size in zip(counts, sizes, strict=True)), "an epoch uses one source up"
-    most = max(size / weight for size, weight in zip(sizes, weights, strict=True))
-    for count, size, weight in zip(counts, sizes, weights, strict=True):
-        assert count <= size
-        scale = min(s / w for s, w in zip(sizes, weights, strict=True))
-        assert abs(count - weight * scale) < 1 + 1e-9 * most
-    firsts = np.cumsum((0, *sizes))
-    seen: list[Counter[int]] = [Counter() for _ in sizes]
-    for epoch in range(7):
-        order = mixture.order(3, epoch, shuffle=shuffle)
-        source = np.searchsorted(firsts, order, side="right") - 1
-        assert [int((source == number).sum()) for number in range(len(sizes))] == list(counts)
-        for place, number in zip(order.tolist(), source.tolist(), strict=True):
-            seen[number][place] += 1
-        for times, size in zip(seen, sizes, strict=True):
-            assert max(times.values(), default=0) - (min(times.values()) if len(times) == size else 0) <= 1
-
-
-def test_each_source_and_each_round_has_an_order_of_its_own() -> None:
-    mixture = Mixture((30, 30), (1.0, 1.0))
-    epochs = [mixture.order(0, epoch, shuffle=True) for epoch in (0, 1)]
-    parts = [(order[order < 30].tolist(), (order[order >= 30] - 30).tolist()) for order in epochs]
-    assert parts[0][0] != parts[0][1]
-    longer = Mixture((30, 7), (1.0, 1.0))
-    assert longer._of_source(1, 7, 0, 0, shuffle=True).tolist() != longer._of_source(1, 7, 0, 1, shuffle=True).tolist()
 
 
 def test_without_shuffling_sources_take_turns_by_their_weights_and_decimal_ones_take_all_rows_that_fit() -> None:
@@ -126,29 +89,6 @@ def test_an_example_in_memory_that_has_no_room_is_named() -> None:
 
 def rows_of(name: str, count: int) -> list[dict[str, str]]:
     return [{"prompt": f"{name} {number}", "chosen": "yes", "rejected": "no"} for number in range(count)]
-
-
-def test_sources_with_weights_are_read_as_one_set(tmp_path: Path) -> None:
-    paths = []
-    for name, count in (("few", 4), ("many", 20)):
-        (tmp_path / name).mkdir()
-        paths.append(write_lines(tmp_path / name, rows_of(name, count)))
-    sources = [f"data.sources.few={{path: {paths[0]}, weight: 1, system: Few.}}",
-               f"data.sources.many={{path: {paths[1]}, weight: 2}}"]  # fmt: skip
-    cfg = compose_config(["data=hf", "launch.device=cpu", "logger.progress=false", "data.eval_size=3", *sources])
-    examples = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE))
-    assert len(examples.train) == 21
-    assert len(examples.held_out) == 3
-    assert [pair.index for pair in examples.train] == list(range(21))
-    assert examples.mixture is not None
-    sampler = sampler_of(cfg, Kind.pairs, len(examples.train), examples.mixture)
-    few = examples.mixture.sizes[0]
-    assert sampler.taken == 3 * few
-    texts = [byte_tokenizer().decode(pair.prompt) for pair in examples.train]
-    assert all(text.startswith("System: Few.\n\nUser: few") for text in texts[:few])
-    assert all(text.startswith("many") for text in texts[few:])
-    plain = read(paths[0], "data.eval_size=1")
-    assert (len(plain.train), len(plain.held_out), plain.mixture) == (3, 1, None)
 
 
 def test_a_weight_that_takes_no_row_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from rlexp.training.dataset.tokens import RowTokenizer
 from rlexp.training.model.loading import byte_tokenizer, end_with_template, load_tokenizer
 from rlexp.training.train.build_rollouts import ends_of
 from rlexp.training.types import Example, Row
-from rlexp.verify.reference import model as textbook
+from rlexp.verify import model as textbook
 from tests.conftest import ROOT, Shell
 from tests.helpers import warm
 from tests.helpers.models import QUICK, SHAPE, cache, hf, saved

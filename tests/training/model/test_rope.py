@@ -48,7 +48,7 @@ from rlexp.training.reference.stored import facts_of
 from rlexp.training.train.build import build
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.step import train_step
-from rlexp.verify.reference import model as verified
+from rlexp.verify import model as verified
 from tests.helpers.models import SHAPE, cache, hf, saved
 from tests.helpers.ranks import SpyLoss, on_ranks
 from tests.helpers.refusals import refusal_of

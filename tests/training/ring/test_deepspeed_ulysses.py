@@ -23,9 +23,9 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import load_config, load_model
-from rlexp.verify.records import SIDES, TokenPair
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.textbook import batches_of
+from tests.oracles.examples import SIDES, TokenExample
 
 # Plain gradient descent, so that the second step, where policy and reference differ, depends on these gradients only.
 COMMON = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=8", "optim=sgd",
@@ -70,7 +70,7 @@ class Ulysses:
         logps_n = logits_tV.log_softmax(-1).gather(-1, padded[mine + 1].unsqueeze(-1)).squeeze(-1)
         return logps_n[(mine + 1 >= prompt) & (mine + 1 < len(tokens))].sum()
 
-    def logps(self, pairs: list[TokenPair]) -> tuple[Tensor, Tensor]:
+    def logps(self, pairs: list[TokenExample]) -> tuple[Tensor, Tensor]:
         """Return this rank's part of each sequence, (2, P), and their sum over all ranks, which has no gradient."""
         part_2P = torch.stack([
             torch.stack([self.logp((pair.sequence(side).tolist(), len(pair.prompt))) for pair in pairs])
@@ -80,7 +80,7 @@ class Ulysses:
         dist.all_reduce(whole_2P)
         return part_2P, whole_2P
 
-    def gradient(self, pairs: list[TokenPair], reference_2P: Tensor, beta: float) -> tuple[float, Weights]:
+    def gradient(self, pairs: list[TokenExample], reference_2P: Tensor, beta: float) -> tuple[float, Weights]:
         """Compute equation 7 of arXiv 2305.18290 and its gradient, by the chain rule through the sum over the ranks."""
         part_2P, whole_2P = self.logps(pairs)
         ratios_2P = whole_2P.requires_grad_() - reference_2P

@@ -21,13 +21,12 @@ from transformers import (
 )
 
 from rlexp.base.errors import ModelError, RewardError
-from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.model.float64 import precise
-from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.reward_model import RewardModel
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.ring.kernels import CpuFlash
@@ -37,6 +36,8 @@ from rlexp.training.world.groups import ALONE, Ring, build_world
 from tests.conftest import Shell
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rewards import TOKENIZER, ids, sample
+from tests.oracles.pairs import Writer, cut
+from tests.oracles.rows import Asked
 
 LLAMA = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
          "num_key_value_heads": 2, "vocab_size": len(TOKENIZER), "pad_token_id": TOKENIZER.pad_token_id}  # fmt: skip
@@ -168,11 +169,24 @@ def test_a_reward_model_whose_heads_the_policys_layout_cannot_share_out(rlexp: S
     assert said[1] == pytest.approx(said[0], rel=0, abs=1e-12)
 
 
-def test_a_real_tokenizer_with_a_template_frames_the_texts(llama: Path, shared: Path) -> None:
-    policy = load_tokenizer(HFModelConfig(path=str(shared / "models" / "smollm2-tokenizer")))
-    model = reward_model(llama, policy)
+FRAMES = ("{% for m in messages %}<bos>{{ m.role }}: {{ m.content }}<eos>\n{% endfor %}"
+          "{% if add_generation_prompt %}<bos>assistant: {% endif %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [None, FRAMES], ids=["plain", "template"])
+def test_a_foreign_model_reads_the_tokens_of_the_second_writing(llama: Path, template: str | None) -> None:
+    """Also where a prompt is too long for it, and loses its start."""
+    foreign = byte_tokenizer()
+    foreign.add_tokens(["<more>"])
+    model = reward_model(llama, foreign, max_length=70)
     assert model.texts is not None
-    model.texts.tokenizer.chat_template = policy.chat_template
-    prompt, answer = model.encode(sample("yes", "abc"))
-    assert TOKENIZER.decode(prompt).endswith("<|im_start|>user\nabc<|im_end|>\n<|im_start|>assistant\n")
-    assert TOKENIZER.decode(answer).startswith("yes<|im_end|>")
+    tokenizer = model.texts.tokenizer
+    tokenizer.chat_template = template
+    cut_ones = 0
+    for prompt, answer in TEXTS:
+        whole = Writer(tokenizer).example(Asked(prompt, (answer,), "here"), ["answer"])
+        meant = cut(whole, 70, tokenizer.bos_token_id)
+        expected = (meant.prompt.tolist(), meant.answers["answer"].tolist())
+        assert tuple(part.tolist() for part in model.encode(sample(answer, prompt))) == expected
+        cut_ones += len(meant.prompt) < len(whole.prompt)
+    assert cut_ones

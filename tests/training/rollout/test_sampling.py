@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     MinistralConfig,
@@ -27,6 +32,7 @@ from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.model import hook
 from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.float64 import precise
+from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.model.policy import Policy
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
@@ -38,6 +44,7 @@ from rlexp.training.rollout.sampling import Drawer
 from rlexp.training.types import Example, Wanted
 from rlexp.training.world.groups import ALONE
 from tests.helpers.ranks import seeded
+from tests.oracles import vocabulary as again
 
 VOCABULARY = 23
 # float64, sums in another order; largest difference measured: 2.7e-15, for logits of up to 8.
@@ -370,3 +377,36 @@ def test_answers_are_as_often_drawn_as_they_are_probable(policy: Policy, plain: 
     assert degrees > 20
     statistic = float(((counts - expected) ** 2 / expected).sum())
     assert abs(statistic - degrees) < 4 * math.sqrt(2 * degrees)
+
+
+# ---- texts and ends, by the second reader ----
+
+
+@pytest.mark.parametrize("kind", ["bytes", "stories260K"])
+def test_texts_and_ends_are_the_second_reader_s(kind: str, shared: Path) -> None:
+    """Of random tokens: bytes that are no UTF-8, special tokens anywhere, and texts that end an answer."""
+    ours = byte_tokenizer() if kind == "bytes" else AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
+    other, chance, ends, cut = again.Bytes() if kind == "bytes" else ours, random.Random(1), 0, 0
+    common = [ours(text, add_special_tokens=False).input_ids for text in ("ab", "é", "a", "漢", "b🙂", " \n", ".")]
+    for _ in range(400):
+        pieces = [[chance.randrange(len(ours))] if chance.random() < 0.4 else chance.choice(common)
+                  for _ in range(chance.randrange(8))]  # fmt: skip
+        answer = [token for piece in pieces for token in piece]
+        stop = chance.sample(["a", "ab", "é", "漢", " \n", "b🙂", ".*"], chance.randrange(4))
+        text = sampling.text_of(ours, answer, stop)
+        assert again.text_of(other, answer, stop) == text
+        cut += text != sampling.text_of(ours, answer, [])
+        ends += same_ends(ours, other, answer, stop)
+    assert min(ends, cut) > 60
+
+
+def same_ends(ours: Any, other: Any, answer: Sequence[int], stop: list[str]) -> bool:
+    """Draw an answer token by token, and compare after each; return whether it ever ended."""
+    drawer = Drawer(forward=lambda _: torch.zeros(0), tokenizer=ours, ends=[1, 5], seed=0, in_step=False,
+                    cfg=RolloutConfig(stop=stop), device=torch.device("cpu"), dtype=np.dtype(np.float64))  # fmt: skip
+    noted, ever = sampling.Drawn([], [[]], [[]], [False]), False
+    for place, token in enumerate(answer):
+        drawer._note(noted, [0], [token], [0.0])
+        assert again.ended(other, answer[: place + 1], [1, 5], stop) == noted.stopped[0]
+        ever |= noted.stopped[0]
+    return ever

@@ -16,7 +16,6 @@ from rlexp.config.rates import ALL_WEIGHTS, LIKE_DPO, default_rate, rates_in_wor
 from rlexp.config.schema import KINDS, Config, Decay
 from rlexp.training.train.build import build_schedule
 from rlexp.training.train.schedule import Schedule
-from rlexp.verify.reference.rules import learning_rate
 from tests.conftest import ROOT
 from tests.helpers.schedules import rates_of
 
@@ -48,8 +47,6 @@ def test_every_step_has_the_rate_of_transformers(words: tuple[str, ...], schedul
     cfg = compose_config(asked)
     warm_up = TrainingArguments(output_dir="nowhere", warmup_steps=ratio, use_cpu=True).get_warmup_steps(STEPS)
     assert ours(cfg) == pytest.approx(rates_of(lambda it: scheduler(it, warm_up), LR, STEPS), rel=1e-12, abs=1e-18)
-    by_reference = [learning_rate(cfg.optim, STEPS, step) for step in range(1, STEPS + 1)]
-    assert ours(cfg) == pytest.approx(by_reference, rel=1e-12)
 
 
 def test_a_warm_up_without_a_start_trains_in_its_first_step() -> None:

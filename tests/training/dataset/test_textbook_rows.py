@@ -1,37 +1,29 @@
-"""The product's pairs against the second writing of their rules: the same tokens and masks, of the same samples."""
+"""Pairs read twice, by the product and by the second reader: the same tokens and masks, of the same samples."""
 
 from __future__ import annotations
 
-import copy
 import functools
 import importlib.util
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rlexp.verify.records import SIDES, TokenPair
-from rlexp.verify.reference import rules
-from rlexp.verify.reference.pairs import ExampleSet, Writer, set_of
-from rlexp.verify.reference.rows import Asked
-from tokenizers import processors
 from transformers import AutoTokenizer
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
-from rlexp.training.dataset.sampler import Mixture, Sampler
+from rlexp.training.dataset.sampler import Mixture
 from rlexp.training.model.loading import byte_tokenizer
-from rlexp.training.train.examples import read_examples, sampler_of
-from rlexp.training.types import Example
-from rlexp.training.world.groups import ALONE, World
-from tests.helpers.conversations import SHAPES, Messages, Row, as_question, assistant, hh, of_several_turns, user
-from tests.helpers.faults.base import MIXED, Fault, one
-from tests.helpers.faults.data import DATA_FAULTS
-from tests.helpers.faults.plant import Given, Seeing
-from tests.helpers.rows import FILES, FOLDERS
+from rlexp.training.train.examples import sampler_of
+from tests.helpers.conversations import SHAPES, Messages, Row, as_question, hh, of_several_turns
+from tests.helpers.faults.base import MIXED
+from tests.helpers.rows import FILES, FOLDERS, assistant, read_twice, user
+from tests.oracles import order
+from tests.oracles.examples import SIDES
 
 
 @pytest.fixture(autouse=True)
@@ -46,42 +38,19 @@ def configured(*overrides: str) -> Config:
                            *overrides])  # fmt: skip
 
 
-def both(cfg: Config, tokenizer: Any) -> tuple[Sequence[Example], Sequence[Example], ExampleSet]:
-    """Read the pairs twice: those to train on and those held out by the product, and all by the textbook."""
-    tokenizer.model_max_length = 1 << 60
-    examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
-    return examples.train, examples.held_out, set_of(cfg.data, Kind.pairs, tokenizer)
-
-
-def differences(ours: Sequence[Example], meant: Sequence[TokenPair]) -> Iterator[str]:
-    if len(ours) != len(meant):
-        yield f"{len(ours)} pairs, not {len(meant)}"
-    for place, (pair, wanted) in enumerate(zip(ours, meant, strict=False)):
-        got = TokenPair(pair.prompt, pair.answers[0], pair.answers[1], pair.origin, pair.masks[0], pair.masks[1])
-        parts = {side: (got.ids(side), wanted.ids(side)) for side in SIDES}
-        if pair.margin != wanted.margin:
-            yield f"margin of pair {place} ({wanted.origin}): {pair.margin}, not {wanted.margin}"
-        parts |= {f"{side}'s mask": (got.trained(side), wanted.trained(side)) for side in SIDES}
-        for part, (ours_n, meant_n) in {"prompt": (got.prompt, wanted.prompt), **parts}.items():
-            if ours_n.tolist() != meant_n.tolist():
-                yield f"{part} of pair {place} ({wanted.origin}): {ours_n.tolist()}, not {meant_n.tolist()}"
-
-
-def hold(cfg: Config, tokenizer: Any) -> Sequence[Example]:
-    train, held_out, meant = both(cfg, tokenizer)
-    assert next(differences(train, meant.train), None) is None
-    assert next(differences(held_out, meant.held_out), None) is None
-    return train
-
-
 # ---- conversations ----
 
 
 @pytest.mark.parametrize("write", [*FILES, *FOLDERS])
 def test_real_pairs_in_every_format(write: Callable[[Path, Sequence[Row]], str], shared: Path, tmp_path: Path) -> None:
-    path = write(tmp_path, [of_several_turns(row) for row in hh(shared, 40)])
+    """Also with margins, and with marks that end a line elsewhere."""
+    odd = [{"prompt": [user("a\u2028b\x85")], "chosen": "c\x1cd", "rejected": "e\r"}] * 2
+    margins = (0.5, None, -2.0, 1e300) * 10
+    rows = [of_several_turns(row) | {"margin": each}
+            for row, each in zip([*odd, *hh(shared, 38)], margins, strict=True)]  # fmt: skip
+    path = write(tmp_path, rows)
     cfg = configured(f"data.path='{path}'", "data.eval_size=7", "data.max_length=700", "data.too_long=truncate")
-    pairs = hold(cfg, AutoTokenizer.from_pretrained(shared / "models" / "stories260K"))
+    pairs, _ = read_twice(cfg, AutoTokenizer.from_pretrained(shared / "models" / "stories260K"))
     assert 25 < len(pairs) <= 40 - 7
     assert any(pair.masks[0] is not None and not pair.masks[0].all() for pair in pairs)
 
@@ -98,7 +67,7 @@ BEGINNINGS = {"llama3": "<|begin_of_text|>", "gemma": "<bos>"}
 
 
 @functools.cache
-def smollm(shared: Path, template: str | None = "smollm", training: str = "") -> Any:
+def smollm(shared: Path, template: str | None = "smollm") -> Any:
     """Return SmolLM's tokenizer with one of TRL's templates, with its own, or with none."""
     tokenizer = AutoTokenizer.from_pretrained(shared / "models" / "smollm2-tokenizer")
     if template is None:
@@ -107,7 +76,7 @@ def smollm(shared: Path, template: str | None = "smollm", training: str = "") ->
         trl = importlib.util.find_spec("trl")
         assert trl is not None
         assert trl.origin is not None
-        file = Path(trl.origin).parent / "chat_templates" / f"{template}{training}.jinja"
+        file = Path(trl.origin).parent / "chat_templates" / f"{template}.jinja"
         tokenizer.chat_template = file.read_text(encoding="utf-8")
         marks = [mark for mark in MARKS.get(template, ()) if mark not in tokenizer.get_vocab()]
         tokenizer.add_special_tokens({"additional_special_tokens": marks})
@@ -124,22 +93,9 @@ def test_real_pairs_by_templates(template: str | None, shared: Path, tmp_path: P
     for shape in range(len(shapes)):
         (tmp_path / f"{shape}.jsonl").write_text("\n".join(map(json.dumps, rows[shape :: len(shapes)])))
         sources.append(f"data.sources.s{shape}.path={tmp_path}/{shape}.jsonl")
-    pairs = hold(configured(*sources), smollm(shared, template))
+    pairs = read_twice(configured(*sources), smollm(shared, template))[0]
     assert len(pairs) == 200
-    assert sum(pair.masks[0] is not None for pair in pairs) > 15
-
-
-@pytest.mark.parametrize("template", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gemma", "phi3"))])
-def test_transformers_own_masks_agree(template: str, shared: Path) -> None:
-    """TRL marks in its templates what is trained on; transformers finds the mask of a conversation by these marks."""
-    tokenizer = smollm(shared, template, "_training")
-    for row in map(of_several_turns, hh(shared, 60)):
-        asked = Asked(row["prompt"], (row["chosen"], row["rejected"]), "here")
-        pair = Writer(tokenizer).example(asked, SIDES)
-        talk = [*row["prompt"], *row["chosen"]]
-        meant = tokenizer.apply_chat_template(talk, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        assert pair.sequence("chosen").tolist() == meant["input_ids"]
-        assert [0] * len(pair.prompt) + pair.trained("chosen").tolist() == meant["assistant_masks"]
+    assert sum(pair.masks[0] is not None for pair in pairs) > 5
 
 
 # ---- rows at random ----
@@ -224,36 +180,13 @@ def test_rows_at_random(template: str | None, seed: int, shared: Path, tmp_path:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, drawn)), encoding="utf-8")
     how = ("data.bad_rows=drop", "data.too_long=truncate", f"data.max_length={rows.draw.choice((40, 70, 4096))}",
            f"data.template={rows.draw.choice(('auto', 'auto', 'never'))}", "data.eval_size=9")  # fmt: skip
-    assert len(hold(configured(f"data.path={tmp_path}/rows.jsonl", *how), tokenizer)) > 30
+    assert len(read_twice(configured(f"data.path={tmp_path}/rows.jsonl", *how), tokenizer)[0]) > 30
 
 
 # ---- what the two writings once disagreed on ----
 
 TURNS = {"prompt": "Hi", "chosen": [assistant("yes"), user("more"), assistant("Fine then")],
          "rejected": [assistant("no"), user("why?"), assistant("I say so")]}  # fmt: skip
-
-
-def test_a_token_with_a_space_of_another_part_is_not_trained_on(shared: Path, tmp_path: Path) -> None:
-    """A tokenizer whose offsets leave spaces out: " Fine" holds the space before the answer, as it shows otherwise."""
-    (tmp_path / "rows.jsonl").write_text(json.dumps(TURNS) + "\n")
-    pairs = []
-    for trim in (False, True):
-        tokenizer = copy.deepcopy(smollm(shared, None))
-        tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=trim)
-        pairs += hold(configured(f"data.path={tmp_path}/rows.jsonl", f"data.cache={tmp_path}/{trim}"), tokenizer)
-    first, second = pairs
-    assert first.answers[0].tolist() == second.answers[0].tolist()
-    assert tokenizer.decode(first.answers[0][first.masks[0]]) == "yesFine then<|im_end|>"
-
-
-def test_a_template_may_ask_for_the_day_in_any_way(shared: Path, tmp_path: Path) -> None:
-    (tmp_path / "rows.jsonl").write_text(json.dumps(TURNS) + "\n")
-    tokenizer = copy.deepcopy(smollm(shared))
-    tokenizer.chat_template = (
-        "\n {% set f = '%d %b %Y, %I:%M %p' %}{{ strftime_now(f) }}{{ strftime_now(\"%j\") }}" + tokenizer.chat_template
-    )
-    (pair,) = hold(configured(f"data.path={tmp_path}/rows.jsonl"), tokenizer)
-    assert tokenizer.decode(pair.prompt).startswith("\n26 Jul 2024, 12:00 AM208<|im_start|>")
 
 
 def test_rows_that_differ_are_not_read_as_their_json(shared: Path, tmp_path: Path) -> None:
@@ -267,7 +200,7 @@ def test_rows_that_differ_are_not_read_as_their_json(shared: Path, tmp_path: Pat
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     datasets.load_dataset(str(folder), split="train").to_parquet(str(tmp_path / "rows.parquet"))
     for place in (folder, tmp_path / "rows.parquet"):
-        text, messages = hold(configured(f"data.path={place}"), tokenizer)
+        text, messages = read_twice(configured(f"data.path={place}"), tokenizer)[0]
         asked = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
         for pair, name in ((text, "f"), (messages, "g")):
             prompt = tokenizer.decode(pair.prompt)
@@ -288,81 +221,18 @@ def test_mixtures_at_random(seed: int) -> None:
     flags = (f"data.shuffle={draw.random() < 0.7}".lower(), f"data.drop_last={draw.random() < 0.5}".lower())
     cfg = configured(*sources, *flags, f"seed={seed}", "train.batch_size=1", "train.epochs=3")
     sampler = sampler_of(cfg, Kind.pairs, sum(sizes), Mixture(tuple(sizes), tuple(weights)))
-    assert sampler.steps_per_epoch == rules.steps_per_epoch(cfg, sizes)
-    for step in range(1, rules.total_steps(cfg, sizes) + 1):
-        assert sampler.batch(step).indices == rules.samples_of(cfg, sizes, step), step
+    assert sampler.steps_per_epoch == order.steps_per_epoch(cfg, sizes)
+    for step in range(1, 3 * order.steps_per_epoch(cfg, sizes) + 1):
+        assert sampler.batch(step).indices == order.samples_of(cfg, sizes, step), step
 
 
-# ---- it finds defects ----
-
-
-def of_rows(name: str, target: str, change: Any) -> Fault:
-    return one(name, target, change, "data", "rlexp/training/dataset/", base=MIXED)
-
-
-TEMPLATES = (  # they need a tokenizer with a template, so no run of model=tiny reaches them
-    of_rows("no template", "dataset.chat:Chat.templated", lambda _original, _self: False),
-    of_rows("no call for the answer", "dataset.chat:_Rendering.text",
-            lambda original, self, messages, **_asking: original(self, messages)),
-    of_rows("turns begin at their roles", "dataset.chat:_Rendering.beginning",
-            lambda _, self, talk, place, _whole, _called=None: len(self.text(talk[:place]))),
-    of_rows("a turn ends before its end", "dataset.chat:_Rendering.turn",
-            lambda original, *args: ((turn := original(*args))[0], turn[1] - len("<|im_end|>\n"))),
-    of_rows("the options are not handed on", "dataset.chat:_Rendering.__init__",
-            lambda original, self, *parts: (original(self, *parts), setattr(self, "extra", {}))[0]),
-    of_rows("two ends", "dataset.tokens:RowTokenizer._ends", lambda _original, _self, _last: False),
-)  # fmt: skip
-EDGES = (
-    of_rows("a prompt's last token goes on", "dataset.seam:Seam._joined",
-            Seeing({"np.array_equal": Given(lambda _equal, *_args: lambda *_arrays: True)})),
-    of_rows("no template is asked for", "dataset.chat:as_text", lambda original, prompt: f"{original(prompt)} "),
-)  # fmt: skip
-ON_ROWS = tuple(fault for fault in DATA_FAULTS if fault.overrides == MIXED and ":pack" not in fault.target)
-
-
-@functools.cache
-def mixed(*options: str) -> Config:
-    return compose_config([*MIXED, *options])
-
-
-MEANT: dict[str, ExampleSet] = {}  # a configuration's pairs by the textbook, which no defect reaches
-
-
-def planted(fault: Fault, cfg: Config, tokenizer: Any, name: str) -> bool:
-    """Say whether tokens, masks or samples differ with the defect. `name` is the tokenizer's."""
-    reached: list[bool] = []
-    Sampler._order.cache_clear()
-    undo = fault.plant(lambda: reached.append(True))
-    try:
-        examples = read_examples(cfg, tokenizer, World(0, 1, ALONE))
-        sampler = sampler_of(cfg, Kind.pairs, len(examples.train), examples.mixture)
-        ours = [sampler.batch(step).indices for step in (1, 2)]
-        train, held_out = list(examples.train), list(examples.held_out)
-    finally:
-        undo()
-        Sampler._order.cache_clear()
-    assert reached
-    key = f"{name} {cfg}"
-    meant = MEANT[key] if key in MEANT else MEANT.setdefault(key, set_of(cfg.data, Kind.pairs, tokenizer))
-    if any(differences(train, meant.train)) or any(differences(held_out, meant.held_out)):
-        return True
-    return ours != [rules.samples_of(cfg, meant.sizes, step) for step in (1, 2)]
-
-
-@pytest.mark.parametrize("fault", ON_ROWS, ids=lambda fault: fault.name)
-def test_a_defect_in_rows_is_seen(fault: Fault) -> None:
-    assert planted(fault, mixed(), byte_tokenizer(), "bytes")
-
-
-def test_without_a_defect_nothing_is_seen(shared: Path) -> None:
-    cfg, harmless = mixed(), of_rows("none", "dataset.messages:turns", lambda turns, said: turns(said))
-    assert not planted(harmless, cfg, byte_tokenizer(), "bytes")
-    rendered = of_rows("none", "dataset.chat:_Rendering.text", lambda original, *args, **how: original(*args, **how))
-    assert not planted(rendered, cfg, smollm(shared, "qwen3"), "qwen3")
-
-
-@pytest.mark.parametrize("fault", [*TEMPLATES, *EDGES], ids=lambda fault: fault.name)
-def test_a_defect_at_templates_and_edges_is_seen(fault: Fault, shared: Path) -> None:
-    options = ["data.template_options={enable_thinking: false}"] if "options" in fault.name else []
-    template = None if fault in EDGES else "qwen3"
-    assert planted(fault, mixed(*options), smollm(shared, template), str(template))
+@pytest.mark.parametrize("template", ["bytes", "qwen3", None])
+def test_a_mixture_is_read_and_ordered_as_it_is_meant(template: str | None, shared: Path) -> None:
+    """Two sources with weights: messages and dialogues of several turns, a system prompt and held-out rows."""
+    tokenizer = byte_tokenizer() if template == "bytes" else smollm(shared, template)
+    cfg = compose_config([*MIXED])
+    train, meant = read_twice(cfg, tokenizer)
+    mixture = Mixture(meant.sizes, tuple(map(float, order.weights_of(cfg))))
+    sampler = sampler_of(cfg, Kind.pairs, len(train), mixture)
+    for step in (1, 2):
+        assert sampler.batch(step).indices == order.samples_of(cfg, meant.sizes, step)

@@ -1,17 +1,16 @@
-"""Prompts to which a policy draws its answers, read twice: by the product, and by the reference of `verify`."""
+"""Prompts to which a policy draws its answers, and rows of single answers, read twice: by the product, and by the
+second reader."""
 
 from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rlexp.verify.records import TokenExample, TokenPrompt
-from rlexp.verify.reference.pairs import ExampleSet, examples_of
 from transformers import AutoTokenizer
 
 from rlexp.base.errors import DataError
@@ -20,12 +19,12 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.data import BadRows, TemplateUse, TooLong
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import read_examples
-from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 from tests.helpers.conversations import SHAPES as PAIRS
 from tests.helpers.conversations import Row, hh
-from tests.helpers.rows import FILES, FOLDERS, assistant, cache, user
-from tests.verify.test_textbook_rows import TOOLS, Rows, smollm
+from tests.helpers.rows import assistant, cache, read_twice, user, write_lines
+from tests.oracles.pairs import examples_of
+from tests.training.dataset.test_textbook_rows import TOOLS, Rows, smollm
 
 __all__ = ["cache"]  # a fixture of every test here too
 
@@ -71,23 +70,49 @@ SHAPES: dict[str, list[Row]] = {
 }  # fmt: skip
 
 
+# Of rows with answers: each shape, with the loss that is trained on it.
+ANSWERS: dict[str, tuple[str, list[dict[str, Any]]]] = {
+    "conversations": ("sft", [{"messages": talk if at % 2 else talk[:2]} for at, talk in enumerate(TALKS)]),
+    "from and value": ("sft", [{"conversations": [{"from": "human" if m["role"] == "user" else "gpt",
+                                                   "value": m["content"]} for m in talk]} for talk in TALKS]),
+    "prompt and completion": ("sft", [{"prompt": f"Say {word}", "completion": f" {word}"} for word in SAID]),
+    "instruction, input and output": ("sft", [{"instruction": f"Say {word}", "input": "loudly" if at % 2 else "",
+                                               "output": word} for at, word in enumerate(SAID)]),
+    "messages for both": ("sft", [{"prompt": talk[:1], "completion": talk[1:]} for talk in TALKS]),
+    "a dialogue": ("sft", [{"prompt": f"\n\nHuman: {word}?\n\nAssistant:", "completion": f" {word}"} for word in SAID]),
+    "texts": ("sft", [{"text": f"{word} and {word}"} for word in SAID]),
+    "a text of one token": ("sft", [{"text": "x"}, *({"text": word} for word in SAID)]),
+    "chosen answers": ("sft", [{"prompt": f"{word}?", "chosen": word, "rejected": "no" if at else word}
+                               for at, word in enumerate(SAID)]),
+    "whole conversations": ("sft", [{"chosen": talk, "rejected": [*talk[:-1], assistant("no")]} for talk in TALKS]),
+    "labelled": ("kto", [{"prompt": f"{word}?", "completion": f" {word}", "label": at % 3 > 0}
+                         for at, word in enumerate(SAID)]),
+    "labelled, with another column": ("kto", [{"prompt": f"{word}?", "input": "x", "output": word, "label": at % 2 == 0}
+                                              for at, word in enumerate(SAID)]),
+    "good answers, with another column": ("sft", [{"prompt": f"{word}?", "input": "x", "output": word, "label": True}
+                                                  for word in SAID]),
+    "labelled messages": ("bco", [{"prompt": talk[:1], "completion": talk[1:], "label": at % 2 == 0}
+                                  for at, talk in enumerate(TALKS)]),
+    "unpaired": ("kto data.unpair=true", [{"prompt": f"{word}?", "chosen": word, "rejected": "no"} for word in SAID]),
+}  # fmt: skip
+
+
 @functools.cache
-def composed(data: str) -> Config:
-    return compose_config(["launch.device=cpu", "logger=none", "loss=grpo", "reward.text=a", "rollout.max_new_tokens=8",
+def composed(data: str, loss: str) -> Config:
+    drawn = ["reward.text=a", "rollout.max_new_tokens=8"] * (loss == "grpo")
+    return compose_config(["launch.device=cpu", "logger=none", "train.batch_size=2", *f"loss={loss}".split(), *drawn,
                            f"data={data}", *["data.path=org/name"] * (data == "hf")])  # fmt: skip
 
 
-def configured(kind: str = "hf", **data: Any) -> Config:
+def configured(kind: str = "hf", loss: str = "grpo", **data: Any) -> Config:
     """Return a configuration with some values of data."""
-    cfg = composed(kind)
+    cfg = composed(kind, loss)
     return replace(cfg, data=replace(cfg.data, **data))
 
 
-def of_lines(folder: Path, rows: Sequence[Any], name: str = "rows", **data: Any) -> Config:
+def of_lines(folder: Path, rows: Sequence[Any], name: str = "rows", **how: Any) -> Config:
     """Write rows as lines of JSON, and return a configuration that reads them."""
-    file = folder / f"{name}.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return configured(path=str(file), **data)
+    return configured(path=write_lines(folder, rows, name), **how)
 
 
 @functools.cache
@@ -97,29 +122,6 @@ def tokenizer_of(template: str | None = None) -> Any:
     if template is not None:
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     return tokenizer
-
-
-def plain(prompts: Sequence[Example]) -> list[tuple[list[int], str, str | None, str]]:
-    return [(each.prompt.tolist(), each.text, each.expected, each.origin) for each in prompts]
-
-
-def meant(prompts: Sequence[TokenExample]) -> list[tuple[list[int], str, str | None, str]]:
-    said = []
-    for each in prompts:
-        assert isinstance(each, TokenPrompt)
-        assert each.tokens == 0  # it has no answer to train on
-        said.append((each.prompt.tolist(), each.text, each.right, each.origin))
-    return said
-
-
-def hold(cfg: Config, tokenizer: Any) -> tuple[Sequence[Example], ExampleSet]:
-    """Read the prompts twice, and require that they are the same."""
-    tokenizer.model_max_length = 1 << 60
-    ours, theirs = read_examples(cfg, tokenizer, World(0, 1, ALONE)), examples_of(cfg, tokenizer)
-    assert plain(ours.train) == meant(theirs.train)
-    assert plain(ours.held_out) == meant(theirs.held_out)
-    assert ours.mixture is None or ours.mixture.sizes == theirs.sizes
-    return ours.train, theirs
 
 
 def refused(cfg: Config, tokenizer: Any) -> None:
@@ -134,18 +136,24 @@ def refused(cfg: Config, tokenizer: Any) -> None:
 
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "template"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *(f"answers: {shape}" for shape in ANSWERS)])
 def test_both_read_the_same(shape: str, template: str | None, tmp_path: Path) -> None:
-    """With a system prompt, with rows that are held out, and with prompts that are cut."""
-    rows = SHAPES[shape]
+    """With a system prompt, with rows that are held out, and with sequences that are cut."""
+    loss, rows = ANSWERS[shape.removeprefix("answers: ")] if ": " in shape else ("grpo", SHAPES[shape])
     options: tuple[dict[str, Any], ...] = (
         {},
         {"system": "Be brief.", "eval_size": 3},
         {"max_length": 20, "too_long": TooLong.truncate},
     )
     for more in options:
-        train, both = hold(of_lines(tmp_path, rows, **more), tokenizer_of(template))
-        assert len(train) == len(rows) - len(both.held_out)
+        train, both = read_twice(of_lines(tmp_path, rows, loss=loss, **more), tokenizer_of(template))
+        assert len(train) + len(both.held_out) == len(rows) * (2 if "unpair" in loss else 1)
+
+
+def test_all_of_a_text_is_trained_on_but_its_first_token(tmp_path: Path) -> None:
+    (text,), _ = read_twice(of_lines(tmp_path, [{"text": "abc"}], loss="sft"), tokenizer_of())
+    assert tokenizer_of().decode([*text.prompt, *text.answers[0]]) == "abc<eos>"
+    assert (len(text.prompt), text.masked[0][1]) == (1, None)
 
 
 def test_what_a_policy_is_asked(tmp_path: Path) -> None:
@@ -161,25 +169,23 @@ def test_what_a_policy_is_asked(tmp_path: Path) -> None:
     for (name, template), written in asked.items():
         tokenizer = tokenizer_of(template)
         (prompt,) = examples_of(of_lines(tmp_path, [rows[name]]), tokenizer).train
-        assert isinstance(prompt, TokenPrompt)
         assert tokenizer.decode(prompt.prompt) == written
         assert (prompt.text, prompt.right) == (asked[name, None], "4" if name == "plain" else None)
 
 
 def test_the_input_of_an_instruction_is_asked_too(tmp_path: Path) -> None:
     rows = [{"instruction": "Add.", "input": "1, 2", "output": "3"}, {"instruction": "Say.", "input": "", "output": ""}]
-    train, _ = hold(of_lines(tmp_path, rows), tokenizer_of())
+    train, _ = read_twice(of_lines(tmp_path, rows), tokenizer_of())
     assert [prompt.text for prompt in train] == ["Add.\n\n1, 2", "Say."]
     for without in ({"output": "3", "label": True}, {"answer": 3}):
-        train, _ = hold(of_lines(tmp_path, [{"prompt": "Add.", "input": "1, 2", **without}]), tokenizer_of())
+        train, _ = read_twice(of_lines(tmp_path, [{"prompt": "Add.", "input": "1, 2", **without}]), tokenizer_of())
         assert train[0].text == "Add."
 
 
 def test_an_answer_has_all_its_digits(tmp_path: Path) -> None:
     cfg = of_lines(tmp_path, [{"prompt": "2 ** 100 =", "answer": 2**100}])
-    ((_, _, right, _),) = meant(examples_of(cfg, tokenizer_of()).train)
-    assert right == "1267650600228229401496703205376"
-    train, _ = hold(of_lines(tmp_path, [{"prompt": "2 =", "answer": 2}, {"prompt": "=", "answer": 10**400}]),
+    assert examples_of(cfg, tokenizer_of()).train[0].right == "1267650600228229401496703205376"
+    train, _ = read_twice(of_lines(tmp_path, [{"prompt": "2 =", "answer": 2}, {"prompt": "=", "answer": 10**400}]),
                     tokenizer_of())  # fmt: skip
     assert [prompt.expected for prompt in train] == ["2", f"{10**400}"]
 
@@ -190,17 +196,9 @@ def test_declared_columns(columns: dict[str, str], tmp_path: Path) -> None:
     """They say which of the columns of a row make its prompt."""
     rows = [{"q": word, "a": at, "prompt": f"{word}?", "talk": talk, "one": talk, "other": [*talk[:3], assistant("no")]}
             for at, (word, talk) in enumerate(zip(SAID, TALKS, strict=True))]  # fmt: skip
-    train, _ = hold(of_lines(tmp_path, rows, columns=columns), tokenizer_of())
+    train, _ = read_twice(of_lines(tmp_path, rows, columns=columns), tokenizer_of())
     conversation = "User: tea?\n\nAssistant:  tea. \n\nUser: More.\n\nAssistant: "
     assert (train[0].text, train[0].expected) == (("tea", "0") if "prompt" in columns else (conversation, None))
-
-
-@pytest.mark.parametrize("write", [*FILES, *FOLDERS])
-def test_every_format(write: Callable[[Path, Sequence[Row]], str], tmp_path: Path) -> None:
-    rows = [{"prompt": talk[:1], "answer": at / 2, "system": None if at % 2 else "Be brief."}
-            for at, talk in enumerate(TALKS)]  # fmt: skip
-    train, both = hold(configured(path=write(tmp_path, rows), eval_size=2), tokenizer_of())
-    assert (len(train), len(both.held_out)) == (6, 2)
 
 
 # ---- templates ----
@@ -215,28 +213,15 @@ def test_options_and_tools_reach_the_template(tmp_path: Path) -> None:
     ]
     rows.append({"prompt": [user("Hi"), assistant("") | {"tool_calls": [tool]}, {"role": "tool", "content": "12"}]})
     tokenizer = tokenizer_of(CHATML)
-    train, _ = hold(of_lines(tmp_path, rows, template_options={"thinks": True}), tokenizer)
+    train, _ = read_twice(of_lines(tmp_path, rows, template_options={"thinks": True}), tokenizer)
     written = [tokenizer.decode(prompt.prompt) for prompt in train]
     assert ["look_up" in text for text in written] == [True, False, True, True]
     assert [text.endswith("<think>") for text in written] == [True, False, False, True]
 
 
 def test_no_template_although_there_is_one(tmp_path: Path) -> None:
-    train, _ = hold(of_lines(tmp_path, SHAPES["messages"], template=TemplateUse.never), tokenizer_of(CHATML))
+    train, _ = read_twice(of_lines(tmp_path, SHAPES["messages"], template=TemplateUse.never), tokenizer_of(CHATML))
     assert tokenizer_of(CHATML).decode(train[0].prompt) == "User: tea?\n\nAssistant: "
-
-
-def test_what_no_template_writes_is_refused(tmp_path: Path) -> None:
-    tool = {"type": "function", "function": {"name": "Hi"}}
-    kinds: dict[str, Row] = {"tools": {"prompt": "Hi", "tools": [tool]}, "system": {"prompt": "Hi", "system": "Be it."},
-                             "calls": {"prompt": [user("Hi"), assistant("") | {"tool_calls": [tool]}]}}  # fmt: skip
-    for name, row in kinds.items():
-        silent = SILENT.replace("if tools", "if false")
-        for template in (silent, *([None] if name != "system" else [])):
-            refused(of_lines(tmp_path, [{"prompt": "a"}, row]), tokenizer_of(template))
-            cfg = of_lines(tmp_path, [{"prompt": "a"}, row], bad_rows=BadRows.drop)
-            train, _ = hold(cfg, tokenizer_of(template))
-            assert len(train) == 1
 
 
 @pytest.mark.parametrize("template", ["smollm", "qwen3", "llama3", None])
@@ -247,31 +232,11 @@ def test_real_conversations_by_templates(template: str | None, shared: Path, tmp
     for shape in range(len(shapes)):
         of_lines(tmp_path, rows[shape :: len(shapes)], f"{shape}")
         sources[f"s{shape}"] = {"path": f"{tmp_path}/{shape}.jsonl"}
-    train, _ = hold(configured(path=None, sources=sources), smollm(shared, template))
+    train, _ = read_twice(configured(path=None, sources=sources), smollm(shared, template))
     assert len(train) == 35
 
 
-# ---- lengths, and rows that cannot be used ----
-
-
-def test_room_is_left_to_the_answer(tmp_path: Path) -> None:
-    """A prompt has data.max_length − rollout.max_new_tokens tokens, here 12."""
-    rows = [{"prompt": "x" * length} for length in range(9, 17)]
-    lengths = {TooLong.drop: [9, 10, 11, 12], TooLong.truncate: [9, 10, 11, *[12] * 5]}
-    for too_long, left in lengths.items():
-        train, _ = hold(of_lines(tmp_path, rows, max_length=20, too_long=too_long), tokenizer_of())
-        assert [len(prompt.prompt) for prompt in train] == left
-    refused(of_lines(tmp_path, rows, max_length=20, bad_rows=BadRows.drop), tokenizer_of())
-
-
-def test_a_first_token_stays_first(shared: Path, tmp_path: Path) -> None:
-    """Llama 3's template writes a begin-of-sequence token, which a cut leaves there."""
-    rows = [{"prompt": "one two three " * 8}, {"prompt": "no"}]
-    tokenizer = smollm(shared, "llama3")
-    for length in (9, 12, 500):
-        cut, _ = hold(of_lines(tmp_path, rows, max_length=length, too_long=TooLong.truncate), tokenizer)
-        assert len(cut[0].prompt) == length - 8 or length == 500
-        assert cut[0].prompt[0] == tokenizer.bos_token_id
+# ---- rows that cannot be used ----
 
 
 BAD: tuple[Any, ...] = (
@@ -284,14 +249,14 @@ BAD: tuple[Any, ...] = (
 
 def test_bad_rows_are_refused_or_left_out(tmp_path: Path) -> None:
     good = {"prompt": "a", "answer": 3}
-    train, _ = hold(of_lines(tmp_path, [good, *BAD, good], bad_rows=BadRows.drop), tokenizer_of())
+    train, _ = read_twice(of_lines(tmp_path, [good, *BAD, good], bad_rows=BadRows.drop), tokenizer_of())
     assert [prompt.origin.rpartition(":")[2] for prompt in train] == ["1", f"{len(BAD) + 2}"]
     for row in BAD:
         with pytest.raises(DataError):
             examples_of(of_lines(tmp_path, [good, row]), tokenizer_of())
     talk = {"messages": TALKS[0]}
     bad: tuple[Row, ...] = ({"messages": TALKS[0][:1]}, {"messages": TALKS[0][1:]}, {"messages": None}, {"prompt": "a"})
-    train, _ = hold(of_lines(tmp_path, [talk, *bad, talk], bad_rows=BadRows.drop), tokenizer_of())
+    train, _ = read_twice(of_lines(tmp_path, [talk, *bad, talk], bad_rows=BadRows.drop), tokenizer_of())
     assert len(train) == 2
     refused(of_lines(tmp_path, [{"text": "a plain text"}]), tokenizer_of())
 
@@ -332,7 +297,7 @@ def test_rows_at_random(template: str | None, shared: Path, tmp_path: Path) -> N
         drawn = [firsts[form], *(rows.asked(form) for _ in range(60))]
         cfg = of_lines(tmp_path, drawn, bad_rows=BadRows.drop, too_long=TooLong.truncate, eval_size=4,
                        max_length=rows.draw.choice((40, 70, 4096)))  # fmt: skip
-        assert len(hold(cfg, tokenizer)[0]) > 10
+        assert len(read_twice(cfg, tokenizer)[0]) > 10
 
 
 # ---- sources, and rows that are held out ----
@@ -348,10 +313,10 @@ def test_sources_with_weights(tmp_path: Path) -> None:
     for shape, keys in sources.items():
         of_lines(tmp_path, SHAPES[shape], shape)
         keys["path"] = f"{tmp_path}/{shape}.jsonl"
-    train, both = hold(configured(path=None, sources=sources, eval_size=5), tokenizer_of())
+    train, both = read_twice(configured(path=None, sources=sources, eval_size=5), tokenizer_of())
     assert (sum(both.sizes), len(both.held_out)) == (19, 5)
     sources["pairs"]["eval_path"] = sources["prompts"]["path"]
-    train, both = hold(configured(path=None, sources=sources), tokenizer_of())
+    train, both = read_twice(configured(path=None, sources=sources), tokenizer_of())
     assert (both.sizes, len(both.held_out)) == ((8, 8, 8), 8)
     assert sum(prompt.text.startswith("System: Speak.\n\n") for prompt in train) == 8
 
@@ -360,8 +325,8 @@ def test_rows_that_are_held_out(tmp_path: Path) -> None:
     of_lines(tmp_path, SHAPES["questions"], name="held")
     for shape in ("prompts", "whole conversations"):
         cfg = of_lines(tmp_path, SHAPES[shape], eval_path=f"{tmp_path}/held.jsonl")
-        _, both = hold(cfg, tokenizer_of())
-        assert [right for _, _, right, _ in meant(both.held_out)] == list(SAID)
+        _, both = read_twice(cfg, tokenizer_of())
+        assert [prompt.right for prompt in both.held_out] == list(SAID)
     import datasets
 
     datasets.disable_progress_bars()
@@ -369,7 +334,7 @@ def test_rows_that_are_held_out(tmp_path: Path) -> None:
     datasets.DatasetDict({name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}).save_to_disk(
         tmp_path / "saved"
     )
-    _, both = hold(configured(path=f"{tmp_path}/saved", eval_split="test"), tokenizer_of())
+    _, both = read_twice(configured(path=f"{tmp_path}/saved", eval_split="test"), tokenizer_of())
     assert (len(both.train), len(both.held_out)) == (8, 3)
 
 
@@ -377,8 +342,9 @@ def test_rows_that_are_held_out(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", [None, CHATML], ids=["plain", "template"])
-@pytest.mark.parametrize("kind", ["arithmetic", "synthetic"])
-def test_generated_rows(kind: str, template: str | None) -> None:
+@pytest.mark.parametrize(("kind", "loss"), [("arithmetic", "grpo"), *(("synthetic", loss) for loss in
+                                                                      ("grpo", "dpo", "sft", "kto"))])  # fmt: skip
+def test_generated_rows(kind: str, loss: str, template: str | None) -> None:
     """As they are, made long and cut, and where those that are too long are left out."""
     long: dict[str, Any] = {"digits": 30} if kind == "arithmetic" else {"fill": True}
     options: tuple[dict[str, Any], ...] = (
@@ -386,8 +352,8 @@ def test_generated_rows(kind: str, template: str | None) -> None:
         {"eval_size": 0, "max_length": 70, "too_long": TooLong.truncate, **long},
         {"max_length": 88, "too_long": TooLong.drop},
     )
-    for more in options:
-        train, both = hold(configured(kind, **{"size": 20, "eval_size": 5, **more}), tokenizer_of(template))
+    for more in options[: None if loss == "grpo" else 2]:
+        train, both = read_twice(configured(kind, loss, **{"size": 20, "eval_size": 5, **more}), tokenizer_of(template))
         assert both.sizes == (len(train),)
         right = [str(eval(prompt.text.removesuffix("="))) if kind == "arithmetic" else None for prompt in train]
         assert [prompt.expected for prompt in train] == right

@@ -7,10 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from rlexp.verify.records import SIDES, Losses, TokenPair, joined
-from rlexp.verify.reference import rules
-from rlexp.verify.reference.model import load_tokenizer
-from rlexp.verify.reference.pairs import set_of
 
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
@@ -24,6 +20,9 @@ from tests.helpers import textbook
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.squality import write_long_pairs
 from tests.helpers.textbook import batches_of
+from tests.helpers.textbook_losses import rewards
+from tests.oracles.examples import SIDES, TokenExample
+from tests.oracles.pairs import load_tokenizer, set_of
 
 # float64 with another order of additions. Gradients differed by 4.2e-15 with the tiny model; real ones have more terms.
 GRADIENT, LOGPS, LOSS = 1e-12, 1e-13, 1e-13
@@ -130,18 +129,16 @@ def test_every_logged_value_equals_the_textbook() -> None:
 
 
 @torch.no_grad()
-def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, config, pairs: list[TokenPair]) -> dict:
+def logged(cfg: Config, weights: textbook.Weights, start: textbook.Weights, config, pairs: list[TokenExample]) -> dict:
     """Every value that TRL's users know, as a mean over the pairs (over the answers' tokens for logits)."""
     policy, reference = (textbook.pair_logps(each, config, pairs) for each in (weights, start))
     sums = {f"policy/{side}": policy[side].numpy() for side in SIDES}
     sums |= {f"reference/{side}": reference[side].numpy() for side in SIDES}
-    means = {
-        side: joined([textbook.answer_logits(weights, config, pair, side).mean(-1).numpy() for pair in pairs])
-        for side in SIDES
-    }
-    beta = cfg.loss.beta
-    losses = Losses(textbook.preference_losses(sums, beta, cfg.loss.label_smoothing), {}, textbook.rewards(sums, beta))
-    return rules.logged(losses, sums, means, sum(pair.tokens for pair in pairs))
+    means = {"loss": textbook.dpo_loss(policy, reference, cfg.loss.beta), **rewards(sums, cfg.loss.beta)}
+    for side in SIDES:
+        logits_n = [textbook.answer_logits(weights, config, pair, side).mean(-1) for pair in pairs]
+        means |= {f"logps/{side}": policy[side], f"logits/{side}": torch.cat(logits_n)}
+    return {name: float(each.mean()) for name, each in means.items()} | {"tokens": sum(pair.tokens for pair in pairs)}
 
 
 def third_row_rank(place, cfg: Config) -> tuple:

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from bench.layouts import RolloutCase
@@ -18,8 +17,9 @@ from rlexp.training.train.build import build
 from rlexp.training.train.step import train_step
 from rlexp.training.train.surroundings import UNPROBED
 from tests.helpers import textbook, textbook_rl
+from tests.helpers.policy_losses import Case, plain_advantages, plain_logged, plain_loss
 from tests.helpers.ranks import largest_gap, on_ranks
-from tests.helpers.textbook_rl import CRITIC, Answer, Credit, Knobs
+from tests.helpers.textbook_rl import CRITIC, Answer
 
 LAYOUT = RolloutCase(2, 2, 2, 3, 6)
 # float64, sums in another order. Largest differences measured: 1.7e-14 of a tensor's largest element for gradients;
@@ -89,9 +89,6 @@ def ppo() -> tuple[Config, Taken]:
     return cfg, steps_of(cfg, 7)
 
 
-KNOBS = Knobs(beta=0.1, gamma=0.99, lam=0.9, temperature=TEMPERATURE, clip=0.2, value_clip=0.01, value_coef=0.5)
-
-
 def model_of(cfg: Config) -> tuple[Any, dict[str, Tensor]]:
     config = load_config(cfg.model, cfg.data.max_length)
     return config, textbook.float64_weights(load_model(cfg.model, config, cfg.data.max_length))
@@ -102,52 +99,40 @@ def test_what_ppo_knows_of_its_samples(ppo: tuple[Config, Taken]) -> None:
     cfg, taken = ppo
     config, reference = model_of(cfg)
     for number, samples in enumerate(taken.rollouts):
-        weights = taken.weights[4 * number]
-        known = credits_of(cfg, config, weights, reference, samples)
-        for sample, credit in zip(samples, known, strict=True):
-            assert sample.score == credit.score
-            assert sample.behaviour == pytest.approx(credit.old.numpy(), rel=LOGPS)
-            assert sample.old == pytest.approx(credit.old.numpy(), rel=LOGPS)
-            assert sample.reference == pytest.approx(credit.reference.numpy(), rel=LOGPS)
-            assert sample.values == pytest.approx(credit.values.numpy(), rel=ADVANTAGES, abs=1e-14)
-            assert sample.advantages == pytest.approx(credit.advantages, rel=ADVANTAGES, abs=1e-14)
-            assert sample.returns == pytest.approx(credit.returns, rel=ADVANTAGES, abs=1e-14)
+        case = known(cfg, config, taken.weights[4 * number], reference, samples)
+        advantages, returns = plain_advantages(case, dataclasses.replace(cfg.loss, whiten=False), 0.1)
+        for place, sample in enumerate(samples):
+            assert sample.score == case.scores[place]
+            assert sample.behaviour == pytest.approx(case.old[place], rel=LOGPS)
+            assert sample.old == pytest.approx(case.old[place], rel=LOGPS)
+            assert sample.reference == pytest.approx(case.reference[place], rel=LOGPS)
+            assert sample.values == pytest.approx(case.old_values[place], rel=ADVANTAGES, abs=1e-14)
+            assert sample.advantages == pytest.approx(advantages[place], rel=ADVANTAGES, abs=1e-14)
+            assert sample.returns == pytest.approx(returns[place], rel=ADVANTAGES, abs=1e-14)
         row = taken.rows[4 * number]
-        away = [float((credit.old - credit.reference).sum()) for credit in known]
+        away = mean([sum(old) - sum(ref) for old, ref in zip(case.old, case.reference, strict=True)])
         for name, expected in {
-            "objective/scores": mean([credit.score for credit in known]),
-            "objective/kl": mean(away),
-            "objective/entropy": mean([-float(credit.old.sum()) for credit in known]),
-            "objective/non_score_reward": -0.1 * mean(away),
-            "objective/rlhf_reward": mean([credit.score for credit in known]) - 0.1 * mean(away),
-            "response/length": mean([len(credit.old) for credit in known]),
+            "objective/scores": mean(case.scores),
+            "objective/kl": away,
+            "objective/entropy": mean([-sum(old) for old in case.old]),
+            "objective/non_score_reward": -0.1 * away,
+            "objective/rlhf_reward": mean(case.scores) - 0.1 * away,
+            "response/length": mean([len(old) for old in case.old]),
         }.items():
             assert row[f"train/{name}"] == pytest.approx(expected, rel=1e-11, abs=1e-13), name
     assert taken.rows[4]["train/objective/kl"] > 0.01  # the second rollout differs from the first
     assert max(abs(sample.values).max() for sample in taken.rollouts[1]) > 0.01
 
 
-def gradient_of(loss: Tensor, weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
-    """Set the padding token's embedding gradient to 0, as torch does; an untrained model draws that token too."""
-    gradient = dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
-    for name in gradient:
-        if name.endswith("embed_tokens.weight"):
-            gradient[name][config.pad_token_id] = 0
-    return gradient
-
-
 def mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def credits_of(cfg: Config, config: Any, weights: dict[str, Tensor], reference: dict[str, Tensor],
-               samples: list[Any]) -> list[Credit]:  # fmt: skip
+def known(cfg: Config, config: Any, weights: dict[str, Tensor], reference: dict[str, Tensor],
+          samples: list[Any], each: int | None = None) -> Case:  # fmt: skip
     answers = answers_of(cfg, samples)
     scores = [textbook_rl.share_of(PATTERN, answer.text) for answer in answers]
-    return [
-        textbook_rl.credited(weights, weights, reference, config, answer, score, KNOBS)
-        for answer, score in zip(answers, scores, strict=True)
-    ]
+    return textbook_rl.known(weights, reference, config, answers, scores, each or len(answers), TEMPERATURE)
 
 
 @pytest.mark.parametrize("step", [1, 4, 5, 7])
@@ -157,14 +142,17 @@ def test_a_step_of_ppo(ppo: tuple[Config, Taken], step: int) -> None:
     config, reference = model_of(cfg)
     number = (step - 1) // 4
     samples = [taken.rollouts[number][place] for place in taken.places[step - 1]]
-    known = credits_of(cfg, config, taken.weights[4 * number], reference, samples)
-    weights = as_leaves(taken.weights[step - 1])
-    loss, logged = textbook_rl.ppo(weights, weights, config, answers_of(cfg, samples), known, KNOBS)
-    gradient = gradient_of(loss, weights, config)
-    row = taken.rows[step - 1]
-    assert row["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-11, abs=1e-13)
-    for name, expected in logged.items():
-        assert row[name] == pytest.approx(expected, rel=1e-10, abs=1e-13), name
+    case = known(cfg, config, taken.weights[4 * number], reference, samples)
+    gradient = textbook_rl.gradient_of(case, as_leaves(taken.weights[step - 1]), config, answers_of(cfg, samples),
+                                       TEMPERATURE, lambda: plain_loss(case, cfg.loss, 0.1, None))  # fmt: skip
+    row, loss = taken.rows[step - 1], plain_loss(case, cfg.loss, 0.1, None)
+    assert row["train/loss"] == pytest.approx(loss, rel=1e-11, abs=1e-13)
+    of_policy = plain_loss(case, dataclasses.replace(cfg.loss, value_coef=0.0), 0.1, None)
+    logged = {name: mean(values) for name, values in plain_logged(case, cfg.loss, 0.1).items()}
+    logged |= {"loss/policy_avg": of_policy, "loss/value_avg": (loss - of_policy) / cfg.loss.value_coef}
+    for name in ("loss/policy_avg", "loss/value_avg", "policy/approxkl_avg", "policy/clipfrac_avg",
+                 "policy/entropy_avg", "val/ratio", "val/clipfrac_avg"):  # fmt: skip
+        assert row[f"train/{name}"] == pytest.approx(logged[name], rel=1e-10, abs=1e-13), name
     moved = {name: grad for name, grad in gradient.items() if float(grad.abs().max()) > 1e-15}
     still = set(gradient) - set(moved)  # a critic with a head of zeros passes no gradient to its trunk
     assert all(name.startswith(f"{CRITIC}trunk") for name in still) if step == 1 else not still
@@ -181,19 +169,15 @@ def test_a_step_of_grpo() -> None:
                     f"rollout.temperature={TEMPERATURE}", "optim.max_grad_norm=0", "optim.lr=5e-3")  # fmt: skip
     taken = steps_of(cfg, 3)
     config, reference = model_of(cfg)
-    answers = answers_of(cfg, taken.rollouts[0])
-    scores = [textbook_rl.share_of(PATTERN, answer.text) for answer in answers]
-    advantages = textbook_rl.grpo_advantages(scores, 4)
-    assert max(advantages) > 0.5
+    case = known(cfg, config, taken.weights[0], reference, taken.rollouts[0], each=4)
+    advantages, _ = plain_advantages(case, cfg.loss, 0.2)
+    assert max(map(max, advantages)) > 0.5
     for sample, advantage in zip(taken.rollouts[0], advantages, strict=True):
         assert sample.advantages == pytest.approx(advantage, rel=ADVANTAGES, abs=1e-14)
-    places, weights = taken.places[2], as_leaves(taken.weights[2])
-    knobs = dataclasses.replace(KNOBS, beta=0.2)
-    with torch.no_grad():
-        olds = [textbook_rl.said(taken.weights[0], config, answers[place], TEMPERATURE)[0] for place in places]
-    loss = textbook_rl.grpo(weights, reference, config, [answers[place] for place in places], olds,
-                            [advantages[place] for place in places], knobs)  # fmt: skip
-    gradient = gradient_of(loss, weights, config)
-    assert taken.rows[2]["train/loss"] == pytest.approx(float(loss.detach()), rel=1e-11, abs=1e-13)
+    case.counts = tuple(place in taken.places[2] for place in range(len(advantages)))
+    gradient = textbook_rl.gradient_of(case, as_leaves(taken.weights[2]), config,
+                                       answers_of(cfg, taken.rollouts[0]), TEMPERATURE,
+                                       lambda: plain_loss(case, cfg.loss, 0.2, None))  # fmt: skip
+    assert taken.rows[2]["train/loss"] == pytest.approx(plain_loss(case, cfg.loss, 0.2, None), rel=1e-11, abs=1e-13)
     assert taken.rows[2]["train/policy/clipfrac_avg"] > 0
     assert largest_gap(gradient, taken.gradients[2]) < GRADIENT

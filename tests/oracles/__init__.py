@@ -1,0 +1,1 @@
+"""Second readers: rows, templates, masks, orders and reward rules, written again from the documentation for tests."""
