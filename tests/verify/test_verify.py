@@ -74,7 +74,7 @@ def test_every_defect_can_be_planted() -> None:
 
 
 @pytest.mark.parametrize("fault", [pytest.param(fault, id=fault.name, marks=tier(fault)) for fault in FAULTS])
-def test_a_defect_is_found_with_its_settings_or_its_folder(fault: Fault) -> None:
+def test_a_defect_is_found_and_its_module_named(fault: Fault) -> None:
     """Where a layout moves it the settings are named, after a search that `make check` makes; else the folder."""
     searched = fault.name not in FAST
     verdict, reached = verify_planted(fault, steps=None if searched else 1, search=searched)

@@ -45,7 +45,7 @@ def is_named(fault: Fault, failure: Failure, *, searched: bool = True) -> bool:
     settings = "+".join(each["name"] for each in failure.settings)
     if not searched:
         return fault.name in MOVED or failure.module == fault.module
-    return settings in MOVED[fault.name].split() if fault.name in MOVED else failure.module == fault.module
+    return settings == MOVED[fault.name] if fault.name in MOVED else failure.module == fault.module
 
 
 def timed(name: str, verbose: bool) -> tuple[str, float]:
