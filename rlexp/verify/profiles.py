@@ -51,7 +51,6 @@ class Setting:
     plain: Mapping[str, Any]
     folder: str
     needs: tuple[str, ...] = ()  # settings without which it is nothing
-    float64: bool = True  # whether float64 runs with it
 
     @property
     def key(self) -> str:
@@ -76,13 +75,12 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("checkpointing", {"memory.checkpointing": "none"}, f"{TRAINING}model/"),
     Setting("fused", {"model.fused": FusedName.off}, f"{TRAINING}model/fused/"),
     Setting("reference", {"reference.name": ReferenceName.model}, f"{TRAINING}reference/"),
-    Setting("scoring", {"rollout.score_batch_size": 1, "rollout.micro_batch_size": 1,
-                        "rollout.micro_batch_tokens": None}, f"{TRAINING}rollout/"),
-    Setting("backend", {"parallel.backend": BackendName.native}, f"{TRAINING}ring/layouts/", ("ring",), float64=False),
-    Setting("offload", {"engine.offload": Offload.none}, f"{TRAINING}engine/", ("engine",), float64=False),
+    Setting("scoring", {"rollout.score_batch_size": 1}, f"{TRAINING}rollout/"),
+    Setting("backend", {"parallel.backend": BackendName.native}, f"{TRAINING}ring/layouts/", ("ring",)),
+    Setting("offload", {"engine.offload": Offload.none}, f"{TRAINING}engine/", ("engine",)),
     Setting("offloaded reference", {"reference.offload": False}, f"{TRAINING}engine/", ("reference",)),
     Setting("shared GPU", {"launch.ranks_per_gpu": 1}, f"{TRAINING}world/", ("replicas",)),
-    Setting("precision", {"train.precision": Precision.fp64}, f"{TRAINING}model/", float64=False),
+    Setting("precision", {"train.precision": Precision.fp64}, f"{TRAINING}model/"),
 )  # fmt: skip
 NAMED = {setting.name: setting for setting in SETTINGS}
 

@@ -37,6 +37,8 @@ class Search:
 
     def _try(self, names: Sequence[str]) -> bool:
         key = frozenset(self.closed(names))
+        if any(key <= other and not failed for other, failed in self.known.items()):
+            return False  # it agrees with more than these
         if key not in self.known:
             self.known[key] = self.fails(sorted(key))
         return self.known[key]

@@ -347,7 +347,6 @@ class Verifier:
         failure.starts = len(search.known) - 1
         for words, other in profiles.ways_around(cfg, fault)[:AROUND]:
             with contextlib.suppress(ConfigError, RankFailed):
-                failure.starts += 1
                 if not differs(other):
                     failure.around.append(words)
                     break

@@ -3,6 +3,8 @@ tests/helpers/faults/losses.py."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from rlexp.config.load import compose_config
@@ -26,10 +28,15 @@ def test_every_loss_on_answers_of_the_rows_is_verified() -> None:
 @pytest.mark.parametrize(
     ("got", "wanted", "right"), [(1e-17, 0.0, True), (1e-10, 0.0, False), (1e3, 1e3 + 1e-5, False)]
 )
-def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(got: float, wanted: float, right: bool) -> None:
+def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(
+    got: float, wanted: float, right: bool, tmp_path: Path
+) -> None:
     """On a GPU, a margin of the first step is rounding where the reference has 0. The table shows what was judged."""
-    runs = [Recording(scenes=[Scene("rollout 1", 1, row={"train/margin": value})]) for value in (got, wanted)]
-    pair = Pair(compose_config([]), *runs)
+    ran, meant = (
+        Recording(scenes=[Scene("rollout 1", 1, row={"train/margin": value})], folder=tmp_path)
+        for value in (got, wanted)
+    )
+    pair = Pair(compose_config([]), ran, meant)
     assert (not [*pair.differences()]) is right
     assert (pair.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right
 
