@@ -37,7 +37,7 @@ from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.surroundings import Unprobed
 from rlexp.training.train.task import Task
 from rlexp.training.types import CreditedSample, Example
-from rlexp.verify.recording import Drawn, Samples, TensorFiles
+from rlexp.verify.recording import DrawnSample, Samples, TensorFiles
 
 
 class GivenRollouts(Rollouts):
@@ -52,7 +52,7 @@ class GivenRollouts(Rollouts):
         return None
 
 
-def credited(drawn: Drawn) -> CreditedSample:
+def credited(drawn: DrawnSample) -> CreditedSample:
     assert drawn.advantages is not None
     return CreditedSample(
         place=drawn.place, example=Example(drawn.index, drawn.prompt.astype(np.int32), origin=drawn.origin),

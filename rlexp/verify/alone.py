@@ -27,7 +27,7 @@ from rlexp.launch.joining import RankSpec
 from rlexp.training.algos.build import build_loss
 from rlexp.verify import rules
 from rlexp.verify.by_length import by_length
-from rlexp.verify.formula import OF_TOKENS, Counts, Judged, judge
+from rlexp.verify.formula import OF_TOKENS, BatchCounts, JudgedBatch, judge
 from rlexp.verify.model import answer_logps, answer_score, load, load_tokenizer, of_reference
 from rlexp.verify.optimizer import norm, optimizer_of
 from rlexp.verify.recording import (
@@ -203,7 +203,7 @@ class AloneRows(Alone):
         sends each sum's derivative backward, one sequence at a time.
         """
         self.put_models(scene, batch)
-        sums, counts = self.sums(scene, batch), Counts.of(list(batch.values()))
+        sums, counts = self.sums(scene, batch), BatchCounts.of(list(batch.values()))
         mismatched_B = self.put_others(scene, batch) if self.wanted.mismatched else None
         judged = judge(self.cfg, sums, counts, self.carried, mismatched_B, held_out=held_out)
         self.put_judged(scene, batch, sums, counts, judged, mismatched_B)
@@ -274,8 +274,8 @@ class AloneRows(Alone):
         return np.array([policy[sample, "answer"].sum() - reference[sample, "answer"].sum() for sample in batch])
 
     def put_judged(
-        self, scene: Scene, batch: Mapping[int, TokenExample], sums: Mapping[str, Mapping[str, Array]], counts: Counts,
-        judged: Judged, mismatched_B: Array | None,
+        self, scene: Scene, batch: Mapping[int, TokenExample], sums: Mapping[str, Mapping[str, Array]],
+        counts: BatchCounts, judged: JudgedBatch, mismatched_B: Array | None,
     ) -> None:  # fmt: skip
         """Put down what the loss is given, what it makes of it, and the logged values."""
         samples, losses = [(sample,) for sample in batch], judged.losses
@@ -330,5 +330,5 @@ class AloneRows(Alone):
 
 
 def whole(values: Tensor) -> Array:
-    found: Array = values.detach().cpu().numpy()
-    return found
+    array: Array = values.detach().cpu().numpy()
+    return array

@@ -26,7 +26,7 @@ from rlexp.verify.drawing import HELD_OUT, number_of, strayed
 from rlexp.verify.formula import Answers, Terms, credited, policy_loss_of, terms_of
 from rlexp.verify.model import hidden_states, load, logps_of, of_critic, of_reference
 from rlexp.verify.optimizer import CRITIC
-from rlexp.verify.recording import ANSWER, Array, Drawn, Scene, TokenExample
+from rlexp.verify.recording import ANSWER, Array, DrawnSample, Scene, TokenExample
 from rlexp.verify.rewards import Judges, ended, ends_of, text_of
 from rlexp.verify.rows import judged_by_rows
 
@@ -42,7 +42,7 @@ class OfTokens:
     values: Tensor | None
 
 
-class Critic(nn.Module):
+class CriticAlone(nn.Module):
     """A row of weights, all 0 at the start, over the hidden states of its own trunk or of the policy's."""
 
     def __init__(self, trunk: nn.Module | None, width: int) -> None:
@@ -61,7 +61,7 @@ class Critic(nn.Module):
 
 
 @dataclass
-class Rollout:
+class DrawnRollout:
     """What is made of a rollout's samples, by their places."""
 
     number: int
@@ -88,17 +88,17 @@ class AloneSamples(Alone):
         self.loss = policy_loss_of(cfg)
         self.policy = load(cfg, self.device)
         self.start = load(of_reference(cfg), self.device) if self.loss.wanted.reference else None
-        self.critic: Critic | None = None
+        self.critic: CriticAlone | None = None
         if isinstance(cfg.loss, PPOConfig):
             trunk = of_critic(cfg, self.device) if cfg.loss.critic is CriticName.own else None
-            self.critic = Critic(trunk, self.policy.get_output_embeddings().in_features).to(self.device)
+            self.critic = CriticAlone(trunk, self.policy.get_output_embeddings().in_features).to(self.device)
         self.total = rules.total_steps(cfg, self.sizes)
         self.beta = rules.loss_of(cfg).beta  # of the controller, for the next rollout
         self.ends = ends_of(self.policy, self.tokenizer)
         self.judges = Judges(cfg, self.tokenizer, self.device, exact=job.exact)
         critic = {} if self.critic is None else dict(self.critic.named_parameters())
         self.train(self.policy, {f"{CRITIC}{name}": parameter for name, parameter in critic.items()})
-        self.rollouts: dict[int, Rollout] = {}
+        self.rollouts: dict[int, DrawnRollout] = {}
         self.facts = self.recording.facts
         self.facts |= {"doubtful": 0, "learned": 0, "apart": 0.0, "given": {}, "notes": {}, "values": False}
 
@@ -181,12 +181,14 @@ class AloneSamples(Alone):
         self.rollouts[number] = made
         return True
 
-    def complete(self, scene: Scene, samples: Sequence[Drawn], count: int) -> bool:
+    def complete(self, scene: Scene, samples: Sequence[DrawnSample], count: int) -> bool:
         for place in range(count):
             scene.put("ranks that hold a sample", (place, ANSWER), 1)
         return [sample.place for sample in samples] == [*range(count)]
 
-    def answered(self, scene: Scene, samples: Sequence[Drawn], indices: Sequence[int], number: int) -> Rollout:
+    def answered(
+        self, scene: Scene, samples: Sequence[DrawnSample], indices: Sequence[int], number: int
+    ) -> DrawnRollout:
         """Read the answers as texts, and ask for their rewards."""
         cfg, stop = self.cfg, self.cfg.rollout.stop
         texts = [text_of(self.tokenizer, sample.answer, stop) for sample in samples]
@@ -209,10 +211,10 @@ class AloneSamples(Alone):
             for name, fact in facts.items():
                 scene.put(name, key, fact)
         known = {index: sample.prompt for sample, index in zip(samples, indices, strict=True)}
-        examples = [Drawn(**vars(sample) | {"prompt": known[index]}).example
+        examples = [DrawnSample(**vars(sample) | {"prompt": known[index]}).example
                     for sample, index in zip(samples, indices, strict=True)]  # fmt: skip
         row = rules.of_answers(terms, scores, [len(sample.answer) for sample in samples], stopped)
-        return Rollout(number, examples, scores, stopped, row=row)
+        return DrawnRollout(number, examples, scores, stopped, row=row)
 
     def drawn(
         self, scene: Scene, examples: Sequence[TokenExample], indices: Sequence[int], each: int, number: int
@@ -228,15 +230,15 @@ class AloneSamples(Alone):
             )  # fmt: skip
             with precise(torch.float64):
                 hidden_nE = hidden_states(self.policy.base_model, tokens_T)[first - 1 : -1]
-                found = strayed(self.policy.get_output_embeddings(), hidden_nE, tokens_T[first:], numbers_n,
+                strays = strayed(self.policy.get_output_embeddings(), hidden_nE, tokens_T[first:], numbers_n,
                                 self.cfg.rollout, self.job.rounding)  # fmt: skip
             scene.expect(
-                "random number of a generated token", (place, ANSWER), found.apart_n, np.zeros_like(found.apart_n)
+                "random number of a generated token", (place, ANSWER), strays.apart_n, np.zeros_like(strays.apart_n)
             )
-            self.facts["doubtful"] += found.doubtful
+            self.facts["doubtful"] += strays.doubtful
         return behaviour
 
-    def credit(self, scene: Scene, made: Rollout, samples: Sequence[Drawn]) -> None:
+    def credit(self, scene: Scene, made: DrawnRollout, samples: Sequence[DrawnSample]) -> None:
         """Say which samples count, what they earn, and what their tokens are worth, by the run's own scores and
         log-probabilities, which have been compared before."""
         cfg = self.cfg
@@ -254,7 +256,7 @@ class AloneSamples(Alone):
             scene.put_all(f"outcomes: {name}", [(place, ANSWER) for place in range(len(samples))], each)
         scene.put("coefficient", ("of the divergence",), made.kl_coef)
 
-    def put_rollout(self, scene: Scene, made: Rollout) -> None:
+    def put_rollout(self, scene: Scene, made: DrawnRollout) -> None:
         for name in ("behaviour", "old", "reference", "values", "advantages", "returns"):
             for place, each in enumerate(getattr(made, name) or []):
                 scene.put(f"scored: {name}", (place, ANSWER), each)
@@ -317,7 +319,7 @@ class AloneSamples(Alone):
                     [example.origin for example in examples.values()])  # fmt: skip
         return True
 
-    def known(self, rollout: Rollout) -> Rollout:
+    def known(self, rollout: DrawnRollout) -> DrawnRollout:
         """A rollout with what the run itself has kept of its samples, in its own numbers."""
         samples, kept = self.given.rollouts[rollout.number], dict[str, Any]()
         for name in ("old", "behaviour", "reference", "values", "advantages", "returns"):
@@ -337,7 +339,7 @@ class AloneSamples(Alone):
                 for who, each in now.items()}  # fmt: skip
 
     def put_step(
-        self, scene: Scene, rollout: Rollout, places: Sequence[int], now: Mapping[str, Sequence[Array]],
+        self, scene: Scene, rollout: DrawnRollout, places: Sequence[int], now: Mapping[str, Sequence[Array]],
         batch: Answers, own: Terms, terms: Terms,
     ) -> None:  # fmt: skip
         """Put down what the models say, and what the loss makes of what the run's own models say (`terms`); the loss
@@ -389,7 +391,7 @@ class AloneSamples(Alone):
             )
 
 
-def learned(rollout: Rollout, batch: Answers) -> int:
+def learned(rollout: DrawnRollout, batch: Answers) -> int:
     """Count the tokens whose advantage comes from scores that differ."""
     scores = rollout.scores[rollout.counts]
     if not len(scores) or np.ptp(scores) <= rules.ALIKE * np.abs(scores).max():
@@ -398,7 +400,7 @@ def learned(rollout: Rollout, batch: Answers) -> int:
     return sum(int((advantages != 0).sum()) for advantages, counts in pairs if counts)
 
 
-def batch_of(cfg: Config, rollout: Rollout, places: Sequence[int], now: Mapping[str, Sequence[Array]]) -> Answers:
+def batch_of(cfg: Config, rollout: DrawnRollout, places: Sequence[int], now: Mapping[str, Sequence[Array]]) -> Answers:
     """A train batch as the loss is given it, from what is known of a rollout's samples."""
     assert rollout.counts is not None
     counts = [bool(rollout.counts[place]) for place in places]

@@ -23,7 +23,7 @@ from rlexp.training.model.float64 import precise
 from rlexp.verify import rollout_rules as rules
 from rlexp.verify.drawing import cut, number_of, strayed
 from rlexp.verify.model import LOGITS, hidden_states, load, load_tokenizer
-from rlexp.verify.recording import Array, Drawn, TensorFiles
+from rlexp.verify.recording import Array, DrawnSample, TensorFiles
 
 BORDER = 1e-6  # rounding of float32 at a border of top-k, top-p or min-p
 By = Callable[[Tensor, Tensor], Tensor]  # the log-probabilities (n,) of tokens (n,), from logits (n, V) in float64
@@ -51,7 +51,7 @@ class Read:
 class Assumed:
     """The plain model of a run, and the samples of one rollout."""
 
-    def __init__(self, cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | None) -> None:
+    def __init__(self, cfg: Config, samples: Sequence[DrawnSample], number: int, ran: Path | None) -> None:
         self.cfg, self.samples, self.number = cfg, samples, number
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
         self.tokenizer = load_tokenizer(cfg)
@@ -279,7 +279,9 @@ def _cuts(cfg: RolloutConfig) -> tuple[tuple[str, float, float], ...]:
     return ("top_k", cfg.top_k, 0), ("top_p", cfg.top_p, 1), ("min_p", cfg.min_p, 0)
 
 
-def other_prompts(samples: Sequence[Drawn], prompts: Mapping[int, Drawn]) -> Mapping[int, tuple[Array, Array]]:
+def other_prompts(
+    samples: Sequence[DrawnSample], prompts: Mapping[int, DrawnSample]
+) -> Mapping[int, tuple[Array, Array]]:
     """Return, by place, the prompts that are not those that native code has taken, each with what it should be."""
     pairs = {sample.place: (sample.prompt, prompts[sample.index].prompt) for sample in samples
              if sample.index in prompts}  # fmt: skip

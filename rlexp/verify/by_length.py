@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 
-from rlexp.verify.formula import Judged
+from rlexp.verify.formula import JudgedBatch
 from rlexp.verify.recording import TokenExample
 
 ACCURACIES = ("rewards/accuracies", "mean_token_accuracy")
 Z = 1.959963984540054  # standard deviations around the mean of a normal distribution that hold 95 % of it
 
 
-def by_length(bounds: Sequence[int], batch: Sequence[TokenExample], judged: Judged) -> dict[str, float]:
+def by_length(bounds: Sequence[int], batch: Sequence[TokenExample], judged: JudgedBatch) -> dict[str, float]:
     """Return the values of each part: its rows, its loss and its share of the denominator, and its accuracy."""
     row: dict[str, float] = {}
     lengths = [max(len(example.sequence(side)) for side in example.sides) for example in batch]
@@ -33,7 +33,7 @@ def by_length(bounds: Sequence[int], batch: Sequence[TokenExample], judged: Judg
     return row
 
 
-def accuracy_of(here: Sequence[int], judged: Judged, count: int) -> Mapping[str, float]:
+def accuracy_of(here: Sequence[int], judged: JudgedBatch, count: int) -> Mapping[str, float]:
     """Return the accuracy of some rows with its interval, where the loss has one and they have any to judge."""
     name = next((name for name in ACCURACIES if name in judged.losses.metrics_E), None)
     if name is None:

@@ -39,7 +39,7 @@ FLOAT64 = Allowed(logp=1e-11, loss=1e-12, gradient=1e-11, weights=1e-12, given=1
 
 
 @dataclass(frozen=True)
-class Check:
+class Requirement:
     """Quantities that must agree: their names (`*` stands for any), and their bound.
 
     A difference is relative to a value's size, or to `least` if the value is smaller; with `largest`, to the largest
@@ -58,63 +58,65 @@ class Check:
     trial: str = ""  # what has to be tried to know the folder (`trials.py`)
 
 
-def of_model(quantity: str, folder: str = MODEL, gauge: str = "log-probability of a token", trial: str = "") -> Check:
-    return Check(quantity, LOGPS, folder, "logp", 1.0, gauge=gauge, trial=trial)
+def of_model(
+    quantity: str, folder: str = MODEL, gauge: str = "log-probability of a token", trial: str = ""
+) -> Requirement:
+    return Requirement(quantity, LOGPS, folder, "logp", 1.0, gauge=gauge, trial=trial)
 
 
-def given(quantity: str, trial: str = "") -> Check:
+def given(quantity: str, trial: str = "") -> Requirement:
     """What the loss is given of each token."""
-    return Check(quantity, LOSS, TRAIN, "kept", largest=True, gauge="what the loss is given", trial=trial)
+    return Requirement(quantity, LOSS, TRAIN, "kept", largest=True, gauge="what the loss is given", trial=trial)
 
 
-def slopes(quantity: str, stage: str, folder: str, trial: str = "") -> Check:
+def slopes(quantity: str, stage: str, folder: str, trial: str = "") -> Requirement:
     gauge = "derivatives of the loss, given the tokens"
-    return Check(quantity, stage, folder, "formula", largest=True, gauge=gauge, trial=trial)
+    return Requirement(quantity, stage, folder, "formula", largest=True, gauge=gauge, trial=trial)
 
 
-def of_sums(quantity: str, stage: str, folder: str) -> Check:
+def of_sums(quantity: str, stage: str, folder: str) -> Requirement:
     """What the loss makes of sums of log-probabilities."""
-    return Check(quantity, stage, folder, "logp", sums=True)
+    return Requirement(quantity, stage, folder, "logp", sums=True)
 
 
 TO_THE_LOSS = ("number of trained tokens", "margin", "label", "mean of the trained tokens", "carried",
                "log-ratio of a mismatched answer")  # fmt: skip
 OF_DTYPE, STOPPED = "precision of the parameters", "the run refuses to step"
 
-CHECKS: tuple[Check, ...] = (
-    Check("examples", DATA, DATASET),
-    Check("total_steps", DATA, DATASET),
-    Check("text of an example*", DATA, DATASET),
-    Check("tokens that are too many", DATA, DATASET),
-    Check("last token of an answer", DATA, DATASET),
-    Check("tokens that are trained on", DATA, DATASET),
-    Check("turns that are trained on", DATA, DATASET),
-    Check("* of the row", DATA, DATASET),
-    Check("held-out rows that are trained on", DATA, DATASET),
+CHECKS: tuple[Requirement, ...] = (
+    Requirement("examples", DATA, DATASET),
+    Requirement("total_steps", DATA, DATASET),
+    Requirement("text of an example*", DATA, DATASET),
+    Requirement("tokens that are too many", DATA, DATASET),
+    Requirement("last token of an answer", DATA, DATASET),
+    Requirement("tokens that are trained on", DATA, DATASET),
+    Requirement("turns that are trained on", DATA, DATASET),
+    Requirement("* of the row", DATA, DATASET),
+    Requirement("held-out rows that are trained on", DATA, DATASET),
     # a rollout
-    Check("prompts", DATA, DATASET),
-    Check("ranks that hold a sample", DATA, ROLLOUT),
-    Check("prompt of a sample", DATA, TRAIN),
-    Check("prompt's tokens", DATA, DATASET),
-    Check("answer", DATA, ROLLOUT),
-    Check("tokens of an answer", DATA, ROLLOUT),
-    Check("text of an answer", DATA, ROLLOUT),
-    Check("end of an answer", DATA, ROLLOUT),
+    Requirement("prompts", DATA, DATASET),
+    Requirement("ranks that hold a sample", DATA, ROLLOUT),
+    Requirement("prompt of a sample", DATA, TRAIN),
+    Requirement("prompt's tokens", DATA, DATASET),
+    Requirement("answer", DATA, ROLLOUT),
+    Requirement("tokens of an answer", DATA, ROLLOUT),
+    Requirement("text of an answer", DATA, ROLLOUT),
+    Requirement("end of an answer", DATA, ROLLOUT),
     # a step
-    Check("rollout", DATA, TRAIN),
-    Check("train batch", DATA, DATASET),
-    Check("dealt", DATA, DEALER),
-    Check("taken", DATA, TRAIN),
-    Check("answers to other prompts", DATA, TRAIN),
-    Check("tokens of a sample", DATA, TRAIN),
-    Check("places of trained tokens*", DATA, DEALER),
-    Check("trained tokens*", DATA, DEALER),
-    Check("tokens in no sequence", DATA, DEALER),
-    Check("reward *", REWARDS, ROLLOUT, "logp"),
-    Check("score", REWARDS, TRAIN, "logp"),
-    Check(OF_DTYPE, LOGPS, ENGINE),
-    Check("weights at the start", LOGPS, MODEL, trial="start"),
-    Check("weights as they compute", LOGPS, ENGINE),
+    Requirement("rollout", DATA, TRAIN),
+    Requirement("train batch", DATA, DATASET),
+    Requirement("dealt", DATA, DEALER),
+    Requirement("taken", DATA, TRAIN),
+    Requirement("answers to other prompts", DATA, TRAIN),
+    Requirement("tokens of a sample", DATA, TRAIN),
+    Requirement("places of trained tokens*", DATA, DEALER),
+    Requirement("trained tokens*", DATA, DEALER),
+    Requirement("tokens in no sequence", DATA, DEALER),
+    Requirement("reward *", REWARDS, ROLLOUT, "logp"),
+    Requirement("score", REWARDS, TRAIN, "logp"),
+    Requirement(OF_DTYPE, LOGPS, ENGINE),
+    Requirement("weights at the start", LOGPS, MODEL, trial="start"),
+    Requirement("weights as they compute", LOGPS, ENGINE),
     of_model("policy", trial="policy"),
     of_model("reference", REFERENCE, trial="reference"),
     *(of_model(name) for name in ("likelihoods", "entropies", "hits")),
@@ -126,13 +128,13 @@ CHECKS: tuple[Check, ...] = (
     of_model("scored: behaviour", ROLLOUT),
     of_model("scored: reference", ROLLOUT, trial="reference"),
     of_model("scored: values", ROLLOUT, "value of a token"),
-    Check("random number of a generated token", LOGPS, ROLLOUT, "border", 1.0),
-    Check("counts", ADVANTAGES, TRAIN),
-    Check("coefficient", ADVANTAGES, TRAIN, "logp", 1e-300),
-    *(Check(f"outcomes: {name}", ADVANTAGES, TRAIN, "logp") for name in ("scores", "divergences", "prompts")),
-    Check("outcomes: credit", ADVANTAGES, ALGOS, "logp"),
-    Check("scored: advantages", ADVANTAGES, TRAIN, "logp", largest=True),
-    Check("scored: returns", ADVANTAGES, TRAIN, "logp", largest=True),
+    Requirement("random number of a generated token", LOGPS, ROLLOUT, "border", 1.0),
+    Requirement("counts", ADVANTAGES, TRAIN),
+    Requirement("coefficient", ADVANTAGES, TRAIN, "logp", 1e-300),
+    *(Requirement(f"outcomes: {name}", ADVANTAGES, TRAIN, "logp") for name in ("scores", "divergences", "prompts")),
+    Requirement("outcomes: credit", ADVANTAGES, ALGOS, "logp"),
+    Requirement("scored: advantages", ADVANTAGES, TRAIN, "logp", largest=True),
+    Requirement("scored: returns", ADVANTAGES, TRAIN, "logp", largest=True),
     # what the loss is given
     *(of_sums(f"{called}{name}", LOSS, TRAIN) for called in ("", "formula: ") for name in TO_THE_LOSS),
     replace(of_model("formula: sum of *", TRAIN, ""), stage=LOSS),
@@ -140,33 +142,33 @@ CHECKS: tuple[Check, ...] = (
     given("given: weight", "weighed"),
     given("given: *"),
     given("weight of an answer", "weighed"),
-    Check("length of an answer", LOSS, TRAIN),
+    Requirement("length of an answer", LOSS, TRAIN),
     # what it makes of it
     of_sums("formula: loss", LOSS, ALGOS),
     of_sums("formula: slope", LOSS, ALGOS),
     slopes("formula: slope by *", LOSS, ALGOS),
     of_sums("loss", LOSS, TRAIN),
     of_sums("slope", LOSS, TRAIN),
-    Check("part of the loss", LOSS, TRAIN, "formula", 1.0),
-    Check("loss handed to the engine", LOSS, TRAIN, "formula"),
-    Check("derivative of the loss handed to the engine", LOSS, TRAIN, "given"),
-    Check("mark of the last micro-batch", LOSS, TRAIN),
-    Check("loss of the train batch", LOSS, TRAIN, "loss", 1e-300, gauge="loss"),
+    Requirement("part of the loss", LOSS, TRAIN, "formula", 1.0),
+    Requirement("loss handed to the engine", LOSS, TRAIN, "formula"),
+    Requirement("derivative of the loss handed to the engine", LOSS, TRAIN, "given"),
+    Requirement("mark of the last micro-batch", LOSS, TRAIN),
+    Requirement("loss of the train batch", LOSS, TRAIN, "loss", 1e-300, gauge="loss"),
     slopes("derivative by *", GRADIENT, TRAIN, "chain"),
-    Check("gradient", GRADIENT, ENGINE, trial="gradient"),
-    Check("the same bits on all ranks", GRADIENT, ENGINE),
-    Check("learning rate", OPTIMIZER, TRAIN, "given", 1e-300),
-    Check("norm of the gradient", OPTIMIZER, ENGINE, "norm", 1e-300),
-    Check("weights, given the gradient", OPTIMIZER, ENGINE),
+    Requirement("gradient", GRADIENT, ENGINE, trial="gradient"),
+    Requirement("the same bits on all ranks", GRADIENT, ENGINE),
+    Requirement("learning rate", OPTIMIZER, TRAIN, "given", 1e-300),
+    Requirement("norm of the gradient", OPTIMIZER, ENGINE, "norm", 1e-300),
+    Requirement("weights, given the gradient", OPTIMIZER, ENGINE),
     of_sums("formula: logged *", METRICS, ALGOS),
     of_sums("formula: weight of *", METRICS, ALGOS),
     of_sums("logged *", METRICS, TRAIN),
     of_sums("weight of *", METRICS, TRAIN),
-    Check("mean logits", METRICS, MODEL, "logp", 1.0),
-    Check("row", METRICS, METER),
-    Check("a metric of the layout", METRICS, TRAIN),
-    Check("the same on all ranks", METRICS, TRAIN),
-    Check(STOPPED, METRICS, TRAIN),
+    Requirement("mean logits", METRICS, MODEL, "logp", 1.0),
+    Requirement("row", METRICS, METER),
+    Requirement("a metric of the layout", METRICS, TRAIN),
+    Requirement("the same on all ranks", METRICS, TRAIN),
+    Requirement(STOPPED, METRICS, TRAIN),
 )  # fmt: skip
 # Logged values that the step itself works out; all others are the meter's.
 OF_TRAIN = ("train/epoch", "train/total_tokens", "train/tokens", "train/global_step", "train/episode", "step",

@@ -14,7 +14,19 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.run_files.curve_distance import OWN
-from rlexp.verify.checks import CHECKS, FLOAT64, METER, MODEL, OF_DTYPE, OF_TRAIN, RING, STOPPED, TRAIN, Allowed, Check
+from rlexp.verify.checks import (
+    CHECKS,
+    FLOAT64,
+    METER,
+    MODEL,
+    OF_DTYPE,
+    OF_TRAIN,
+    RING,
+    STOPPED,
+    TRAIN,
+    Allowed,
+    Requirement,
+)
 from rlexp.verify.norms import common_factor, in_bfloat16, relative, shares, size_of
 from rlexp.verify.recording import ANSWER, START, Key, Recording, Scene
 
@@ -23,10 +35,10 @@ SLACK = 10.0  # a parameter's gradient may move by more than its share of the de
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     """A difference of two recordings: `got` in the first, `expected` by the second."""
 
-    check: Check
+    check: Requirement
     step: int
     quantity: str
     got: str
@@ -51,7 +63,7 @@ class Gauge:
 
 
 @dataclass
-class Pair:
+class TwoRuns:
     """Two recordings of the same steps. With `every`, each has all that the other has; else the second has less."""
 
     cfg: Config
@@ -62,7 +74,7 @@ class Pair:
     gauge: Gauge = field(default_factory=Gauge)
     border: float = 2e-11  # by which rounding moves a border between two tokens
 
-    def differences(self) -> Iterator[Difference]:
+    def differences(self) -> Iterator[Deviation]:
         """Yield all differences in order; usually none."""
         meant = {scene.name: scene for scene in self.wanted.scenes}
         for scene in self.got.scenes:
@@ -71,9 +83,9 @@ class Pair:
             yield from self.of_scene(scene, meant[scene.name])
         got, wanted = (each.stopped or "everything is finite" for each in (self.got, self.wanted))
         if got != wanted:
-            yield Difference(CHECKS[-1], len(self.got.steps()), STOPPED, got, wanted)
+            yield Deviation(CHECKS[-1], len(self.got.steps()), STOPPED, got, wanted)
 
-    def of_scene(self, scene: Scene, other: Scene) -> Iterator[Difference]:
+    def of_scene(self, scene: Scene, other: Scene) -> Iterator[Deviation]:
         drift, seen = self.drift(scene), set[str]()
         names = {*other.values, *other.own, *scene.own, *(scene.values if self.every else ())}
         names |= {name for name in scene.values if name.removeprefix(FORMULA) in other.values}
@@ -86,8 +98,8 @@ class Pair:
                     yield from self.of_quantity(check, quantity, scene, other, drift)
 
     def of_quantity(
-        self, check: Check, quantity: str, scene: Scene, other: Scene, drift: float
-    ) -> Iterator[Difference]:
+        self, check: Requirement, quantity: str, scene: Scene, other: Scene, drift: float
+    ) -> Iterator[Deviation]:
         for owner in (scene.own, other.own):
             for key, pair in owner.get(quantity, {}).items():
                 yield from self.compared(check, scene, quantity, key, *pair, 0.0, drift)
@@ -98,7 +110,7 @@ class Pair:
         for key in dict.fromkeys((*meant_of, *(got_of if self.every or check.bound is None else ()))):
             yield from self.compared(check, scene, quantity, key, got_of.get(key), meant_of.get(key), size, drift)
 
-    def size_of(self, check: Check, other: Scene, values: Mapping[Key, Any]) -> float:
+    def size_of(self, check: Requirement, other: Scene, values: Mapping[Key, Any]) -> float:
         """The size that differences of a quantity are relative to, at least."""
         if check.quantity == "part of the loss":  # relative to the size of its terms, which may cancel
             return self.wanted.loss.get(other.step, self.got.loss.get(other.step, (0.0, 1.0)))[1]
@@ -110,8 +122,16 @@ class Pair:
         return max((float(each.max(initial=0.0)) for each in arrays), default=0.0)
 
     def compared(
-        self, check: Check, scene: Scene, quantity: str, key: Key, got: Any, wanted: Any, size: float, drift: float
-    ) -> Iterator[Difference]:
+        self,
+        check: Requirement,
+        scene: Scene,
+        quantity: str,
+        key: Key,
+        got: Any,
+        wanted: Any,
+        size: float,
+        drift: float,
+    ) -> Iterator[Deviation]:
         if check.bound is None or got is None or wanted is None:
             if not equal(got, wanted):
                 yield self.difference(check, scene, quantity, key, got, wanted)
@@ -147,9 +167,9 @@ class Pair:
         return max((relative(ran.read("weights", step, n), meant.read("weights", step, n)) for n in names), default=0.0)
 
     def difference(
-        self, check: Check, scene: Scene, quantity: str, key: Key, got: Any, wanted: Any, at: int | None = None,
+        self, check: Requirement, scene: Scene, quantity: str, key: Key, got: Any, wanted: Any, at: int | None = None,
         note: str = "",
-    ) -> Difference:  # fmt: skip
+    ) -> Deviation:  # fmt: skip
         """Put a difference into words."""
         arrays = isinstance(got, np.ndarray) and isinstance(wanted, np.ndarray)
         if arrays and got.shape == wanted.shape:
@@ -159,7 +179,7 @@ class Pair:
             got, wanted = (f"{len(each)} of them" for each in (got, wanted))
         what = f"{quantity}{self.named(scene, key, at)}"
         note = note or whole_factor(got, wanted)
-        return Difference(check, scene.step, what, shown(got), shown(wanted), note, of=(scene.name, quantity))
+        return Deviation(check, scene.step, what, shown(got), shown(wanted), note, of=(scene.name, quantity))
 
     def named(self, scene: Scene, key: Key, at: int | None) -> str:
         """Say what a value belongs to."""
@@ -207,7 +227,7 @@ def whole_factor(got: Any, wanted: Any) -> str:
 # ---- what is not a plain value ----
 
 
-def at_the_start(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift: float) -> Iterator[Difference]:
+def at_the_start(pair: TwoRuns, check: Requirement, scene: Scene, _other: Scene, _drift: float) -> Iterator[Deviation]:
     """The weights that training starts from: all bits of them. A run in less than float64 holds those of its masters,
     or of what computes if nothing trains it."""
     if scene.name != START:
@@ -215,8 +235,8 @@ def at_the_start(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift: 
     ran, meant = pair.got.files, pair.wanted.files
     names, wanted = ran.names("weights", 0), meant.names("weights", 0)
     for name in sorted(set(names) ^ set(wanted)):
-        there = ("is there", "is not there")
-        yield Difference(check, 1, name, there[name not in names], there[name not in wanted])
+        words = ("is there", "is not there")
+        yield Deviation(check, 1, name, words[name not in names], words[name not in wanted])
     trained = meant.names("gradient", 1)
     for name in sorted(set(names) & set(wanted)):
         ours, theirs = ran.read("weights", 0, name), meant.read("weights", 0, name)
@@ -224,14 +244,16 @@ def at_the_start(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift: 
             rounded = pair.cfg.train.precision is Precision.bf16 and name not in trained
             theirs = in_bfloat16(theirs) if rounded else theirs.astype(np.float32)
         if ours.shape != theirs.shape:
-            yield Difference(check, 1, f"starting weight {name}", f"shape {ours.shape}", f"shape {theirs.shape}")
+            yield Deviation(check, 1, f"starting weight {name}", f"shape {ours.shape}", f"shape {theirs.shape}")
         elif not np.array_equal(ours, theirs):
             at = int(np.nanargmax(np.where(np.isfinite(ours), np.abs(ours - theirs), np.inf)))
             values = shown(float(ours.reshape(-1)[at])), shown(float(theirs.reshape(-1)[at]))
-            yield Difference(check, 1, f"starting weight {name}", *values)
+            yield Deviation(check, 1, f"starting weight {name}", *values)
 
 
-def train_batch_loss(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float) -> Iterator[Difference]:
+def train_batch_loss(
+    pair: TwoRuns, check: Requirement, scene: Scene, other: Scene, drift: float
+) -> Iterator[Deviation]:
     """The loss of the train batch, from the losses of its examples; allowed is also what the rounding of their sums of
     log-probabilities may move."""
     if not scene.values.get("loss") or not other.values.get("loss"):
@@ -243,10 +265,10 @@ def train_batch_loss(pair: Pair, check: Check, scene: Scene, other: Scene, drift
     )
     bound = drift * (pair.allowed.loss + 4e-14 * moved / (abs(wanted) or 1.0))
     if pair.gauge.exceeds(check.gauge, abs(got - wanted) / (abs(wanted) or 1.0), bound):
-        yield Difference(check, scene.step, check.quantity, shown(got), shown(wanted), whole_factor(got, wanted))
+        yield Deviation(check, scene.step, check.quantity, shown(got), shown(wanted), whole_factor(got, wanted))
 
 
-def gradient(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float) -> Iterator[Difference]:
+def gradient(pair: TwoRuns, check: Requirement, scene: Scene, other: Scene, drift: float) -> Iterator[Deviation]:
     """The gradient of each parameter."""
     ran, meant = pair.got.files, pair.wanted.files
     names, wanted = (files.names("gradient", scene.step) for files in (ran, meant))
@@ -254,7 +276,7 @@ def gradient(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float)
         return
     words = {True: "is trained", False: "is frozen"}
     for name in sorted(set(names) ^ set(wanted)):
-        yield Difference(check, scene.step, name, words[name in names], words[name in wanted], folder=MODEL)
+        yield Deviation(check, scene.step, name, words[name in names], words[name in wanted], folder=MODEL)
     sizes = [size_of(ran.read("gradient", scene.step, name), meant.read("gradient", scene.step, name), name)
              for name in wanted if name in names]  # fmt: skip
     apart = shares(sizes)
@@ -267,10 +289,10 @@ def gradient(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float)
         worst = sizes[apart.index(largest)]
         note = f"{len(wrong)} of {len(sizes)} parameters differ" + common_factor(wrong)
         what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {worst.apart / (worst.wanted or 1.0):.2g}), norm"
-        yield Difference(check, scene.step, what, shown(worst.got), shown(worst.wanted), note)
+        yield Deviation(check, scene.step, what, shown(worst.got), shown(worst.wanted), note)
 
 
-def slack(pair: Pair, scene: Scene, other: Scene) -> float:
+def slack(pair: TwoRuns, scene: Scene, other: Scene) -> float:
     """How far gradients may differ, relatively, because the loss's derivatives do. Where no score has a signal, they
     are the divergence's alone: while the policy has hardly left the reference, a difference that rounding makes."""
     ours, theirs = (each.values.get("derivative by policy", {}) for each in (scene, other))
@@ -282,13 +304,15 @@ def slack(pair: Pair, scene: Scene, other: Scene) -> float:
     return SLACK * moved / size
 
 
-def learning_rate(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float) -> Iterator[Difference]:
+def learning_rate(pair: TwoRuns, check: Requirement, scene: Scene, other: Scene, drift: float) -> Iterator[Deviation]:
     got, wanted = (each.row.get("train/learning_rate") for each in (scene, other))
     if got is not None and wanted is not None:
         yield from pair.compared(check, scene, check.quantity, (), got, wanted, 0.0, drift)
 
 
-def norm_of_gradient(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift: float) -> Iterator[Difference]:
+def norm_of_gradient(
+    pair: TwoRuns, check: Requirement, scene: Scene, _other: Scene, _drift: float
+) -> Iterator[Deviation]:
     """The logged norm, given the run's own gradient."""
     if scene.name.startswith("step ") and (got := scene.row.get("train/grad_norm")) is not None:
         files = pair.got.files
@@ -297,7 +321,9 @@ def norm_of_gradient(pair: Pair, check: Check, scene: Scene, _other: Scene, _dri
         yield from pair.compared(check, scene, check.quantity, (), got, own, 0.0, 1.0)
 
 
-def given_gradient(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift: float) -> Iterator[Difference]:
+def given_gradient(
+    pair: TwoRuns, check: Requirement, scene: Scene, _other: Scene, _drift: float
+) -> Iterator[Deviation]:
     """The weights after a step given the run's own gradient, which is exact. How far the weights of two runs lie apart
     is only measured: where a gradient is nothing but rounding, Adam's division by its size makes it large."""
     updates = scene.values.get(check.quantity, {})
@@ -314,10 +340,10 @@ def given_gradient(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift
         update = updates[max(wrong, key=lambda each: wrong[each]),]
         what = f"{max(wrong, key=lambda each: wrong[each])}, ‖its step − what it should be‖"
         note = f"{len(wrong)} of {len(updates)} parameters differ"
-        yield Difference(check, scene.step, what, shown(update.apart), f"0, of a step of {update.step:.6g}", note)
+        yield Deviation(check, scene.step, what, shown(update.apart), f"0, of a step of {update.step:.6g}", note)
 
 
-def row(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float) -> Iterator[Difference]:
+def row(pair: TwoRuns, check: Requirement, scene: Scene, other: Scene, drift: float) -> Iterator[Deviation]:
     """The logged values, but for those of the layout itself."""
     allowed, more = pair.allowed.metric
     for name, wanted in other.row.items():
@@ -326,12 +352,12 @@ def row(pair: Pair, check: Check, scene: Scene, other: Scene, drift: float) -> I
         folder = TRAIN if any(fnmatch.fnmatchcase(name, each) for each in OF_TRAIN) else METER
         got = scene.row.get(name)
         if got is None:
-            yield Difference(check, scene.step, name, "is not logged", shown(wanted), folder=TRAIN)
+            yield Deviation(check, scene.step, name, "is not logged", shown(wanted), folder=TRAIN)
         elif pair.gauge.exceeds(name, abs(got - wanted) / (max(abs(got), abs(wanted)) + more), allowed * drift):
-            yield Difference(check, scene.step, name, shown(got), shown(wanted), whole_factor(got, wanted), folder)
+            yield Deviation(check, scene.step, name, shown(got), shown(wanted), whole_factor(got, wanted), folder)
 
 
-def of_the_layout(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift: float) -> Iterator[Difference]:
+def of_the_layout(pair: TwoRuns, check: Requirement, scene: Scene, _other: Scene, _drift: float) -> Iterator[Deviation]:
     """Metrics that describe the layout itself, as far as they can be counted."""
     if not scene.name.startswith("step ") or not scene.row:
         return
@@ -345,10 +371,10 @@ def of_the_layout(pair: Pair, check: Check, scene: Scene, _other: Scene, _drift:
         if got != wanted:
             folder = RING if name.endswith("_tokens") and got is not None else TRAIN
             got_words = "is not logged" if got is None else shown(got)
-            yield Difference(check, scene.step, f"train/{name}", got_words, shown(wanted), folder=folder)
+            yield Deviation(check, scene.step, f"train/{name}", got_words, shown(wanted), folder=folder)
 
 
-Special = Callable[[Pair, Check, Scene, Scene, float], Iterator[Difference]]
+Special = Callable[[TwoRuns, Requirement, Scene, Scene, float], Iterator[Deviation]]
 SPECIAL: Mapping[str, Special] = {
     "weights at the start": at_the_start, "loss of the train batch": train_batch_loss, "gradient": gradient,
     "learning rate": learning_rate, "norm of the gradient": norm_of_gradient, STOPPED: lambda *_: iter(()),

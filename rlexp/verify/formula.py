@@ -36,7 +36,7 @@ def policy_loss_of(cfg: Config) -> PolicyLoss:
 
 
 @dataclass(frozen=True)
-class Counts:
+class BatchCounts:
     """What the examples of a batch give to the loss beside what models say of them."""
 
     tokens: Mapping[str, Array]  # trained tokens of each answer, by side
@@ -45,11 +45,11 @@ class Counts:
     labels: Array | None
 
     @staticmethod
-    def of(batch: Sequence[TokenExample]) -> Counts:
+    def of(batch: Sequence[TokenExample]) -> BatchCounts:
         sides = batch[0].sides
         tokens = {side: np.array([len(example.trained(side)) for example in batch], dtype=float) for side in sides}
         labels = [example.label for example in batch]
-        return Counts(
+        return BatchCounts(
             tokens=tokens, mean_tokens=float(tokens[sides[0]].sum()) / len(batch),
             margins=np.array([example.margin or 0.0 for example in batch], dtype=float),
             labels=None if None in labels else np.array(labels, dtype=float),
@@ -57,7 +57,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Judged:
+class JudgedBatch:
     """What the formula makes of a whole batch: losses and logged values of its examples, and derivatives by sums."""
 
     losses: Losses
@@ -70,9 +70,9 @@ class Judged:
 
 
 def judge(
-    cfg: Config, sums: Mapping[str, Mapping[str, Array]], counts: Counts, carried: Mapping[str, float],
+    cfg: Config, sums: Mapping[str, Mapping[str, Array]], counts: BatchCounts, carried: Mapping[str, float],
     mismatched: Array | None, *, held_out: bool = False,
-) -> Judged:  # fmt: skip
+) -> JudgedBatch:  # fmt: skip
     """Apply the loss to the sums of a batch, by who says them and by side."""
     loss = build_loss(cfg.loss)
     by_side = {who: {side: torch.tensor(each, dtype=torch.float64) for side, each in sides.items()}
@@ -89,7 +89,7 @@ def judge(
     with torch.enable_grad():
         losses = loss(values)
         slopes = torch.autograd.grad(losses.losses_E.sum(), list(policy.values()), allow_unused=True)
-    return Judged(losses, {side: (torch.zeros_like(policy[side]) if slope is None else slope).numpy()
+    return JudgedBatch(losses, {side: (torch.zeros_like(policy[side]) if slope is None else slope).numpy()
                            for side, slope in zip(policy, slopes, strict=True)})  # fmt: skip
 
 

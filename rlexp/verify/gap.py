@@ -17,7 +17,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec
 from rlexp.verify import rollout_rules as rules
 from rlexp.verify.assumed import Assumed, Said, other_prompts
-from rlexp.verify.recording import Array, Drawn
+from rlexp.verify.recording import Array, DrawnSample
 
 NORMAL, CAUSE, UNEXPLAINED = "normal", "cause", "unexplained"
 GENERATES, TRAINED = "the model that generates", "the model that is trained"
@@ -110,7 +110,7 @@ def computing_in(precision: Precision) -> str:
 
 
 def diagnosed(
-    cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | None, prompts: Mapping[int, Drawn]
+    cfg: Config, samples: Sequence[DrawnSample], number: int, ran: Path | None, prompts: Mapping[int, DrawnSample]
 ) -> Gap:
     """Say how far the two models lie apart in the samples of rollout `number`, and why.
 
@@ -144,7 +144,12 @@ def diagnosed(
 
 
 def gap_rank(
-    _spec: RankSpec, cfg: Config, samples: Sequence[Drawn], number: int, ran: Path, prompts: Mapping[int, Drawn]
+    _spec: RankSpec,
+    cfg: Config,
+    samples: Sequence[DrawnSample],
+    number: int,
+    ran: Path,
+    prompts: Mapping[int, DrawnSample],
 ) -> Gap:
     return diagnosed(cfg, samples, number, ran, prompts)
 
@@ -154,7 +159,7 @@ def _known(values: Array | None) -> Array:
     return values
 
 
-def _some(samples: Sequence[Drawn]) -> list[Drawn]:
+def _some(samples: Sequence[DrawnSample]) -> list[DrawnSample]:
     """Return evenly chosen samples that have `MOST` tokens, or little more."""
     stride = max(1, sum(len(sample.answer) for sample in samples) // MOST)
     return list(samples[::stride])
@@ -188,7 +193,7 @@ def _chosen(assumed: Assumed, rounding: Rounding) -> tuple[int, int]:
     return int((flat(apart) > np.expm1(2 * off)).sum()), doubtful
 
 
-def _prompts(samples: Sequence[Drawn], prompts: Mapping[int, Drawn]) -> Iterator[str]:
+def _prompts(samples: Sequence[DrawnSample], prompts: Mapping[int, DrawnSample]) -> Iterator[str]:
     """Say which prompts are not those that native code has taken."""
     for place, (got, wanted) in other_prompts(samples, prompts).items():
         length = min(len(got), len(wanted))
@@ -207,7 +212,7 @@ def _prompts(samples: Sequence[Drawn], prompts: Mapping[int, Drawn]) -> Iterator
 class Judge:
     """Compares given log-probabilities with those of all assumptions."""
 
-    samples: Sequence[Drawn]
+    samples: Sequence[DrawnSample]
     rounding: dict[str, Rounding]
     precision: str
 

@@ -17,9 +17,9 @@ import numpy as np
 from rlexp.config.schema import Config, Device
 from rlexp.config.schema.models import Precision
 from rlexp.verify.checks import ENGINE as OF_ENGINE
-from rlexp.verify.checks import FLOAT64, GRADIENT, LOGPS, ROLLOUT, Check
+from rlexp.verify.checks import FLOAT64, GRADIENT, LOGPS, ROLLOUT, Requirement
 from rlexp.verify.checks import LOSS as OF_LOSS
-from rlexp.verify.compare import Difference, Pair
+from rlexp.verify.compare import Deviation, TwoRuns
 from rlexp.verify.norms import Size, common_factor, relative, shares, size_of
 from rlexp.verify.recording import Array, Key, Recording, Scene, TensorFiles
 
@@ -98,7 +98,7 @@ def loss_of(cfg: Config, scene: Scene) -> float:
 
 
 def measure(cfg: Config, run: Recording, floor: Recording, meant: Recording, *, scores: bool
-            ) -> tuple[list[Measured], Difference | None]:  # fmt: skip
+            ) -> tuple[list[Measured], Deviation | None]:  # fmt: skip
     """Return the table of a run, and the first quantity that rounding does not explain.
 
     At the first step all weights are the same, so only rounding differs. Later two precisions move apart, as far as the
@@ -109,7 +109,7 @@ def measure(cfg: Config, run: Recording, floor: Recording, meant: Recording, *, 
     ours, others, theirs = (of_steps(cfg, each, meant, scores=scores) for each in (run, floor, meant))
     alike_first = alike(run, floor) if drawn else True
     table: list[Measured] = []
-    first: Difference | None = None
+    first: Deviation | None = None
     for quantity in QUANTITIES:
         explained = quantity.units[cfg.train.precision] * unit
         if drawn and math.isinf(explained):
@@ -133,7 +133,7 @@ def alike(one: Recording, other: Recording) -> bool:
     return all(np.array_equal(a.answer, b.answer) and a.score == b.score for a, b in pairs)
 
 
-def of_drawn(pair: Pair) -> list[Measured]:
+def of_drawn(pair: TwoRuns) -> list[Measured]:
     """What is checked at every step of samples that the policy drew, given the run's earlier values."""
     given, slopes = "what the loss is given", "derivatives of the loss, given the tokens"
     rows = ((given, given, pair.allowed.kept), (slopes, "derivatives, given the tokens", pair.allowed.formula))
@@ -141,7 +141,7 @@ def of_drawn(pair: Pair) -> list[Measured]:
     return [Measured(words, largest[name], None, allowed) for name, words, allowed in rows if name in largest]
 
 
-def given_parts(cfg: Config, run: Recording, parts: TensorFiles, steps: int) -> tuple[Measured, Difference | None]:
+def given_parts(cfg: Config, run: Recording, parts: TensorFiles, steps: int) -> tuple[Measured, Deviation | None]:
     """Compare the engine's gradients with the sum of autograd's for each micro-batch and rank, with the run's weights.
 
     The rounding of the parts is in both. What remains is the sum, which every engine takes in float32."""
@@ -162,15 +162,15 @@ def given_parts(cfg: Config, run: Recording, parts: TensorFiles, steps: int) -> 
             worst = sizes[apart.index(most)]
             what = f"{worst.name} (‖difference‖ / ‖gradient‖ = {most:.2g}), given the parts of the ranks, norm"
             note = common_factor(sizes).lstrip("; ")
-            check = Check(GIVEN_PARTS, GRADIENT, OF_ENGINE)
-            found = Difference(check, step, what, f"{worst.got:.9g}", f"{worst.wanted:.9g}", note)
-            return Measured(GIVEN_PARTS, most, None, allowed), found
+            check = Requirement(GIVEN_PARTS, GRADIENT, OF_ENGINE)
+            deviation = Deviation(check, step, what, f"{worst.got:.9g}", f"{worst.wanted:.9g}", note)
+            return Measured(GIVEN_PARTS, most, None, allowed), deviation
     return Measured(GIVEN_PARTS, largest, None, allowed), None
 
 
-def _named(held: Measured, quantity: Quantity, got: OfStep, meant: OfStep) -> Difference:
+def _named(held: Measured, quantity: Quantity, got: OfStep, meant: OfStep) -> Deviation:
     """The difference, with the model whose log-probabilities differ, or the parameter whose gradient differs most."""
-    check, name = Check(quantity.name, quantity.stage, OF_ENGINE), quantity.name
+    check, name = Requirement(quantity.name, quantity.stage, OF_ENGINE), quantity.name
     note = "" if held.floor is None else f"noise floor {held.floor:.2g}"
     for who in (*MODELS[1:], *CRITIC) if quantity.stage == LOGPS else ():
         if who in meant.models and who in got.models:
@@ -183,7 +183,7 @@ def _named(held: Measured, quantity: Quantity, got: OfStep, meant: OfStep) -> Di
         sizes = list(_sizes(got, meant))
         worst = max(sizes, key=lambda size: size.apart / (size.wanted or 1.0))
         note = f"{note}; worst: {worst.name}, norm {worst.got:.6g} against {worst.wanted:.6g}{common_factor(sizes)}"
-    return Difference(check, meant.number, name, f"{held.own:.2g} from float64", f"{held.allowed:.2g} at most",
+    return Deviation(check, meant.number, name, f"{held.own:.2g} from float64", f"{held.allowed:.2g} at most",
                       note.lstrip("; "))  # fmt: skip
 
 

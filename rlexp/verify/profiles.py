@@ -44,7 +44,7 @@ WAIT = 180.0  # seconds at most for a collective that a rank never joins
 
 
 @dataclass(frozen=True)
-class Setting:
+class Axis:
     """An axis from a configuration to its plainest form: its keys with their plain values, and where its code is."""
 
     name: str
@@ -60,27 +60,27 @@ class Setting:
 
 TRAINING = "rlexp/training/"
 # What needs another comes behind it: the halves of the search begin with what is most at work.
-SETTINGS: tuple[Setting, ...] = (
-    Setting("ring", {"parallel.ring_size": 1}, f"{TRAINING}ring/"),
-    Setting("replicas", {"launch.nproc": 1}, f"{TRAINING}engine/"),
-    Setting("micro-batches", {"train.micro_batch_size": 1, "train.max_tokens_per_micro_batch": None},
+SETTINGS: tuple[Axis, ...] = (
+    Axis("ring", {"parallel.ring_size": 1}, f"{TRAINING}ring/"),
+    Axis("replicas", {"launch.nproc": 1}, f"{TRAINING}engine/"),
+    Axis("micro-batches", {"train.micro_batch_size": 1, "train.max_tokens_per_micro_batch": None},
             f"{TRAINING}train/"),
-    Setting("packing", {"data.packing": False}, f"{TRAINING}dealer/"),
-    Setting("engine", {"engine.name": EngineName.torch, "engine.overrides": {}}, f"{TRAINING}engine/"),
-    Setting("kernel", {"parallel.kernel": KernelName.plain}, f"{TRAINING}ring/kernels/"),
-    Setting("layout", {"parallel.layout": LayoutName.contiguous, "parallel.ulysses_size": None},
+    Axis("packing", {"data.packing": False}, f"{TRAINING}dealer/"),
+    Axis("engine", {"engine.name": EngineName.torch, "engine.overrides": {}}, f"{TRAINING}engine/"),
+    Axis("kernel", {"parallel.kernel": KernelName.plain}, f"{TRAINING}ring/kernels/"),
+    Axis("layout", {"parallel.layout": LayoutName.contiguous, "parallel.ulysses_size": None},
             f"{TRAINING}ring/layouts/", ("ring",)),
-    Setting("transport", {"parallel.transport": TransportName.auto}, f"{TRAINING}ring/transports/", ("ring", "layout")),
-    Setting("sharing", {"data.share_prefix": False}, f"{TRAINING}dealer/", ("packing",)),
-    Setting("checkpointing", {"memory.checkpointing": "none"}, f"{TRAINING}model/"),
-    Setting("fused", {"model.fused": FusedName.off}, f"{TRAINING}model/fused/"),
-    Setting("reference", {"reference.name": ReferenceName.model}, f"{TRAINING}reference/"),
-    Setting("scoring", {"rollout.score_batch_size": 1}, f"{TRAINING}rollout/"),
-    Setting("backend", {"parallel.backend": BackendName.native}, f"{TRAINING}ring/layouts/", ("ring",)),
-    Setting("offload", {"engine.offload": Offload.none}, f"{TRAINING}engine/", ("engine",)),
-    Setting("offloaded reference", {"reference.offload": False}, f"{TRAINING}engine/", ("reference",)),
-    Setting("shared GPU", {"launch.ranks_per_gpu": 1}, f"{TRAINING}world/", ("replicas",)),
-    Setting("precision", {"train.precision": Precision.fp64}, f"{TRAINING}model/"),
+    Axis("transport", {"parallel.transport": TransportName.auto}, f"{TRAINING}ring/transports/", ("ring", "layout")),
+    Axis("sharing", {"data.share_prefix": False}, f"{TRAINING}dealer/", ("packing",)),
+    Axis("checkpointing", {"memory.checkpointing": "none"}, f"{TRAINING}model/"),
+    Axis("fused", {"model.fused": FusedName.off}, f"{TRAINING}model/fused/"),
+    Axis("reference", {"reference.name": ReferenceName.model}, f"{TRAINING}reference/"),
+    Axis("scoring", {"rollout.score_batch_size": 1}, f"{TRAINING}rollout/"),
+    Axis("backend", {"parallel.backend": BackendName.native}, f"{TRAINING}ring/layouts/", ("ring",)),
+    Axis("offload", {"engine.offload": Offload.none}, f"{TRAINING}engine/", ("engine",)),
+    Axis("offloaded reference", {"reference.offload": False}, f"{TRAINING}engine/", ("reference",)),
+    Axis("shared GPU", {"launch.ranks_per_gpu": 1}, f"{TRAINING}world/", ("replicas",)),
+    Axis("precision", {"train.precision": Precision.fp64}, f"{TRAINING}model/"),
 )  # fmt: skip
 NAMED = {setting.name: setting for setting in SETTINGS}
 
@@ -157,7 +157,7 @@ def shown(value: Any) -> str:
     return {"True": "true", "False": "false", "None": "null"}.get(str(value), str(value))
 
 
-def typed(cfg: Config, setting: Setting) -> str:
+def typed(cfg: Config, setting: Axis) -> str:
     """A setting's value, as people type it."""
     if setting.name == "micro-batches" and cfg.train.max_tokens_per_micro_batch is not None:
         return f"{AUTO} (train.max_tokens_per_micro_batch={cfg.train.max_tokens_per_micro_batch})"

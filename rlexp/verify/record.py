@@ -47,7 +47,7 @@ from rlexp.verify.recording import START, Array, Key, Recording, Scene, TensorFi
 
 
 @dataclass(frozen=True)
-class Job:
+class RecordJob:
     """A configuration to run and record. Rank 0 writes gradients and weights to `folder`."""
 
     cfg: Config
@@ -56,7 +56,7 @@ class Job:
     counted: bool = False  # whether to count what a rank keeps for the backward pass
 
 
-def record_rank(spec: RankSpec, jobs: Sequence[Job]) -> list[Recording]:
+def record_rank(spec: RankSpec, jobs: Sequence[RecordJob]) -> list[Recording]:
     """Record every job in one world of ranks. A rank that only samples records nothing."""
     cfg = jobs[0].cfg
     sampling = cfg.rollout.sampling_ranks
@@ -71,7 +71,7 @@ def record_rank(spec: RankSpec, jobs: Sequence[Job]) -> list[Recording]:
     return recordings
 
 
-def recorded(rank: int, job: Job, bridge: Bridge | None = None) -> Recording:
+def recorded(rank: int, job: RecordJob, bridge: Bridge | None = None) -> Recording:
     """Train until the last step, or until the run refuses one."""
     from rlexp.verify.record_samples import SampleRecorder
 
@@ -121,7 +121,7 @@ class Recorded(Surroundings):
 
 
 @dataclass
-class Held:
+class HeldBatch:
     """A micro-batch on this rank: which answers it has, and whose trained tokens stand where."""
 
     keys: list[Key]
@@ -165,11 +165,11 @@ class Recorder(Sink, Watch):
     held_out_rows: tuple[str, ...] = ()
     looked_on: Any  # the step that has loaded a micro-batch last
 
-    def __init__(self, job: Job, recording: Recording, counted: CountedPass | None) -> None:
+    def __init__(self, job: RecordJob, recording: Recording, counted: CountedPass | None) -> None:
         self.job, self.recording, self.counted = job, recording, counted
         self.files, self.sides = TensorFiles(job.folder), sides_of(job.cfg)
         self.scene = Scene("step 1", 1)
-        self.of_shard: dict[int, Held] = {}
+        self.of_shard: dict[int, HeldBatch] = {}
         self.now: Any = None
         self.micro_batches = 0
         self.scaled = 1.0  # by which the engine multiplies the loss before its derivatives
@@ -237,7 +237,7 @@ class Recorder(Sink, Watch):
         keys, prompts, more = self.held(step, batch)
         if len(keys):
             place_n = place_n - np.array(prompts)[owner_n] if len(owner_n) else place_n
-        self.of_shard[id(shard)] = held = Held(keys, owner_n, place_n, more)
+        self.of_shard[id(shard)] = held = HeldBatch(keys, owner_n, place_n, more)
         if more == LEFT_OUT:
             return
         self.put("places of trained tokens", held, torch.from_numpy(place_n))
@@ -263,7 +263,7 @@ class Recorder(Sink, Watch):
         """The answers of a micro-batch, the tokens of the prompt before each, and what it is computed for."""
         raise NotImplementedError
 
-    def put(self, quantity: str, held: Held, values: Tensor) -> None:
+    def put(self, quantity: str, held: HeldBatch, values: Tensor) -> None:
         if held.more != LEFT_OUT:
             for key, places, values_n in held.by_answer(values):
                 self.scene.put_tokens(quantity + held.more, key, places, values_n)
@@ -287,7 +287,7 @@ class Recorder(Sink, Watch):
             if values is not None and values.requires_grad:
                 self.watch_derivative(f"derivative by {name}", held, values)
 
-    def watch_derivative(self, quantity: str, held: Held, values: Tensor) -> None:
+    def watch_derivative(self, quantity: str, held: HeldBatch, values: Tensor) -> None:
         """Keep the derivative of the train batch's loss by some values, as the backward pass brings it: zeros if it
         brings none. By how much an engine scales a loss is its own, and divided out; NaN stands where that is 0."""
         scene, world = self.scene, self.world.size

@@ -16,8 +16,8 @@ from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTerms, 
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.task import Task
 from rlexp.training.types import ScoredSample
-from rlexp.verify.record import Held, Recorder, array
-from rlexp.verify.recording import ANSWER, Array, Drawn, Key, Scene
+from rlexp.verify.record import HeldBatch, Recorder, array
+from rlexp.verify.recording import ANSWER, Array, DrawnSample, Key, Scene
 
 NOW = {"policy": "logps_n", "entropies": "entropy_n", "values": "values_n"}  # what the models say now
 KNOWN = ("old", "behaviour", "reference", "advantages", "old_values", "returns", "weight", "trained")
@@ -91,7 +91,7 @@ class SampleRecorder(Recorder):
             self.put(f"logged {name}", held, each_n)
         self.meant = float(made.loss.detach()) * self.world.size
 
-    def of_formula(self, held: Held, given: PolicyTokens, kl_coef: float) -> None:
+    def of_formula(self, held: HeldBatch, given: PolicyTokens, kl_coef: float) -> None:
         """Record the derivatives of the configured loss's part on this rank by what the models say of its tokens.
 
         The formula is applied once more: DeepSpeed would take a derivative by a model's output for a backward pass."""
@@ -112,7 +112,7 @@ class SampleRecorder(Recorder):
         self.scene.expect("loss handed to the engine", where, float(loss.detach()), self.meant)
 
 
-def put_samples(scene: Scene, samples: list[Drawn]) -> None:
+def put_samples(scene: Scene, samples: list[DrawnSample]) -> None:
     """Put down what is known of drawn samples."""
     for sample in samples:
         key = (sample.place, ANSWER)
@@ -127,9 +127,9 @@ def put_samples(scene: Scene, samples: list[Drawn]) -> None:
                 scene.put(name, key, value)
 
 
-def drawn_of(sample: ScoredSample) -> Drawn:
+def drawn_of(sample: ScoredSample) -> DrawnSample:
     example = sample.example
-    return Drawn(
+    return DrawnSample(
         place=sample.place, index=example.index, prompt=example.prompt.astype(np.int64), origin=example.origin,
         answer=sample.answer.astype(np.int64), stopped=sample.stopped, text=sample.text, behaviour=sample.behaviour,
         terms=dict(sample.terms), score=sample.score, old=sample.old, reference=sample.reference, values=sample.values,

@@ -57,7 +57,7 @@ class TokenExample:
 
 
 @dataclass
-class Drawn:
+class DrawnSample:
     """A sample that the policy drew, and what is known of it when its rollout is complete."""
 
     place: int  # in the rollout
@@ -90,7 +90,7 @@ class Drawn:
 class Samples:
     """What a run has drawn: its rollouts, and the coefficient of the divergence in each."""
 
-    rollouts: Mapping[int, Sequence[Drawn]]
+    rollouts: Mapping[int, Sequence[DrawnSample]]
     coefficients: Mapping[int, float]
 
 
@@ -120,8 +120,8 @@ class Scene:
     def put_tokens(self, quantity: str, key: Key, places: Array, values: Array) -> None:
         self.tokens.setdefault(quantity, {}).setdefault(key, []).append((places, values))
 
-    def expect(self, quantity: str, key: Key, there: Any, meant: Any) -> None:
-        self.own.setdefault(quantity, {})[key] = (there, meant)
+    def expect(self, quantity: str, key: Key, got: Any, meant: Any) -> None:
+        self.own.setdefault(quantity, {})[key] = (got, meant)
 
 
 @dataclass
@@ -133,8 +133,8 @@ class Recording:
     scenes: list[Scene] = field(default_factory=list)
     examples: dict[int, TokenExample] = field(default_factory=dict)  # that were trained on
     held_out: list[TokenExample] = field(default_factory=list)
-    rollouts: dict[int, list[Drawn]] = field(default_factory=dict)
-    answers: list[Drawn] = field(default_factory=list)  # to held-out prompts
+    rollouts: dict[int, list[DrawnSample]] = field(default_factory=dict)
+    answers: list[DrawnSample] = field(default_factory=list)  # to held-out prompts
     coefficients: dict[int, float] = field(default_factory=dict)  # of the divergence, by rollout
     facts: dict[str, Any] = field(default_factory=dict)
     refused: str | None = None  # the probe's message, if it refused the model
@@ -263,11 +263,11 @@ def _by_place(parts: Sequence[Mapping[Key, list[tuple[Array, Array]]]]) -> dict[
     for part in parts:
         for key, pieces in part.items():
             joined.setdefault(key, []).extend(pieces)
-    found = {}
+    arrays = {}
     for key, pieces in joined.items():
         places = np.concatenate([place for place, _ in pieces])
-        found[key] = np.concatenate([values for _, values in pieces])[np.argsort(places, kind="stable")]
-    return found
+        arrays[key] = np.concatenate([values for _, values in pieces])[np.argsort(places, kind="stable")]
+    return arrays
 
 
 def same(one: Any, other: Any) -> bool:

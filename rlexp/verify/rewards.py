@@ -26,7 +26,7 @@ from rlexp.training.rollout.rewards.python import Worker
 from rlexp.training.rollout.rewards.rule import rule_of
 from rlexp.training.types import Example, Sample
 from rlexp.verify.model import answer_score, load
-from rlexp.verify.recording import ANSWER, Array, Drawn, TokenExample
+from rlexp.verify.recording import ANSWER, Array, DrawnSample, TokenExample
 
 ALONE = 32  # most answers about which a function is asked one by one
 
@@ -43,7 +43,7 @@ class Judges:
     notes: dict[str, str] = field(default_factory=dict)  # what else to say of a term that differs
     again: set[str] = field(default_factory=set)  # terms that were asked again
 
-    def judged(self, drawn: Sequence[Drawn], texts: Sequence[str]) -> dict[str, Array]:
+    def judged(self, drawn: Sequence[DrawnSample], texts: Sequence[str]) -> dict[str, Array]:
         """Judge answers by each term; where that cannot be done again, as the run says."""
         samples = [sample_of(each, text) for each, text in zip(drawn, texts, strict=True)]
         terms = {}
@@ -135,7 +135,7 @@ def asked(cfg: PythonRewardConfig, key: str, calls: Sequence[Sequence[Sample]]) 
         worker.kill()
 
 
-def sample_of(drawn: Drawn, text: str) -> Sample:
+def sample_of(drawn: DrawnSample, text: str) -> Sample:
     example = Example(drawn.index, drawn.prompt.astype(np.int32), origin=drawn.origin, text=drawn.asked,
                       expected=drawn.right)  # fmt: skip
     return Sample(place=drawn.place, example=example, number=0, answer=drawn.answer.astype(np.int32),

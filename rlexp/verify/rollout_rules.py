@@ -84,11 +84,11 @@ def drawn_after(cfg: Config, rollout: int) -> int:
 def without_signal(cfg: Config, scores_N: Array) -> Array:
     """Whether all answers to a sample's prompt have the same score; never for a single answer."""
     each = cfg.rollout.n_samples
-    found = np.zeros(len(scores_N), dtype=bool)
+    alike = np.zeros(len(scores_N), dtype=bool)
     for first in range(0, len(scores_N), each):
         group = scores_N[first : first + each]
-        found[first : first + each] = each > 1 and max(group) - min(group) <= ALIKE * max(map(abs, group))
-    return found
+        alike[first : first + each] = each > 1 and max(group) - min(group) <= ALIKE * max(map(abs, group))
+    return alike
 
 
 def counts_of(cfg: Config, scores_N: Array, stopped_N: Sequence[bool]) -> Array:

@@ -49,12 +49,12 @@ class TextRow:
 
 def judged_by_rows(cfg: Config, tokenizer: Any, scene: Scene, examples: Sequence[TokenExample]) -> None:
     """Put beside each other what examples say, decoded, and what their rows say."""
-    rows = Rows(cfg, [example.origin for example in examples])
+    rows = SourceRows(cfg, [example.origin for example in examples])
     for number, example in enumerate(examples):
         try:
             row = rows.of(example)
-            for place, (what, there, meant) in enumerate(compared(cfg, tokenizer, example, row)):
-                scene.expect(what, (example.origin, number, place), there, meant)
+            for place, (what, got, meant) in enumerate(compared(cfg, tokenizer, example, row)):
+                scene.expect(what, (example.origin, number, place), got, meant)
         except Other as reason:
             scene.put("taken as given", (str(reason),), True)
 
@@ -125,7 +125,7 @@ def squeezed(text: str) -> str:
 # ---- rows ----
 
 
-class Rows:
+class SourceRows:
     """The rows that some examples come from, by the names of their places."""
 
     def __init__(self, cfg: Config, origins: Sequence[str]) -> None:

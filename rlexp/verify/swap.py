@@ -14,7 +14,7 @@ Fails = Callable[[Sequence[str]], bool]  # whether the plain run with these sett
 
 
 @dataclass
-class Search:
+class SettingsSearch:
     """A search for settings at fault. `starts` counts the runs that it took."""
 
     fails: Fails

@@ -32,7 +32,7 @@ from rlexp.verify.profiles import another_micro_batch, bounded, contained, exact
 
 if TYPE_CHECKING:
     from rlexp.preflight.rehearsal.sharding import Sharding
-    from rlexp.verify.compare import Difference, Pair
+    from rlexp.verify.compare import Deviation, TwoRuns
     from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.gap import Gap
     from rlexp.verify.precision import Measured
@@ -183,7 +183,7 @@ class Verifier:
         self, what: str, configs: Sequence[Config], *, counted: bool = False, held_out: int | None = None
     ) -> list[Recording]:
         """Run configurations of one world in one start of ranks."""
-        from rlexp.verify.record import Job, record_rank
+        from rlexp.verify.record import RecordJob, record_rank
         from rlexp.verify.recording import merged
 
         jobs, draws = [], self.cfg.loss.draws
@@ -193,7 +193,7 @@ class Verifier:
             if number > 0 and draws:
                 plan = dataclasses.replace(plan, steps=1, held_out=0)
             place = Path(tempfile.mkdtemp(dir=self.folder))
-            jobs.append(Job(bounded(cfg, plan), plan.held_out, place, counted))
+            jobs.append(RecordJob(bounded(cfg, plan), plan.held_out, place, counted))
         training = configs[0].parallel.world_size
         by_rank = self.start(what, record_rank, training + configs[0].rollout.sampling_ranks, jobs)[:training]
         return [merged([each[number] for each in by_rank], job.folder) for number, job in enumerate(jobs)]
@@ -214,7 +214,7 @@ class Verifier:
     # ---- float64 ----
 
     def _float64(self) -> None:
-        from rlexp.verify.compare import Pair
+        from rlexp.verify.compare import TwoRuns
 
         result, cfg = self.result, exact(self.cfg)
         self.ran = self.recorded("float64, as the run computes it", [cfg], counted=True)[0]
@@ -226,13 +226,13 @@ class Verifier:
             self.plain = profiles.plain(cfg)
             self.base = self.recorded("float64, at its plainest", [self.plain])[0]
         self.right = self.alone("float64, by transformers alone", self.plain, self.base)
-        judged = Pair(self.plain, self.base, self.right)
-        beside = Pair(cfg, self.ran, self.base, every=True)
+        judged = TwoRuns(self.plain, self.base, self.right)
+        beside = TwoRuns(cfg, self.ran, self.base, every=True)
         first = next(judged.differences(), None)
         if first is not None:
             result.failure = self.located(judged, first)
-        elif result.settings and (found := next(beside.differences(), None)) is not None:
-            result.failure = self.swapped(cfg, found)
+        elif result.settings and (deviation := next(beside.differences(), None)) is not None:
+            result.failure = self.swapped(cfg, deviation)
         elif self.ran.refused is not None:
             result.failure = Failure("float64", 1, "log-probabilities", "the probe of the model", self.ran.refused,
                                      "no difference", "rlexp/training/model/")  # fmt: skip
@@ -255,34 +255,34 @@ class Verifier:
 
     # ---- what is at fault ----
 
-    def located(self, pair: Pair, found: Difference) -> Failure:
+    def located(self, pair: TwoRuns, deviation: Deviation) -> Failure:
         """A difference of the plain run: no setting makes it. Its parts are tried, if it alone does not say the
         folder."""
         from rlexp.verify.trials import Case, trial_rank
 
-        check, folder, evidence = found.check, found.folder or found.check.folder, ""
+        check, folder, evidence = deviation.check, deviation.folder or deviation.check.folder, ""
         scenes = [{scene.name: scene.values for scene in each.scenes} for each in (pair.got, pair.wanted)]
-        got, wanted = (each.get(found.of[0], {}).get(found.of[1], {}) for each in scenes)
-        if (judge := self._function(found)) is not None:
+        got, wanted = (each.get(deviation.of[0], {}).get(deviation.of[1], {}) for each in scenes)
+        if (judge := self._function(deviation)) is not None:
             folder, evidence = judge
-        elif check.trial and not found.folder and pair.got.complete(self.cfg.loss.draws):
+        elif check.trial and not deviation.folder and pair.got.complete(self.cfg.loss.draws):
             assert self.right.folder is not None
-            examples = {key[0]: self._example(pair.got, key[0], found.step) for key in wanted}
-            case = Case(bounded(pair.cfg, self.plan), check.trial, found.step, self.plan.steps, self.right.folder,
+            examples = {key[0]: self._example(pair.got, key[0], deviation.step) for key in wanted}
+            case = Case(bounded(pair.cfg, self.plan), check.trial, deviation.step, self.plan.steps, self.right.folder,
                         examples, got, wanted, pair.got.samples if self.cfg.loss.draws else None)  # fmt: skip
             try:
                 folder, evidence = self.start("trying its parts alone", trial_rank, 1, case)[0]
             except RankFailed as failed:
                 folder = module_of_traceback(str(failed)) or folder
                 evidence = f"its parts cannot be tried alone: {last_line(failed)}"
-        return failure_of(found, self.precision, folder, evidence, beside="transformers alone")
+        return failure_of(deviation, self.precision, folder, evidence, beside="transformers alone")
 
-    def _function(self, found: Difference) -> tuple[str, str] | None:
+    def _function(self, deviation: Deviation) -> tuple[str, str] | None:
         """Name the user's function, if it judges answers by their company."""
         from rlexp.config.schema.reward_terms import reward_terms
 
-        name = found.of[1].removeprefix("reward ")
-        note = self.right.facts.get("notes", {}).get(name) if found.check.stage == "rewards" else None
+        name = deviation.of[1].removeprefix("reward ")
+        note = self.right.facts.get("notes", {}).get(name) if deviation.check.stage == "rewards" else None
         if note is None:
             return None
         term = next(term for term in reward_terms(self.cfg.reward) if term.name == name)
@@ -294,15 +294,15 @@ class Verifier:
         number = (step - 1) // (self.cfg.rollout.epochs * self.cfg.rollout.minibatches)
         return recording.rollouts[number][sample].example
 
-    def swapped(self, cfg: Config, found: Difference) -> Failure:
+    def swapped(self, cfg: Config, deviation: Deviation) -> Failure:
         """A difference that settings make: find the smallest set of them, and a way around it."""
-        from rlexp.verify.compare import Pair
+        from rlexp.verify.compare import TwoRuns
 
         def differs(form: Config) -> bool:
-            other = Pair(form, self._step_of(form, found.step), self.base, every=True)
+            other = TwoRuns(form, self._step_of(form, deviation.step), self.base, every=True)
             return next(other.differences(), None) is not None
 
-        failure = failure_of(found, "float64", found.folder or found.check.folder)
+        failure = failure_of(deviation, "float64", deviation.folder or deviation.check.folder)
         self._search(failure, cfg, self.result.settings, differs)
         return failure
 
@@ -321,7 +321,7 @@ class Verifier:
         always: Sequence[str] = (),
     ) -> None:  # fmt: skip
         """Put the settings at fault into a failure, with a way around them. Some settings are `always` there."""
-        from rlexp.verify.swap import Search
+        from rlexp.verify.swap import SettingsSearch
 
         if not self.search:
             return
@@ -335,7 +335,7 @@ class Verifier:
             except RankFailed:
                 return True
 
-        search = Search(fails, lambda keep: profiles.closed(cfg, keep))
+        search = SettingsSearch(fails, lambda keep: profiles.closed(cfg, keep))
         search.known[frozenset(profiles.closed(cfg, names))] = True
         if always and fails([]):
             search.known[frozenset(always)] = True
@@ -355,7 +355,7 @@ class Verifier:
 
     def _own_precision(self) -> None:
         from rlexp.verify.again import Parts, parts_rank
-        from rlexp.verify.compare import Pair
+        from rlexp.verify.compare import TwoRuns
         from rlexp.verify.precision import OWN, border, given_parts, measure, of_drawn
         from rlexp.verify.recording import TensorFiles
 
@@ -367,30 +367,32 @@ class Verifier:
             forget(self.right)
             right = self.right = self.alone("its samples, by transformers alone", exact(cfg), ran, own=True)
             self._note(right, name)
-        pair = Pair(cfg, ran, right, allowed=OWN, border=border(cfg.train.precision))
-        found = next(pair.differences(), None)
-        if found is None:
-            result.measured, found = measure(cfg, ran, floor, right, scores=result.scores)
+        pair = TwoRuns(cfg, ran, right, allowed=OWN, border=border(cfg.train.precision))
+        deviation = next(pair.differences(), None)
+        if deviation is None:
+            result.measured, deviation = measure(cfg, ran, floor, right, scores=result.scores)
             result.measured += of_drawn(pair)
-        if found is not None:
-            result.failure = self.swapped_own(found)
+        if deviation is not None:
+            result.failure = self.swapped_own(deviation)
             return
         assert ran.folder is not None
         parts = Parts(cfg, self.plan.steps, ran.folder, self.folder / "parts", ran.samples if cfg.loss.draws else None)
         self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
-        measured, found = given_parts(cfg, ran, TensorFiles(parts.folder), self.plan.steps)
+        measured, deviation = given_parts(cfg, ran, TensorFiles(parts.folder), self.plan.steps)
         result.measured.append(measured)
-        if found is not None:
+        if deviation is not None:
             words = "each micro-batch on each rank is right"
-            result.failure = failure_of(found, name, found.check.folder, words, beside="its parts, added up in float64")
+            result.failure = failure_of(
+                deviation, name, deviation.check.folder, words, beside="its parts, added up in float64"
+            )
             result.failure.settings = [profiles.described(cfg, "engine")]
 
-    def swapped_own(self, found: Difference) -> Failure:
+    def swapped_own(self, deviation: Deviation) -> Failure:
         """A difference that is there in the run's own precision alone."""
-        from rlexp.verify.compare import Pair
+        from rlexp.verify.compare import TwoRuns
         from rlexp.verify.precision import OWN, border, measure
 
-        cfg, until = self.cfg, found.step
+        cfg, until = self.cfg, deviation.step
 
         def differs(form: Config) -> bool:
             other, right = self._step_of(form, until), self.right
@@ -398,12 +400,12 @@ class Verifier:
                 whole, self.plan = self.plan, dataclasses.replace(self.plan, steps=until, held_out=0)
                 right = self.alone("its samples, by transformers alone", exact(form), other, own=True)
                 self.plan = whole
-            beside = Pair(form, other, right, allowed=OWN, border=border(cfg.train.precision))
+            beside = TwoRuns(form, other, right, allowed=OWN, border=border(cfg.train.precision))
             if next(beside.differences(), None) is not None:
                 return True
             return measure(form, other, other, right, scores=self.result.scores)[1] is not None
 
-        failure = failure_of(found, self.precision, found.folder or found.check.folder,
+        failure = failure_of(deviation, self.precision, deviation.folder or deviation.check.folder,
                              beside="transformers alone, in float64")  # fmt: skip
         names = [name for name in profiles.differing(cfg) if name != "precision"]
         self._search(failure, cfg, names, differs, always=["precision"])
@@ -442,10 +444,12 @@ class Verifier:
 
 
 def failure_of(
-    found: Difference, precision: str, module: str, evidence: str = "", *, beside: str = "plain run"
+    deviation: Deviation, precision: str, module: str, evidence: str = "", *, beside: str = "plain run"
 ) -> Failure:
-    return Failure(precision, found.step, found.check.stage, found.quantity, found.got, found.expected, module,
-                   note=found.note, evidence=evidence, beside=beside)  # fmt: skip
+    return Failure(
+        precision, deviation.step, deviation.check.stage, deviation.quantity, deviation.got, deviation.expected, module,
+        note=deviation.note, evidence=evidence, beside=beside,
+    )  # fmt: skip
 
 
 def met(base: Recording, alone: Recording, cfg: Config) -> Met:

@@ -23,7 +23,7 @@ from rlexp.training.rollout.choose import choose, kept
 from rlexp.training.rollout.deal import Request, deal
 from rlexp.training.types import ScoredSample
 from rlexp.verify.record_samples import drawn_of
-from rlexp.verify.recording import Drawn, TensorFiles
+from rlexp.verify.recording import DrawnSample, TensorFiles
 
 TEMPLATE = "<bos>{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 STEPS = 2  # each on a rollout of its own; the samples are of the next one
@@ -174,7 +174,7 @@ PLANTS: dict[str, Plant] = {
 }
 
 
-def planted_rank(_spec: RankSpec, cfg: Config, folder: Path, names: Sequence[str]) -> dict[str, list[Drawn]]:
+def planted_rank(_spec: RankSpec, cfg: Config, folder: Path, names: Sequence[str]) -> dict[str, list[DrawnSample]]:
     """Train, keep the weights after each step in files, and draw the next rollout once with each plant."""
     from rlexp.training.train.build import build
     from rlexp.training.train.step import train_step
@@ -193,7 +193,7 @@ def planted_rank(_spec: RankSpec, cfg: Config, folder: Path, names: Sequence[str
         task.close()
 
 
-def _drawn(task: Any, plant: Plant) -> list[Drawn]:
+def _drawn(task: Any, plant: Plant) -> list[DrawnSample]:
     rollouts = task.rollouts
     drawer = rollouts.source._drawer
     asked = [rollouts.examples.train[index] for index in rollouts.sampler.batch(STEPS + 1).indices]

@@ -39,16 +39,15 @@ def test_no_file_and_no_module_imports_another_that_imports_it_back() -> None:
     assert circles(PACKAGE) == []
 
 
-def product_but_verify() -> Iterator[tuple[str, ast.AST]]:
-    """Yield all nodes with their files. `rlexp/verify` has names of its own until it is written anew."""
+def nodes_of_product() -> Iterator[tuple[str, ast.AST]]:
+    """Yield all nodes with their files."""
     for path in PACKAGE.rglob("*.py"):
-        if "verify" not in path.relative_to(PACKAGE).parts:
-            yield from ((str(path.relative_to(PACKAGE)), node) for node in ast.walk(ast.parse(path.read_text())))
+        yield from ((str(path.relative_to(PACKAGE)), node) for node in ast.walk(ast.parse(path.read_text())))
 
 
 def test_a_class_name_stands_for_one_thing() -> None:
     places: dict[str, list[str]] = {}
-    for place, node in product_but_verify():
+    for place, node in nodes_of_product():
         if isinstance(node, ast.ClassDef):
             places.setdefault(node.name, []).append(place)
     assert {name: where for name, where in places.items() if len(where) > 1} == {}
@@ -56,7 +55,7 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 def test_variables_are_named_by_what_they_hold() -> None:
     """And not by how it came about."""
-    names = {(place, getattr(node, field)) for place, node in product_but_verify()
+    names = {(place, getattr(node, field)) for place, node in nodes_of_product()
              for kind, field in ((ast.Name, "id"), (ast.arg, "arg"), (ast.Attribute, "attr"), (ast.FunctionDef, "name"))
              if isinstance(node, kind) and isinstance(getattr(node, "ctx", ast.Store()), ast.Store)}  # fmt: skip
     assert [each for each in sorted(names) if each[1] in ("said", "found", "told", "mine", "there")] == []

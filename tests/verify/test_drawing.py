@@ -14,7 +14,7 @@ from rlexp.training.algos.base import Losses
 from rlexp.training.rollout.choose import choose, kept, stream, uniform
 from rlexp.verify.by_length import by_length, interval
 from rlexp.verify.drawing import HELD_OUT, cut, number_of, strayed
-from rlexp.verify.formula import Judged
+from rlexp.verify.formula import JudgedBatch
 from rlexp.verify.norms import in_bfloat16
 from rlexp.verify.recording import TokenExample
 
@@ -82,7 +82,7 @@ def test_parts_by_length_are_those_of_hand_arithmetic() -> None:
     """Rows of 4, 5, 6 and 9 tokens: a bound belongs to the part before it. The last part has no row."""
     weights = dict.fromkeys(("loss", "mean_token_accuracy"), torch.tensor([1.0, 3.0, 2.0, 4.0]))
     hits = {"mean_token_accuracy": torch.tensor([1.0, 0.0, 0.5, 0.25])}
-    losses = Judged(Losses(torch.tensor([1.0, 2.0, 3.0, 6.0]), hits, weights), {})
+    losses = JudgedBatch(Losses(torch.tensor([1.0, 2.0, 3.0, 6.0]), hits, weights), {})
     row = by_length([5, 9], [answer(tokens) for tokens in (4, 5, 6, 9)], losses)
     assert {name: value for name, value in row.items() if "accuracy_" not in name} == {
         "0-5/examples": 2, "0-5/share": 0.4, "0-5/loss": 3 / 4, "0-5/accuracy": 1 / 4,

@@ -13,7 +13,7 @@ import pytest
 from rlexp.config.schema import Config
 from rlexp.config.schema.rollouts import RolloutMode
 from rlexp.verify.gap import CAUSE, GENERATES, NORMAL, TRAINED, UNEXPLAINED, Gap, diagnosed
-from rlexp.verify.recording import Drawn
+from rlexp.verify.recording import DrawnSample
 from rlexp.verify.report_gap import as_json, failure_of_gap, in_words
 from tests.helpers.planted_gaps import PLANTS, STEPS, config_of, model_in, planted_rank
 from tests.helpers.ranks import on_ranks
@@ -27,7 +27,7 @@ class Run:
 
     def __init__(self, place: Path, *more: str) -> None:
         self.cfg, self.weights = config_of(model_in(place / "model"), *more), place / "weights"
-        self.samples: dict[str, list[Drawn]] = on_ranks(1, planted_rank, self.cfg, self.weights, list(PLANTS))[0]
+        self.samples: dict[str, list[DrawnSample]] = on_ranks(1, planted_rank, self.cfg, self.weights, list(PLANTS))[0]
         self.prompts = {sample.index: sample for sample in self.samples["right"]}
         self.found: dict[str, Gap] = {}
 
@@ -36,7 +36,7 @@ class Run:
             self.found[name] = self.gap(self.samples[name])
         return self.found[name]
 
-    def gap(self, samples: list[Drawn], cfg: Config | None = None) -> Gap:
+    def gap(self, samples: list[DrawnSample], cfg: Config | None = None) -> Gap:
         return diagnosed(cfg or self.cfg, samples, STEPS, self.weights, self.prompts)
 
 

@@ -10,7 +10,7 @@ import pytest
 from rlexp.config.load import compose_config
 from rlexp.config.schema import KINDS
 from rlexp.verify.checks import FLOAT64
-from rlexp.verify.compare import Pair
+from rlexp.verify.compare import TwoRuns
 from rlexp.verify.recording import Recording, Scene
 from rlexp.verify.verification import verify
 from tests.helpers.faults import ANY_ORDER
@@ -36,7 +36,7 @@ def test_a_logged_value_that_is_only_rounding_is_right_and_looks_right(
         Recording(scenes=[Scene("rollout 1", 1, row={"train/margin": value})], folder=tmp_path)
         for value in (got, wanted)
     )
-    pair = Pair(compose_config([]), ran, meant)
+    pair = TwoRuns(compose_config([]), ran, meant)
     assert (not [*pair.differences()]) is right
     assert (pair.gauge.largest["train/margin"] <= FLOAT64.metric[0]) is right
 

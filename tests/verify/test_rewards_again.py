@@ -29,7 +29,7 @@ from rlexp.training.ring.kernels import CpuFlash
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Sample
 from rlexp.training.world.groups import ALONE
-from rlexp.verify.recording import Drawn
+from rlexp.verify.recording import DrawnSample
 from rlexp.verify.rewards import Judges
 from tests.helpers.rewards import TOKENIZER, built, function, sample, samples
 
@@ -43,7 +43,7 @@ def judged(
     """Ask again about samples of which the run says so much, by term."""
     whole = Config(loss=PPOConfig(), reward=cfg, rollout=RolloutConfig(**rollout))
     judges = Judges(whole, tokenizer, CPU, exact)
-    recorded = [Drawn(each.place, each.example.index, each.example.prompt, each.example.origin, each.answer, True,
+    recorded = [DrawnSample(each.place, each.example.index, each.example.prompt, each.example.origin, each.answer, True,
                       each.text, each.behaviour, {name: scores[place] for name, scores in by_run.items()}, 0.0,
                       asked=each.example.text, right=each.example.expected)
                 for place, each in enumerate(drawn)]  # fmt: skip

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from rlexp.verify.swap import Search
+from rlexp.verify.swap import SettingsSearch
 
 NAMES = ("ring", "replicas", "micro-batches", "packing", "engine", "kernel", "layout", "sharing")
 NEEDS = {"layout": {"ring"}, "sharing": {"packing"}}
@@ -17,7 +17,7 @@ def closed(names: Sequence[str]) -> set[str]:
 
 
 def search(fault: set[str]) -> tuple[list[str], int]:
-    made = Search(lambda names: fault <= set(names), closed)
+    made = SettingsSearch(lambda names: fault <= set(names), closed)
     made.known[frozenset(closed(NAMES))] = True  # the user's own run
     return made.at_fault(NAMES), len(made.known) - 1
 
