@@ -1,8 +1,9 @@
 """Run `verify` with every defect of this folder, each in ranks of its own, and print a table of what was found.
 
 A defect of `tested.py` is planted into a pytest run of its test instead, which must fail. The table names the test
-where it names the stage of the others. `python -m tests.helpers.faults NAME ...` does it with those named. The exit
-code is 1 unless each is found: with its stage and module, or by its test. All of them take half an hour on two cores.
+where it names the settings or the folder of the others. `python -m tests.helpers.faults NAME ...` does it with those
+named. The exit code is 1 unless each is found: with the settings that make it, with its folder where no layout moves
+it, or by its test. All of them take an hour on two cores.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from bench.tables import put, signature
 from tests.helpers.faults import FAULTS
 from tests.helpers.faults.base import Fault
 from tests.helpers.faults.examining import ELSEWHERE, KNOWN, answered
+from tests.helpers.faults.moved import MOVED
 from tests.helpers.faults.tested import TESTED
 
 
@@ -32,14 +34,14 @@ def main() -> int:
     if unknown := sorted(set(asked.names) - KNOWN.keys()):
         parser.error(f"{unknown[0]}: is no defect of tests/helpers/faults/.")
     faults = [KNOWN[name] for name in asked.names] or [*FAULTS, *TESTED]
-    print("| defect | stage | module | found | seconds |\n|---|---|---|---|---|", flush=True)
+    print("| defect | settings, or test | folder | found | seconds |\n|---|---|---|---|---|", flush=True)
     answers = []
     for fault, (answer, seconds) in zip(faults, answered(faults, asked.workers, verbose=asked.verbose), strict=True):
         answers.append(answer)
-        stage = fault.test or fault.stage
-        print(f"| {fault.name} | {stage} | {fault.module} | {answer} | {seconds:.1f} |", flush=True)
+        named = fault.test or MOVED.get(fault.name, "")
+        print(f"| {fault.name} | {named} | {fault.module} | {answer} | {seconds:.1f} |", flush=True)
     found = answers.count("yes")
-    print(f"\n{found} of {len(faults)} defects were found, each with its stage and module or by its test.")
+    print(f"\n{found} of {len(faults)} defects were found, each with its settings or folder or by its test.")
     if asked.write:
         put(asked.write, "\n".join(sums(zip(faults, answers, strict=True))), "planted")
     return 0 if found == len(faults) else 1
@@ -47,14 +49,16 @@ def main() -> int:
 
 def sums(answered: Iterable[tuple[Fault, str]]) -> Iterator[str]:
     """Count what was found, by the folder of the product that a defect was planted in."""
-    counts = {
-        what: Counter[str]() for what in ("planted", "found by `verify`", "with its stage and folder", "by a test")
-    }
+    columns = ("planted", "found by `verify`", "moved by a layout", "its settings named", "moved by none",
+               "its folder named", "found by a test")  # fmt: skip
+    counts = {what: Counter[str]() for what in columns}
     for fault, answer in answered:
         by_verify = not fault.test and (answer == "yes" or answer.startswith(ELSEWHERE))
-        for what, holds in zip(counts, (True, by_verify, by_verify and answer == "yes",
-                                        bool(fault.test) and answer == "yes"), strict=True):  # fmt: skip
-            counts[what][fault.module] += holds
+        moved, right = fault.name in MOVED, answer == "yes"
+        holding = (True, by_verify, by_verify and moved, by_verify and moved and right, by_verify and not moved,
+                   by_verify and not moved and right, bool(fault.test) and right)  # fmt: skip
+        for what, holds in zip(columns, holding, strict=True):
+            counts[what][fault.module or "two places"] += holds
     yield signature("tests.helpers.faults")
     yield ""
     yield f"| defects in | {' | '.join(counts)} |"
