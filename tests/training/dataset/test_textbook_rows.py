@@ -21,16 +21,11 @@ from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import sampler_of
 from tests.helpers.conversations import SHAPES, Messages, Row, as_question, hh, of_several_turns
 from tests.helpers.faults.base import MIXED
-from tests.helpers.rows import FILES, FOLDERS, assistant, read_twice, user
+from tests.helpers.rows import FILES, FOLDERS, assistant, cache, read_twice, user
 from tests.oracles import order
 from tests.oracles.examples import SIDES
 
-
-@pytest.fixture(autouse=True)
-def caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep no tokens from one test to the next."""
-    monkeypatch.setenv("RLEXP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "datasets"))
+__all__ = ["cache"]  # a fixture of every test here too
 
 
 def configured(*overrides: str) -> Config:
