@@ -138,7 +138,7 @@ def asked(cfg: PythonRewardConfig, key: str, calls: Sequence[Sequence[Sample]]) 
 def sample_of(drawn: DrawnSample, text: str) -> Sample:
     example = Example(drawn.index, drawn.prompt.astype(np.int32), origin=drawn.origin, text=drawn.asked,
                       expected=drawn.right)  # fmt: skip
-    return Sample(place=drawn.place, example=example, number=0, answer=drawn.answer.astype(np.int32),
+    return Sample(place=drawn.place, example=example, number=drawn.place, answer=drawn.answer.astype(np.int32),
                   stopped=drawn.stopped, text=text, behaviour=drawn.behaviour)  # fmt: skip
 
 
