@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -26,7 +25,7 @@ from rlexp.config.literals import literals
 from rlexp.config.options import refuse_command, refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
-from rlexp.config.schema import KINDS, Config, Device, launcher_keys
+from rlexp.config.schema import KINDS, Config, Device, launcher_keys, with_values
 from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.losses import LossConfig
@@ -191,7 +190,7 @@ def with_device_resolved(cfg: Config) -> Config:
             "launch.device=auto: runs on CPU. This machine has GPUs, and the installed torch was built without CUDA; "
             "for them install another, as on https://pytorch.org/get-started."
         )
-    return dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
+    return with_values(cfg, "launch", device=device)
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -14,7 +13,7 @@ from rlexp.config import sizes
 from rlexp.config.checks.layout import choose, heads_of
 from rlexp.config.checks.micro_batches import size_in_words
 from rlexp.config.checks.sharing import shares
-from rlexp.config.schema import Config, LayoutName
+from rlexp.config.schema import Config, LayoutName, with_values
 from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import RingFacts
@@ -90,10 +89,9 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     world = cfg.parallel.world_size
     replicas = world // size if world % size == 0 else 1
     layout = LayoutName.zigzag if cfg.parallel.layout is LayoutName.auto else cfg.parallel.layout
-    parallel = dataclasses.replace(cfg.parallel, ring_size=size, layout=layout)
     try:
         sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
-        heads, on_ring = heads_of(cfg.model), dataclasses.replace(cfg, parallel=parallel)
+        heads, on_ring = heads_of(cfg.model), with_values(cfg, "parallel", ring_size=size, layout=layout)
         choice = choose(on_ring, heads)
     except ConfigError as error:
         return str(error)

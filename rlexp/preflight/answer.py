@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -13,12 +13,11 @@ from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.checks.sharing import shares
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
-from rlexp.config.schema import Config, LayoutName
+from rlexp.config.schema import Config, LayoutName, with_values
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
-from rlexp.config.with_values import with_values
 from rlexp.launch.preflight_check import print_line
-from rlexp.preflight.changes import Change, cheapest_alone, singles
+from rlexp.preflight.changes import Change, cheapest_alone
 from rlexp.preflight.children import Calls, Watch, at_once
 from rlexp.preflight.epoch import rows_at_hand
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
@@ -28,7 +27,7 @@ from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rehearse import preload
 from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
-from rlexp.preflight.remedy import attempt, first_that_fits, laid_out
+from rlexp.preflight.remedy import changes_of, first_that_fits, laid_out
 from rlexp.preflight.vllm import count_parameters, room
 from rlexp.training.model.loading import load_config
 
@@ -85,15 +84,13 @@ def answering(composed: Config, model: Any, overrides: Sequence[str], *, longest
     outcome = engine.outcome or (yield from predict(cfg, model))
     known = outcome.prediction
     fits = known.fits(room(cfg))
-    changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known.short))
     rank = known.rank if fits else None  # a change must fit only where the run does not
-    (lengths, sharing), logs, *changed = yield [
+    (lengths, sharing), logs, changed = yield [
         lengths_that_fit(cfg, model, overrides, outcome, wanted=longest or not fits),
         logs_to_compare(cfg, model, outcome, wanted=sharding),
-        *(attempt(each, model, room(cfg), rank) for _, each in changes),
+        changes_of(engine, known, model, rank),
     ]
-    predicted = zip(changes, changed, strict=True)
-    tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
+    tried = [*engine.others, *changed]
     compared = shared_out(cfg, model, *logs) if logs else None
     return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, compared, engine.chosen)
 
@@ -124,16 +121,11 @@ def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], asked: F
     lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
     alone = {cfg.parallel.ring_size: longest}
     alone |= {each.parallel.ring_size: result for each, result in zip(others, results, strict=True)}
-    sharing = yield from _sharing([cfg, *others], model, alone, asked)
+    sharing: dict[int, Longest] = {}
+    if not cfg.loss.draws and cfg.loss.rows is Kind.pairs and shares(cfg):
+        pairs = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in (cfg, *others)]
+        sharing = dict(zip(alone, pairs, strict=True))
     return dict(sorted((lengths | alone).items())), sharing
-
-
-def _sharing(cfgs: Sequence[Config], model: Any, alone: Mapping[int, Longest], asked: Found) -> Calls:
-    """Find the longest pair that shares its prompt, by ring size; nothing where no pair does."""
-    if cfgs[0].loss.draws or cfgs[0].loss.rows is not Kind.pairs or not shares(cfgs[0]):
-        return {}
-    results = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in cfgs]
-    return {each.parallel.ring_size: longest for each, longest in zip(cfgs, results, strict=True)}
 
 
 def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:

@@ -22,12 +22,11 @@ from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.micro_batches import BUDGET, at_once, longest_sample
 from rlexp.config.checks.reference import check_reference
-from rlexp.config.schema import AUTO, Checkpointing, Config, Device, EngineName, LoraConfig, Offload
+from rlexp.config.schema import AUTO, Checkpointing, Config, Device, EngineName, LoraConfig, Offload, with_values
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
 from rlexp.config.vllm_memory import uses_vllm
-from rlexp.config.with_values import with_values
 from rlexp.preflight.host import COPIES, HostBytes
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller

@@ -16,12 +16,11 @@ from rlexp.config.checks.reference import fits_reference
 from rlexp.config.schema import Checkpointing, Config, Device
 from rlexp.config.schema.models import Precision
 from rlexp.preflight.children import Calls, at_once
-from rlexp.preflight.rehearsal.device import rehearsed_device
+from rlexp.preflight.rehearsal.device import joined, rehearsed_device
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
 from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
-from rlexp.preflight.rehearsal.world import joined
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment

@@ -91,18 +91,13 @@ def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
     )
 
 
-def in_words(host: HostBytes) -> str:
-    """Return the largest parts: `96.0 GiB copies for a checkpoint, 24.0 GiB processes`."""
-    known = {kind: count for kind, count in host.by_kind.items() if count and kind not in host.assumed}
-    parts = sorted(((count, kind) for kind, count in known.items()), reverse=True)
-    return ", ".join(f"{size(count)} {kind}" for count, kind in parts[:3])
-
-
 def told_short(host: HostBytes, cfg: Config) -> str:
-    """Say what a machine has too little memory for, with the key that says how much it has."""
+    """Say what a machine has too little memory for, its largest parts, and the key that says how much it has."""
+    counted = [(count, kind) for kind, count in host.by_kind.items() if count and kind not in host.assumed]
+    largest = ", ".join(f"{size(count)} {kind}" for count, kind in sorted(counted, reverse=True)[:3])
     need = "its rank needs" if host.ranks == 1 else f"its {host.ranks} ranks on a machine need"
     return (
-        f"{need} {size(host.counted)} of the host's memory ({in_words(host)}), and may take {size(host.limit or 0)}: "
+        f"{need} {size(host.counted)} of the host's memory ({largest}), and may take {size(host.limit or 0)}: "
         f"{1 - FREE:.0%} of hardware.host_memory_gib={cfg.hardware.host_memory_gib:g}"
     )
 

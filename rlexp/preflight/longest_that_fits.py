@@ -8,8 +8,7 @@ from typing import Any
 
 from rlexp.base.byte_counts import GIB
 from rlexp.config.checks.micro_batches import longest_sample
-from rlexp.config.schema import Config
-from rlexp.config.with_values import with_values
+from rlexp.config.schema import Config, with_values
 from rlexp.preflight.children import Calls
 from rlexp.preflight.predict import Found, Prediction, predict, predict_again, predict_fuller
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES, VLLM
@@ -155,7 +154,8 @@ def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int
     length = cfg.data.max_length
     search = Search(room(cfg), STEP * cfg.parallel.ring_size, shorter=answers or 0)
     if not slope and length >= FIRST * cfg.parallel.ring_size:
-        slope = _steepness(outcome.prediction, length)
+        peak = outcome.prediction.peak  # at most so many bytes a token: some of them do not depend on the length
+        slope = (peak.by_kind[ACTIVATIONS] + peak.by_kind[TEMPORARIES]) / length
     predictions: dict[int, Prediction] = {}
     for _ in range(1 + TRIES):
         predictions[length] = outcome.prediction
@@ -169,8 +169,3 @@ def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int
     known = predictions[search.best or min(predictions)].peak
     grows = search.reach()
     return Longest(search.best, known.bytes, grows[1] if grows else slope, known.phase, search.done)
-
-
-def _steepness(prediction: Prediction, length: int) -> float:
-    """Return the bytes that a token adds at most: some of them do not depend on the length."""
-    return sum(prediction.peak.by_kind[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / length

@@ -133,10 +133,10 @@ def in_another_training(change: Change) -> str:
     return f"With {change.words} it would fit ({size(change.prediction.peak.bytes)}), but {OTHERWISE}. "
 
 
-def changes_of(taken: Taken, asked: Prediction, model: Any) -> list[Change]:
-    """Predict each single change of a run whose prediction is `asked`."""
+def changes_of(taken: Taken, asked: Prediction, model: Any, rank: int | None = None) -> Calls:
+    """Predict each single change of a run whose prediction is `asked`. A task of `children.at_once`."""
     options = list(singles(taken.cfg, engines=taken.chosen is None, short=asked.short))
-    results = tried([cfg for _, cfg in options], model, room(taken.cfg))
+    results = yield [attempt(cfg, model, room(taken.cfg), rank) for _, cfg in options]
     return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
 
 

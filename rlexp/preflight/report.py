@@ -19,7 +19,7 @@ from rlexp.preflight.communicators import beside
 from rlexp.preflight.epoch import steps_of_epoch
 from rlexp.preflight.host import KINDS, HostBytes, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
-from rlexp.preflight.predict import Peak, Prediction
+from rlexp.preflight.predict import Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.sharding import in_words
@@ -100,8 +100,9 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     heads = [*(HEADS[STORAGE_KINDS.index(kind)] for kind in kinds), "total"]
     yield f"  {'':9}" + "".join(f"{head:>8}" for head in heads)
     for phase in PHASES:
-        if phase in prediction.peaks:
-            yield f"  {phase:9}" + _row(prediction.peaks[phase], kinds, unit)
+        if (peak := prediction.peaks.get(phase)) is not None:
+            held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
+            yield f"  {phase:9}" + "".join(f"{each / unit:8.2f}" if each else f"{'':>8}" for each in held)
 
 
 def _vllm(vllm: VllmShare) -> Iterator[str]:
@@ -147,11 +148,6 @@ def _host(host: HostBytes) -> Iterator[str]:
         if count := host.by_kind[kind]:
             yield f"  {kind:35}{count / GIB:9,.2f}{', assumed: it refuses no run' if kind in host.assumed else ''}"
     yield f"  {'total':35}{host.bytes / GIB:9,.2f}{known}"
-
-
-def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
-    held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
-    return "".join(f"{each / unit:8.2f}" if each else f"{'':>8}" for each in held)
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
@@ -288,15 +284,9 @@ def _work(answer: Answer) -> Iterator[str]:
         yield f"    of these       {took:.3g} s generate a rollout and {scored.took:.3g} s score it"
         if vllm is not None:
             yield f"    vLLM            {vllm.seconds:.3g} s to generate, an estimate from what it reads for each token"
-    yield from _waiting(answer)
-
-
-def _waiting(answer: Answer) -> Iterator[str]:
-    """Say where the host waits for the device."""
     inside = answer.prediction.counts("data", "forward", "reference", "backward").syncs.total()
-    syncs = answer.prediction.counts().syncs
-    yield f"  host waits      {syncs.total()} times a step, {inside} of them in micro-batches"
-    for place, count in sorted(syncs.items(), key=lambda item: (-item[1], item[0])):
+    yield f"  host waits      {counts.syncs.total()} times a step, {inside} of them in micro-batches"
+    for place, count in sorted(counts.syncs.items(), key=lambda item: (-item[1], item[0])):
         yield f"    {count:>4} × {place}"
 
 
@@ -315,7 +305,8 @@ def plain(answer: Answer) -> dict[str, Any]:
         "vllm": None if asked.vllm is None else asked.vllm.plain(),
         "host_bytes": {} if asked.host is None else dict(asked.host.by_kind),
         "host_room_bytes": None if asked.host is None else asked.host.limit,
-        "longest": {str(size): _plain_longest(longest) for size, longest in answer.rings.items()},
+        "longest": {str(size): {"refused": longest} if isinstance(longest, str) else longest.plain()
+                    for size, longest in answer.rings.items()},
         "longest_sharing": {str(size): longest.plain() for size, longest in answer.sharing.items()},
         "changes": {each.words: _plain_change(each) for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
@@ -332,11 +323,7 @@ def plain(answer: Answer) -> dict[str, Any]:
             "estimated_launching_seconds": counts.launching,
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
-    }
-
-
-def _plain_longest(longest: Longest | str) -> dict[str, Any]:
-    return {"refused": longest} if isinstance(longest, str) else longest.plain()
+    }  # fmt: skip
 
 
 def _plain_change(change: Change) -> dict[str, Any]:

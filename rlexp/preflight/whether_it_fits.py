@@ -82,7 +82,11 @@ def judge(question: Question) -> dict[str, Any]:
 
 def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] | None:
     """Put the layout and the prediction into the answer. If the run does not fit, return what finds a remedy."""
-    cfg, heads = with_rates(question.cfg), heads_of(question.cfg.model)
+    # The rates of a common GPU where those of its own are not known: they rank changes, and decide nothing.
+    known = {key: value for key, value in vars(question.cfg.hardware).items()
+             if value or key in ("memory_gib", "reserve_gib")}  # fmt: skip
+    cfg = dataclasses.replace(question.cfg, hardware=HardwareConfig(**(described(TYPICAL) | known)))
+    heads = heads_of(cfg.model)
     sampling = samples_apart(cfg) and cfg.launch.preflight is Preflight.auto
     if not question.fitting and heads is not None and not sampling:  # no need to load transformers
         answer |= of_layout(fastest(cfg, heads))
@@ -140,7 +144,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     answer["table"] = report.table(asked)
 
     def helped() -> str:
-        singles = remedy.changes_of(taken, asked, model)
+        (singles,) = at_once([remedy.changes_of(taken, asked, model)])
         answer["table"] += report.changed([*taken.others, *singles], asked)
         answer["remedy"] = remedy.otherwise(singles, limit)  # if the time is up
         change = remedy.cheapest(taken, asked, singles, model)
@@ -151,13 +155,6 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
         return f"The cheapest change that fits: {change.words} ({size(change.prediction.peak.bytes)}). "
 
     return helped
-
-
-def with_rates(cfg: Config) -> Config:
-    """Return the configuration with the rates of a common GPU where those of its own are not known: they rank changes,
-    and decide nothing."""
-    known = {key: value for key, value in vars(cfg.hardware).items() if value or key in ("memory_gib", "reserve_gib")}
-    return dataclasses.replace(cfg, hardware=HardwareConfig(**(described(TYPICAL) | known)))
 
 
 @contextlib.contextmanager

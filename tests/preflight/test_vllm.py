@@ -176,15 +176,15 @@ def test_the_seconds_are_those_of_what_it_reads(found: Found) -> None:
     prediction, _ = shared(found, "rollout.vllm_memory=0.3")
     vllm = prediction.vllm
     assert vllm is not None
-    holds, rates = vllm.holds, vllm.rollout.rates
+    holds, rates = vllm.holds, vllm.rates
     assert holds.at_once >= 32
     step = (holds.weights + 32 * holds.token * (200 - 64 + 32)) / rates.memory
-    reading = 2 * vllm.rollout.parameters * 8 * (200 - 64) / rates.products
+    reading = 2 * vllm.parameters * 8 * (200 - 64) / rates.products
     assert vllm.seconds == pytest.approx(64 * step + max(reading, holds.weights / rates.memory))
-    slow = dataclasses.replace(vllm.rollout, rates=dataclasses.replace(rates, products=1e6))  # arithmetic counts
-    assert slow.seconds(holds) == pytest.approx(2 * vllm.rollout.parameters * (8 * (200 - 64) + 64 * 32) / 1e6)
+    slow = dataclasses.replace(vllm, rates=dataclasses.replace(rates, products=1e6))  # arithmetic counts
+    assert slow.seconds == pytest.approx(2 * vllm.parameters * (8 * (200 - 64) + 64 * 32) / 1e6)
     one_by_one = dataclasses.replace(holds, bytes=holds.least)
-    assert vllm.rollout.seconds(one_by_one) > 20 * 64 * holds.weights / rates.memory
+    assert dataclasses.replace(vllm, holds=one_by_one).seconds > 20 * 64 * holds.weights / rates.memory
     without = dataclasses.replace(prediction, vllm=None)
     assert prediction.seconds == pytest.approx(without.seconds + vllm.seconds)
 

@@ -17,7 +17,7 @@ from typing import Any
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.rules import Check, refuse_broken
-from rlexp.config.schema import BackendName, Config, LayoutName, TransportName
+from rlexp.config.schema import BackendName, Config, LayoutName, TransportName, with_values
 from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
@@ -226,8 +226,7 @@ def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
 def with_layout(cfg: Config, choice: Choice) -> Config:
     """Return the configuration with the layout that was chosen, and why."""
     inner = choice.ulysses_size if choice.layout is LayoutName.hybrid else None
-    parallel = dataclasses.replace(cfg.parallel, layout=choice.layout, ulysses_size=inner, chosen=choice.reason)
-    return dataclasses.replace(cfg, parallel=parallel)
+    return with_values(cfg, "parallel", layout=choice.layout, ulysses_size=inner, chosen=choice.reason)
 
 
 def near(cfg: Config, ranks: int) -> bool:

@@ -171,7 +171,7 @@ class SlurmLauncher(Submitting):
             names = ", ".join(planned.job.label for planned in size)
             text = self._batch(where, size, "rlexp-TOKEN").text(len(size))
             sys.stdout.write(f"# {len(size)} job{'s' * (len(size) > 1)}: {names}\n{text}\n")
-        run_folder.drop_multirun(where)
+        run_folder.drop_if_empty(where, "multirun.yaml")
         return [done() for _ in jobs]
 
 

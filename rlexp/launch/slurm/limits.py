@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -58,7 +59,10 @@ def exceeded(params: Mapping[str, Any], all_partitions: Sequence[Partition]) -> 
     ours = kinds(all_partitions, wanted)
     if not ours:  # no default partition: sbatch will say so
         return None
-    where = f"partition {'/'.join(sorted({each.name for each in ours}))}"
+    nodes: Counter[str] = Counter()  # of each partition, since a job runs in one
+    for each in ours:
+        nodes[each.name] += each.nodes
+    where = f"partition {'/'.join(sorted(nodes))}"
     tasks = int(params["tasks_per_node"])
     gpus = params.get("gpus_per_node") or 0
     on_gpus = "launch.nproc={asked}" if gpus >= tasks else f"launch.nproc={tasks} on {{asked}} GPUs"  # ranks share them
@@ -71,7 +75,7 @@ def exceeded(params: Mapping[str, Any], all_partitions: Sequence[Partition]) -> 
          "Take more nodes, or a smaller launch.rank_cpus."),
         (int((params.get("mem_gb") or 0) * 1024), max(each.memory_mb for each in ours),
          "launch.nproc × launch.rank_memory_gb: {asked} MB are more than a node of {where} has ({has} MB)."),
-        (int(params["nodes"]), nodes_of(ours), "launch.nodes={asked}: {where} has {has} nodes."),
+        (int(params["nodes"]), max(nodes.values()), "launch.nodes={asked}: {where} has {has} nodes."),
         (float(params["timeout_min"]) * 60, max(each.seconds or float("inf") for each in ours),
          "launch.time_limit: {asked:g} s are more than {where} allows ({has:g} s). Give less: a run that is not done "
          "then continues in the same job, started again."),
@@ -79,8 +83,3 @@ def exceeded(params: Mapping[str, Any], all_partitions: Sequence[Partition]) -> 
         if asked > has:
             return template.format(asked=asked, has=has, where=where)
     return None
-
-
-def nodes_of(ours: Sequence[Partition]) -> int:
-    """Return the number of nodes in the largest partition, since a job runs in one partition."""
-    return max(sum(each.nodes for each in ours if each.name == name) for name in {each.name for each in ours})

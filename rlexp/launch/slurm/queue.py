@@ -65,8 +65,13 @@ def look(jobs: Sequence[str]) -> dict[str, Known]:
     arrays = sorted({job.partition("_")[0] for job in jobs})
     text = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}",
                "--format=%i|%T|%r|%L|%N")  # fmt: skip
-    known = (_queued(line) for line in text.splitlines() if line.count("|") >= 4)
-    return {each.job: each for each in known if each.job in jobs}
+    queued = {}
+    for line in text.splitlines():
+        if line.count("|") >= 4:
+            job, state, reason, left, nodes = line.split("|")[:5]
+            seconds_left = seconds_of(left) if state == "RUNNING" else None
+            queued[job] = Known(job, state, "" if reason == "None" else reason, seconds_left, nodes)
+    return {job: known for job, known in queued.items() if job in jobs}
 
 
 def recall(jobs: Sequence[str]) -> dict[str, Known]:
@@ -101,12 +106,6 @@ def named(comment: str) -> list[str]:
     """Return the jobs in the queue that were submitted with this comment."""
     text = ask("squeue", "--noheader", "--array", "--me", "--format=%i|%k")
     return [job for job, _, note in (line.partition("|") for line in text.splitlines()) if note.strip() == comment]
-
-
-def _queued(line: str) -> Known:
-    job, state, reason, left, nodes = line.split("|")[:5]
-    seconds_left = seconds_of(left) if state == "RUNNING" else None
-    return Known(job, state, "" if reason == "None" else reason, seconds_left=seconds_left, nodes=nodes)
 
 
 def seconds_of(text: str) -> float | None:

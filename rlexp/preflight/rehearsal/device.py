@@ -1,4 +1,5 @@
 """A device without memory or kernels: tensors on it have shape, dtype and place, and torch treats it as an accelerator.
+Its ranks send nothing.
 
 torch lets Python define a device (`PrivateUse1`). Under `FakeTensorMode` its tensors need no kernels, and unlike fake
 CUDA tensors they need no build of torch for CUDA, even in the backward pass. A tensor of the host in an operator of the
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -130,6 +133,25 @@ def replaced(holder: Any, **functions: Any) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(holder, name, function)
+
+
+@contextlib.contextmanager
+def joined(rank: int, ranks: int) -> Iterator[None]:
+    """Make this process a rank of a world in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    name = rehearsed_device().type
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group(f"cpu:fake,{name}:fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
 
 
 @contextlib.contextmanager

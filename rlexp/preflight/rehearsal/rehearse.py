@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from rlexp.base.engine_facts import ENGINES
-from rlexp.config.schema import Config, Device, ModelConfig
+from rlexp.config.schema import Config, Device, ModelConfig, with_values
 from rlexp.config.schema.rollouts import RolloutEngine
-from rlexp.config.with_values import with_values
 from rlexp.preflight.host import Held, power_of_two
-from rlexp.preflight.rehearsal.device import conversions, rehearsed_device
+from rlexp.preflight.rehearsal.device import conversions, joined, rehearsed_device
 from rlexp.preflight.rehearsal.holdings import label, mark_modules, mark_trunk
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import COLLECT, Log, peak_of
@@ -26,7 +25,6 @@ from rlexp.preflight.rehearsal.longest_samples import LongestSamples, Wordless
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
-from rlexp.preflight.rehearsal.world import joined
 from rlexp.training.checkpoint.saver import share
 from rlexp.training.engine import rehearsed
 from rlexp.training.engine.streamed import Streamed
