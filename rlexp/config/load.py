@@ -21,8 +21,7 @@ from rlexp.config.adapter_folder import SAYS, with_folder_described
 from rlexp.config.checks.across_fields import check
 from rlexp.config.checks.rope import notes_on_rope, with_rope_settled
 from rlexp.config.hardware import gpus_without_torch
-from rlexp.config.literals import literals
-from rlexp.config.options import refuse_command, refuse_wrong_option
+from rlexp.config.options import COMMANDS, literals, refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
 from rlexp.config.schema import KINDS, Config, Device, launcher_keys, with_values
@@ -138,7 +137,8 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
 
     Options for which Hydra would raise a traceback are refused here.
     """
-    refuse_command(overrides)
+    if overrides and overrides[0] in COMMANDS:
+        raise ConfigError(f"{overrides[0]}: is a command of its own. Type python -m rlexp.{overrides[0]} …")
     for each in overrides:
         refuse_wrong_option(each)
     overrides = [_AT_HOME.sub(lambda match: f"{match[1]}{Path.home()}", each) for each in overrides]

@@ -16,8 +16,7 @@ from rlexp.base import plain_yaml
 from rlexp.base.printable import printable
 from rlexp.base.secrets import HIDDEN, masked
 from rlexp.config.elsewhere import composed_for
-from rlexp.config.literals import literal
-from rlexp.config.options import quoted
+from rlexp.config.options import literal, quoted
 from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
 from rlexp.convert.conversion import UNKNOWN_VARIABLE, ArgumentNote, Conversion, ConvertError, Value

@@ -11,8 +11,7 @@ import numpy as np
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import choose, heads_of
-from rlexp.config.checks.micro_batches import size_in_words
-from rlexp.config.checks.sharing import shares
+from rlexp.config.checks.micro_batches import shares, size_in_words
 from rlexp.config.schema import Config, LayoutName, with_values
 from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.row_kinds import Kind

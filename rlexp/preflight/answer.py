@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from rlexp.config.checks.micro_batches import tokens_of_ring
+from rlexp.config.checks.micro_batches import shares, tokens_of_ring
 from rlexp.config.checks.rope import note_on_loaded
-from rlexp.config.checks.sharing import shares
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
 from rlexp.config.schema import Config, LayoutName, with_values

@@ -165,8 +165,9 @@ def of_text(described: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def number_in(fields: Mapping[str, object], *names: str) -> int:
-    """Return the first of these fields that is a number, and not 0; 0 without one."""
-    return next((value for name in names if isinstance(value := fields.get(name), int) and value), 0)
+    """Return the first of these fields that is a whole number greater than 0; 0 without one."""
+    values = (value for value in map(fields.get, names) if isinstance(value, int) and not isinstance(value, bool))
+    return next((value for value in values if value > 0), 0)
 
 
 def heads_in(described: Mapping[str, Any]) -> Heads | None:
