@@ -52,7 +52,7 @@ def foretell(asked: Sequence[Asked]) -> list[Foretold]:
 
 
 def main() -> None:
-    from rlexp.preflight.quiet import quietly
+    from rlexp.preflight import quietly
 
     quietly()
     from rlexp.preflight.children import at_once

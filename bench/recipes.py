@@ -164,7 +164,7 @@ def main() -> None:
         from bench.recipes_run import run
 
         sys.exit(run(options))
-    from rlexp.preflight.quiet import quietly
+    from rlexp.preflight import quietly
 
     quietly()
     there, at = recipes(), commit()  # before the first lines of a recipe change

@@ -16,8 +16,8 @@ import numpy as np
 
 from rlexp.base import files
 from rlexp.base.version import __version__
-from rlexp.compare import page, samples
-from rlexp.compare.divergence import Conclusion, between, floor_of, outcome_of
+from rlexp.compare import page
+from rlexp.compare.divergence import Conclusion, between, first_apart, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
@@ -275,17 +275,13 @@ def config_rows(runs: Sequence[LoggedRun]) -> list[page.ConfigRow]:
     """Return a row per configuration key. Keys that a sweep fills in for its jobs are left out."""
     flat = [settings(run) or {f"sizes.{key}": str(value) for key, value in run.sizes.items()} for run in runs]
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(FROM_SWEEP)]
-    rows = []
+    rows, identity = [], {name for run in runs for name in run.identity}
     for key in keys:
         values = [each.get(key, "–") for each in flat]
         known = [value for value, run in zip(values, runs, strict=True) if run.config]
-        rows.append(page.ConfigRow(key, values, len(set(known)) > 1, invariant(key, runs)))
+        fixed = key in identity or (not identity and key.partition(".")[0] in ("seed", *GROUPS))
+        rows.append(page.ConfigRow(key, values, len(set(known)) > 1, fixed))
     return rows
-
-
-def invariant(key: str, runs: Sequence[LoggedRun]) -> bool:
-    known = {name for run in runs for name in run.identity}
-    return key in known or (not known and key.partition(".")[0] in ("seed", *GROUPS))
 
 
 # ---- summary.json ----
@@ -316,7 +312,7 @@ def family_summary(family: Family) -> dict[str, Any]:
             if compared(name) and name in family.baseline.columns:
                 worst = between(run, family.baseline, name).worst()
                 apart[run.name][name] = None if worst is None else {"step": worst[0], "relative": worst[1]}
-        other = samples.apart(run, family.baseline)
+        other = first_apart(run, family.baseline)
         drawn[run.name] = None if other is None else asdict(other)
     return {
         "baseline": None if family.baseline is None else family.baseline.name,

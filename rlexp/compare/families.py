@@ -40,7 +40,8 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     """
     drawn = [run for run in group.runs if len(run.steps)]
     if not drawn:
-        raise CompareError(f"{group.title}: {why_nothing(group)}")
+        reasons = "; ".join(f"{run.label} is {run.status}: {run.reason}" for run in group.runs if run.reason)
+        raise CompareError(f"{group.title}: no run has a step yet{f' ({reasons})' if reasons else ''}.")
     chosen = _named(drawn, group.runs, baseline) if baseline else None
     first = chosen or next((run for run in drawn if run.identity), drawn[0])
     forced: list[str] = []
@@ -59,11 +60,6 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
         )
     notes: list[str] = []
     return Families([_family(family, group.runs, chosen, notes) for family in families], forced, notes)
-
-
-def why_nothing(group: Group) -> str:
-    reasons = "; ".join(f"{run.label} is {run.status}: {run.reason}" for run in group.runs if run.reason)
-    return f"no run has a step yet{f' ({reasons})' if reasons else ''}."
 
 
 def different(one: LoggedRun, other: LoggedRun) -> list[str]:
@@ -89,14 +85,11 @@ def on_purpose(one: LoggedRun, other: LoggedRun, axes: Sequence[str]) -> bool:
 def _by_experiment(runs: Sequence[LoggedRun]) -> list[list[LoggedRun]]:
     families: dict[str, list[LoggedRun]] = {}
     for run in runs:
-        known = {key: value["contents"] if is_file(value) else value for key, value in depends(run).items()}
+        # Files are compared by their contents, not by their paths.
+        known = {key: value["contents"] if isinstance(value, dict) and "contents" in value else value
+                 for key, value in depends(run).items()}  # fmt: skip
         families.setdefault(json.dumps(known, sort_keys=True), []).append(run)
     return list(families.values())
-
-
-def is_file(value: Any) -> bool:
-    """Whether a setting describes a file. Files are compared by their contents, not by their paths."""
-    return isinstance(value, dict) and "contents" in value
 
 
 def _named(drawn: Sequence[LoggedRun], runs: Sequence[LoggedRun], baseline: str) -> LoggedRun:

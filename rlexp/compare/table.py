@@ -51,13 +51,11 @@ def blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[list[st
             room -= widths[places[0]] + 2
             taken.append(places.pop(0))
         sizes = [widths[place] for place in taken]
-        lines = ["  ".join(aligned(row, widths, taken)).rstrip() for row in rows]
+        lines = []
+        for row in rows:  # text to the left, numbers to the right
+            cells = (row[at].ljust(widths[at]) if at < 3 else row[at].rjust(widths[at]) for at in taken)
+            lines.append("  ".join(cells).rstrip())
         yield [lines[0], "  ".join("─" * size for size in sizes), *lines[1:]]
-
-
-def aligned(row: Sequence[str], widths: Sequence[int], places: Sequence[int]) -> list[str]:
-    """Align text to the left and numbers to the right."""
-    return [row[each].ljust(widths[each]) if each < 3 else row[each].rjust(widths[each]) for each in places]
 
 
 def brief(text: str) -> str:
@@ -96,11 +94,8 @@ def memory_columns(payload: Payload) -> list[tuple[str, Callable[[RunCard], str]
 
 
 def peak(size: int | None, phase: str | None = None, rank: int | None = None) -> str:
+    """`0.382 GB (forward, r3)`, `4.9 MB`."""
     if size is None:
         return "–"
-    return scaled(size) + (f" ({phase}, r{rank})" if phase else "")
-
-
-def scaled(size: int) -> str:
-    """`0.382 GB`, `4.9 MB`."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    shown = f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    return shown + (f" ({phase}, r{rank})" if phase else "")

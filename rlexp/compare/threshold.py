@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.compare.divergence import between
+from rlexp.compare.divergence import between, excused, inexcusable, named, remark
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, LoggedRun
-from rlexp.compare.samples import excused, inexcusable, named, remark
 from rlexp.run_files.curve_distance import LOSSES, Column, Steps, compared, least_size, on_steps, relative
 
 

@@ -24,10 +24,9 @@ from rlexp.config.hardware import gpus_without_torch
 from rlexp.config.options import COMMANDS, literals, refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
-from rlexp.config.schema import KINDS, Config, Device, launcher_keys, with_values
+from rlexp.config.schema import KINDS, Config, Device, LossConfig, launcher_keys, with_values
 from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
-from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
 from rlexp.config.trust import refuse_code, without_code
 

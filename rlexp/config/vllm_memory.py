@@ -18,8 +18,7 @@ from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import HostMemory
 from rlexp.config.checks.layout import described, heads_in, number_in, of_text
-from rlexp.config.schema import AUTO, Config, Device, ModelConfig, TinyModelConfig
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import AUTO, Config, Device, ModelConfig, Precision, TinyModelConfig
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.sizes import ranks_of_machine
 

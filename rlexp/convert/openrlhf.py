@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import PurePosixPath
 
-from rlexp.convert import adapters, huggingface, kinds, launchers, losses, model_keys
+from rlexp.convert import adapters, engines, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert import openrlhf_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import ByTrainer, Fate, Rule, absent, needless, taken, worked_out
@@ -218,10 +218,8 @@ def _supervised(conv: Conversion) -> None:
 
 
 def _engine(conv: Conversion) -> None:
-    if (stage := conv.whole("zero_stage")) > 3:
-        conv.refuse("zero_stage", "must be 0, 1, 2 or 3", "Give one of them.")
-    conv.choose("engine", f"zero{stage}", "zero_stage")
-    if conv.flag("adam_offload") and stage:
+    engines.by_stage(conv, "zero_stage")
+    if conv.flag("adam_offload") and conv.chosen("engine") != "zero0":
         conv.put("engine.offload", "optimizer", "adam_offload")
 
 

@@ -67,7 +67,8 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
     seen = {size: _Seen() for size in shapes}
     for batch, example_of in batches:
         examples = [example_of(index) for index in batch.indices]
-        units = [_unit(cfg, place, example) for place, example in enumerate(examples)]
+        units: list[Unit] = [[np.concatenate(each) for each in _sequences(cfg, place, example)]
+                             for place, example in enumerate(examples)]  # fmt: skip
         for each in [each for each in shapes.values() if isinstance(each, _Shape)]:
             try:
                 dealt = each.dealer.deal_all(len(units), units.__getitem__)
@@ -153,12 +154,8 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.mean_tokens += sum(real) / shape.size
 
 
-def _unit(cfg: Config, place: int, example: Example) -> Unit:
-    """Return the sequences of an example; of a prompt, with an answer that no other has."""
-    return [np.concatenate(each) for each in _sequences(cfg, place, example)]
-
-
 def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids]]:
+    """Return the sequences of an example; of a prompt, with an answer that no other has."""
     drawn = (np.full(cfg.rollout.max_new_tokens, -1 - place, np.int32),)
     return [(example.prompt, answer) for answer in example.answers or drawn]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from rlexp.base.errors import ConfigError, DataError
+from rlexp.config.schema import ModelConfig
 from rlexp.long_pairs.question import Pair, ask
 from rlexp.long_pairs.texts import Texts
 
@@ -19,6 +20,23 @@ Count = Callable[[Pair], int]  # the tokens of a prompt with its longer answer
 
 def estimated(pair: Pair) -> int:
     return round((len(pair.prompt) + max(len(pair.chosen), len(pair.rejected))) / CHARACTERS)
+
+
+def counting(model: ModelConfig) -> Count:
+    """Count as training will, with the tokenizer and the chat template of a model."""
+    from rlexp.training.dataset.tokens import Example, RowTokenizer
+    from rlexp.training.model.loading import load_tokenizer
+    from rlexp.training.types import Row
+
+    rows = RowTokenizer(load_tokenizer(model))
+
+    def count(pair: Pair) -> int:
+        (made,) = rows.sequences([Row(pair.prompt, (pair.chosen, pair.rejected), "the pair")])
+        if not isinstance(made, Example):
+            raise DataError(made.message)
+        return made.longest()
+
+    return count
 
 
 def pairs(texts: Texts, tokens: int, number: int, seed: int, count: Count) -> Iterator[Pair]:
@@ -39,7 +57,9 @@ def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, ea
     characters = int(tokens * each)
     for _ in range(TRIES):
         draw = random.Random(seed)
-        text = _cut(texts.shuffled(draw, characters), characters)
+        text = texts.shuffled(draw, characters)
+        if len(text) > characters:  # cut behind the last whole line
+            text = text[: max(text.rfind("\n", 0, characters + 1), 0)]
         pair = ask(text, place, draw)
         if pair is None:
             raise DataError(f"--texts={texts.named}: a part of {len(text):,} characters has no two lines that can be "
@@ -59,10 +79,3 @@ def _fitted(texts: Texts, tokens: int, seed: str, place: float, count: Count, ea
     if best is None or best.tokens < tokens // 2:  # lines may be longer than that
         raise DataError(f"--tokens={tokens}: no text of this length was found in {TRIES} tries. Give other texts.")
     return best
-
-
-def _cut(text: str, characters: int) -> str:
-    """Cut a text behind its last whole line within so many characters."""
-    if len(text) <= characters:
-        return text
-    return text[: max(text.rfind("\n", 0, characters + 1), 0)]

@@ -6,28 +6,35 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlexp.base.errors import UserError
+from rlexp.base.file_hashes import files_of
 from rlexp.config.checks.micro_batches import shares, tokens_of_ring
 from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
 from rlexp.config.schema import Config, LayoutName, with_values
+from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.schema.data_sources import held_out_of, sources_of, weights_of
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
 from rlexp.launch.preflight_check import print_line
 from rlexp.preflight.changes import Change, cheapest_alone
 from rlexp.preflight.children import Calls, Watch, at_once
-from rlexp.preflight.epoch import rows_at_hand
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
-from rlexp.preflight.other_reference import refuse_unlike_reference
 from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
-from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
+from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of, refuse_unlike_reference
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rehearse import preload
 from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
 from rlexp.preflight.remedy import changes_of, first_that_fits, laid_out
 from rlexp.preflight.vllm import count_parameters, room
+from rlexp.training.dataset.row_files import parts_of, rows_in
 from rlexp.training.model.loading import load_config
 
 
@@ -171,3 +178,39 @@ def _composed(overrides: Sequence[str], *words: str) -> Config | str:
         if (message := explain(error)) is None:
             raise
         return message
+
+
+MOST = 1 << 30  # bytes of files that are counted: some seconds
+
+
+def rows_at_hand(cfg: Config) -> int | None:
+    """Return the rows to train on; None where they are on the hub, are not there, or are too many to be counted."""
+    data = cfg.data
+    if isinstance(data, SyntheticDataConfig | ArithmeticDataConfig):
+        return data.size
+    assert isinstance(data, RowsDataConfig)
+    sources = sources_of(data)
+    if weights_of(sources) is not None:
+        return None
+    try:
+        files = [files_of(each.cfg.path) for each in sources]
+        if not all(files) or sum(path.stat().st_size for paths in files for path in paths) > MOST:
+            return None
+        rows = sum(_rows_of(path) for paths in files for path in paths)
+    except (UserError, OSError, pa.ArrowException):  # the run itself says what is wrong with them
+        return None
+    rows -= held_out_of(data.eval_size, rows)
+    return max(0, rows if data.max_samples is None else min(rows, data.max_samples))
+
+
+def _rows_of(path: Path) -> int:
+    with path.open("rb") as file:
+        if file.read(4) == b"PAR1":
+            return int(pq.read_metadata(path).num_rows)
+    return sum(map(rows_in, parts_of(path)))
+
+
+def steps_of_epoch(cfg: Config, rows: int) -> int:
+    batch = cfg.rollout.batch_size if cfg.loss.draws else cfg.train.batch_size
+    batches = rows // batch if cfg.data.drop_last else -(-rows // batch)
+    return batches * cfg.rollout.epochs * cfg.rollout.minibatches if cfg.loss.draws else batches

@@ -13,8 +13,7 @@ import torch
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import Choice, Heads, candidates, near
 from rlexp.config.checks.reference import fits_reference
-from rlexp.config.schema import Checkpointing, Config, Device
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Checkpointing, Config, Device, Precision
 from rlexp.preflight.children import Calls, at_once
 from rlexp.preflight.rehearsal.device import joined, rehearsed_device
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel

@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlexp.base.byte_counts import GIB, MIB, size
-from rlexp.config.schema import Config, Device, ExportDtype
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Config, Device, ExportDtype, Precision
 from rlexp.config.sizes import ranks_of_machine
 from rlexp.training.checkpoint.host_copy import sizes
 from rlexp.training.model.export import SHARD

@@ -1,27 +1,31 @@
-"""What preflight prints, and what it writes as JSON."""
+"""What preflight prints, now and then while it works and at its end, and what it writes as JSON."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlexp.base.byte_counts import GIB, size
 from rlexp.base.durations import duration
+from rlexp.base.printable import fitted
 from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.gpu_descriptions import described
 from rlexp.config.hardware import NAMES
 from rlexp.config.schema import Checkpointing, Config
 from rlexp.config.schema.cadence import plural
 from rlexp.config.vllm_memory import KEY, uses_vllm
-from rlexp.preflight.answer import Answer
+from rlexp.preflight.answer import Answer, steps_of_epoch
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, SLEEP, Change, needed, offloads, seconds, trains_otherwise
+from rlexp.preflight.children import Call
 from rlexp.preflight.communicators import beside
-from rlexp.preflight.epoch import steps_of_epoch
 from rlexp.preflight.host import KINDS, HostBytes, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
 from rlexp.preflight.predict import Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
+from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.preflight.vllm import VllmShare
 from rlexp.training.train.examples import longest_in_words
@@ -330,3 +334,37 @@ def _plain_change(change: Change) -> dict[str, Any]:
     if change.prediction is None:
         return {"refused": change.refused}
     return {"peak_gib": change.prediction.peak.bytes / GIB, "estimated_seconds": seconds(change.prediction)}
+
+
+EVERY = 5.0  # seconds between two lines
+
+
+class Progress:
+    """Says what is rehearsed. It is asked at least once a second, and seldom has something to say."""
+
+    def __init__(self, since: float) -> None:
+        self.since = self.last = since
+
+    def __call__(self, running: Sequence[Call], done: int) -> None:
+        now = time.monotonic()
+        if now - self.last < EVERY:
+            return
+        self.last = now
+        line = f"rehearses {doing(running)}; {done} done, {duration(now - self.since)} so far"
+        sys.stderr.write(fitted(f"rlexp preflight: {line}\n", sys.stderr))
+        sys.stderr.flush()
+
+
+def doing(running: Sequence[Call]) -> str:
+    """Name the calls that run, the first of each kind."""
+    return ", and ".join(dict.fromkeys(map(named_call, running)))
+
+
+def named_call(call: Call) -> str:
+    _, args = call
+    plan = next((each for each in args if isinstance(each, RehearsalPlan)), None)
+    if plan is None:
+        return "other rings"
+    cfg = plan.cfg
+    layers = "all layers" if plan.layers is None else f"{plan.layers} layers"
+    return f"{cfg.engine.name.value}, a ring of {cfg.parallel.ring_size}, {cfg.data.max_length:,} tokens ({layers})"

@@ -27,8 +27,8 @@ from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName, Preflight
 from rlexp.config.vllm_memory import samples_apart
 from rlexp.launch.stops import end_with_parent
+from rlexp.preflight import quietly
 from rlexp.preflight.fastest_layout import fastest
-from rlexp.preflight.quiet import quietly
 
 
 class TimeUp(BaseException):
@@ -114,7 +114,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     from rlexp.preflight.changes import trains_otherwise
     from rlexp.preflight.children import at_once
     from rlexp.preflight.host import told_short
-    from rlexp.preflight.other_reference import refuse_unlike_reference
+    from rlexp.preflight.rehearsal.layers import refuse_unlike_reference
     from rlexp.preflight.rehearsal.rehearse import preload
     from rlexp.preflight.vllm import room
 

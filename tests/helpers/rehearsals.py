@@ -11,9 +11,9 @@ import torch
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.preflight import quietly
 from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import Prediction, plan_of, predict
-from rlexp.preflight.quiet import quietly
 from rlexp.preflight.rehearsal.log import passes
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, count, rehearse
 from rlexp.preflight.whether_it_fits import Question, judge

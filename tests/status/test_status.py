@@ -29,9 +29,8 @@ from rlexp.launch.slurm.queue import Known
 from rlexp.launch.sweep import Job
 from rlexp.status import draw, tail
 from rlexp.status.__main__ import main
-from rlexp.status.alive import Locks
 from rlexp.status.state import Evidence, legible, state_of
-from rlexp.status.view import StatusView
+from rlexp.status.view import Locks, StatusView
 from tests.conftest import Shell
 from tests.helpers import warm
 

@@ -17,8 +17,7 @@ from typing import Any
 from rlexp.base.kernel_rates import speed
 from rlexp.config.checks.layout import near
 from rlexp.config.gpu_descriptions import described, peak_flops
-from rlexp.config.schema import Collectives, Config, Device, HardwareConfig
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Collectives, Config, Device, HardwareConfig, Precision
 
 # Shares of the peak that long kernels reach, on a GPU that has not been measured. Round numbers.
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.5, 0.8, 0.75
