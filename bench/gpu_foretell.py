@@ -85,6 +85,7 @@ def _one(asked: Asked) -> Any:
     from rlexp.preflight.longest_that_fits import predict_and_fit, with_length
     from rlexp.preflight.predict import Prediction, plan_of, predict
     from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rates import UNTIMED
     from rlexp.preflight.rehearsal.rehearse import rehearse
     from rlexp.training.model.loading import load_config
 
@@ -100,7 +101,7 @@ def _one(asked: Asked) -> Any:
         found = yield from predict(cfg, model, asked.rank)
         prediction = found.prediction
     else:
-        plan = dataclasses.replace(plan_of(cfg, model, asked.rank, None), gpu=False, rates=None)
+        plan = dataclasses.replace(plan_of(cfg, model, asked.rank, None), gpu=False, rates=UNTIMED)
         (log,) = yield [(rehearse, (plan,))]
         prediction = Prediction(passes(log), log.layers, micro_batches(cfg))
     peaks = {phase: peak.bytes for phase, peak in prediction.peaks.items() if phase}

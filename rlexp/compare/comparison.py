@@ -49,16 +49,14 @@ class Report:
             for run in self.group.runs
             if run.status in ("skipped", "failed") and run.reason
         ]
-        own = [note for run in self.group.runs for note in run.notes]
-        return [*self.group.notes, *self.families.notes, *skipped, *self._on_shared_cores(), *own]
-
-    def _on_shared_cores(self) -> list[str]:
         sharing = [run for run in self.group.runs if run.shared_cores]
-        cores = {run.cores for run in sharing if run.cores is not None}
-        if not sharing or len(self.group.runs) == 1:
-            return []
-        labels, counts = ", ".join(run.label for run in sharing), "–".join(map(str, sorted(cores)))
-        return [f"{labels}: more ranks than cores ({counts}). They took turns, so efficiency says nothing of GPUs."]
+        if sharing and len(self.group.runs) > 1:
+            counts = "–".join(map(str, sorted({run.cores for run in sharing if run.cores is not None})))
+            labels = ", ".join(run.label for run in sharing)
+            skipped.append(f"{labels}: more ranks than cores ({counts}). They took turns, so efficiency "
+                           f"says nothing of GPUs.")  # fmt: skip
+        own = [note for run in self.group.runs for note in run.notes]
+        return [*self.group.notes, *self.families.notes, *skipped, *own]
 
 
 def make(group: Group, families: Families) -> Report:

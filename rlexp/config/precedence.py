@@ -95,19 +95,14 @@ def stated(group: str, option: str) -> dict[str, Any]:
     body = {leaf: value for leaf, value in _option(group, option).items() if leaf != "defaults"}
     own = {leaf: value for leaf, value in body.items()
            if leaf == "name" or not (isinstance(value, str) and _FOLLOWS.search(value))}  # fmt: skip
-    return {f"{group}.{leaf}": value for leaf, value in (_defaults(group, option) | own).items()}
-
-
-def _defaults(group: str, option: str) -> dict[str, Any]:
-    """Return the schema's values of the keys that say which option it is."""
     kind = KINDS[group].get(_kind(group, option) or "") if group in KINDS else typing.get_type_hints(Config)[group]
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {}  # the schema's values of the keys that say which option it is
     for field in dataclasses.fields(kind) if kind is not None else ():
         if field.name in NAMED_BY.get(group, ()):
             factory = field.default_factory
             value = field.default if factory is dataclasses.MISSING else factory()
             known[field.name] = value.name if isinstance(value, Enum) else value
-    return known
+    return {f"{group}.{leaf}": value for leaf, value in (known | own).items()}
 
 
 def _kind(group: str, option: str) -> str | None:

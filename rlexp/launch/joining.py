@@ -102,7 +102,10 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
     training = spec.world_size - sampling
     if spec.rank < training:
         dataclasses.replace(spec, world_size=training).export()
-        _wait_for_ever()
+        # Shim: give the groups that DeepSpeed makes the time that the others have. Remove this when a new group of
+        # torch inherits it from the world's.
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            setattr(dist.distributed_c10d, name, watch.FOR_EVER)
         dist.init_process_group(
             backend_of(launch), store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training,
             timeout=watch.FOR_EVER,
@@ -117,15 +120,6 @@ def _own(store: dist.Store) -> dist.Store:
     except (AttributeError, RuntimeError):  # nor has an older torch, or a store without a server
         return store
     return own
-
-
-def _wait_for_ever() -> None:
-    """Shim: give the groups that DeepSpeed makes the time that the others have. Remove this when a new group of torch
-    inherits it from the world's."""
-    from torch.distributed import distributed_c10d
-
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(distributed_c10d, name, watch.FOR_EVER)
 
 
 def backend_of(launch: LaunchConfig) -> str:

@@ -37,14 +37,18 @@ from rlexp.preflight.vllm import count_parameters, room
 from rlexp.training.dataset.row_files import parts_of, rows_in
 from rlexp.training.model.loading import load_config
 
+# By ring size, the longest sequence or why there is no such ring; and the longest pair that shares its prompt, which is
+# none where nothing is shared.
+Lengths = tuple[dict[int, Longest | str], dict[int, Longest]]
+
 
 @dataclass(frozen=True)
 class Answer:
     cfg: Config
     parameters: int
     prediction: Prediction
-    rings: dict[int, Longest | str]  # by ring size; a text says why there is no such ring
-    sharing: dict[int, Longest]  # the longest pair that shares its prompt, by ring size; none where nothing is shared
+    rings: dict[int, Longest | str]
+    sharing: dict[int, Longest]
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
     engine_chosen: str | None = None  # why engine=auto takes this engine
@@ -77,15 +81,14 @@ def answer(overrides: Sequence[str], *, longest: bool, sharding: bool, watch: Wa
     print_line(note_on_loaded(cfg, model.to_dict()) or "")
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
-    result: Answer
     task = answering(cfg, model, overrides, longest=longest, sharding=sharding)
-    (result,) = at_once([task], watch=watch)
-    return dataclasses.replace(result, rows=rows_at_hand(cfg))
+    return dataclasses.replace(at_once([task], watch=watch)[0], rows=rows_at_hand(cfg))
 
 
-def answering(composed: Config, model: Any, overrides: Sequence[str], *, longest: bool, sharding: bool) -> Calls:
-    """Return the answer. A task of `children.at_once`."""
-    (engine,) = yield [first_that_fits(composed, model)]
+def answering(
+    composed: Config, model: Any, overrides: Sequence[str], *, longest: bool, sharding: bool
+) -> Calls[Answer]:
+    engine = yield from first_that_fits(composed, model)
     cfg = yield from laid_out(engine.cfg, model)
     outcome = engine.outcome or (yield from predict(cfg, model))
     known = outcome.prediction
@@ -101,37 +104,30 @@ def answering(composed: Config, model: Any, overrides: Sequence[str], *, longest
     return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, compared, engine.chosen)
 
 
-def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
-    """Return the configuration on each other ring that the ranks could have, by its size, or why there is none.
-
-    A task of `children.at_once`.
-    """
-    possible = (size for size in divisors(cfg.parallel.world_size) if size.bit_count() == 1)
-    sizes = [size for size in possible if size != cfg.parallel.ring_size]
-    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
-    return dict(zip(sizes, composed, strict=True))
-
-
-def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], asked: Found, *, wanted: bool) -> Calls:
-    """Find the longest sequence on the run's ring and then on others, and the longest pairs that share their prompt;
-    nothing where that is not wanted. A task of `children.at_once`."""
+def lengths_that_fit(
+    cfg: Config, model: Any, overrides: Sequence[str], asked: Found, *, wanted: bool
+) -> Calls[Lengths]:
+    """Find the longest sequence on the run's ring and then on each other one that the ranks could have, or why there is
+    none; and the longest pairs that share their prompt. Nothing where that is not wanted."""
     if not wanted:
         return {}, {}
-    rings: dict[int, Config | str] = yield from other_rings(cfg, overrides)
+    sizes = [each for each in divisors(cfg.parallel.world_size)
+             if each.bit_count() == 1 and each != cfg.parallel.ring_size]  # fmt: skip
+    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
     _, longest = yield from predict_and_fit(cfg, model, outcome=asked)
-    possible = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
+    possible = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in possible]
     others = [_as_long(each, cfg, longest) for each in laid]
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     results = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
-    lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
+    refused = {size: each for size, each in zip(sizes, composed, strict=True) if isinstance(each, str)}
     alone = {cfg.parallel.ring_size: longest}
     alone |= {each.parallel.ring_size: result for each, result in zip(others, results, strict=True)}
     sharing: dict[int, Longest] = {}
     if not cfg.loss.draws and cfg.loss.rows is Kind.pairs and shares(cfg):
         pairs = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in (cfg, *others)]
         sharing = dict(zip(alone, pairs, strict=True))
-    return dict(sorted((lengths | alone).items())), sharing
+    return dict(sorted((refused | alone).items())), sharing
 
 
 def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
@@ -141,7 +137,7 @@ def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
     return with_length(other, max(STEP * size, length))
 
 
-def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls:
+def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls[Sequence[Log] | None]:
     """Return logs of a few layers on the run's ring, which may be known, and with the same sequences on a ring of one.
 
     None if that is the ring, or if they are not wanted.

@@ -30,13 +30,11 @@ DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precisi
 
 def fastest(cfg: Config, heads: Heads | None) -> Choice:
     """Choose the layout for a configuration with parallel.layout=auto."""
-    choice: Choice
-    (choice,) = at_once([choosing(cfg, heads)])
-    return choice
+    return at_once([choosing(cfg, heads)])[0]
 
 
-def choosing(cfg: Config, heads: Heads | None) -> Calls:
-    """Choose the layout, as a task of `children.at_once`: a process that has rehearsed cannot rehearse a whole run."""
+def choosing(cfg: Config, heads: Heads | None) -> Calls[Choice]:
+    """Choose the layout in processes of their own: one that has rehearsed cannot rehearse a whole run."""
     possible = [each for each in candidates(cfg, heads) if fits_reference(cfg, each)]
     if len(possible) == 1:
         only = possible[0]

@@ -119,27 +119,25 @@ def with_length(cfg: Config, length: int) -> Config:
     return with_values(longer, "train", max_tokens_per_micro_batch=max(given, longest_sample(longer)))
 
 
-def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, outcome: Found | None = None) -> Calls:
-    """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`.
-
-    `slope` is a guess of the bytes that a token adds, and `outcome` the prediction, if they are known.
-    """
+def predict_and_fit(
+    cfg: Config, model: Any, slope: float = 0.0, outcome: Found | None = None
+) -> Calls[tuple[Found, Longest]]:
+    """Predict a configuration at its own length, and find the longest one that fits. `slope` guesses the bytes that a
+    token adds, and `outcome` is the prediction, if they are known."""
     outcome = outcome or (yield from predict(cfg, model))
     return outcome, (yield from _longest(cfg, model, outcome, slope))
 
 
-def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
+def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls[Longest]:
     """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
-    token adds. A task of `children.at_once`.
-    """
+    token adds."""
     first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
     return (yield from _longest(cfg, model, first, slope))
 
 
-def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
+def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls[Longest]:
     """Find the longest pair whose answers share a prompt, and have `ANSWERS` tokens each. `alone` is the longest that
-    shares nothing. A task of `children.at_once`.
-    """
+    shares nothing."""
     one = with_values(cfg, "train", micro_batch_size=1, max_tokens_per_micro_batch=None,
                       grad_acc=-(-cfg.train.batch_size // cfg.parallel.dp_size))  # fmt: skip
     granule = STEP * cfg.parallel.ring_size
@@ -149,7 +147,7 @@ def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
     return (yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS))
 
 
-def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int | None = None) -> Calls:
+def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int | None = None) -> Calls[Longest]:
     """Search from the configuration's own length, whose prediction is known."""
     length = cfg.data.max_length
     search = Search(room(cfg), STEP * cfg.parallel.ring_size, shorter=answers or 0)

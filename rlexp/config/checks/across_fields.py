@@ -142,7 +142,9 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     check_reference(cfg, here=here)
     with_rope_settled(cfg)  # or refuse it
     check_vllm_memory(cfg)
-    check_rollout(cfg, here=here)
+    refuse_broken(OF_SAMPLES if cfg.loss.draws else WITHOUT_SAMPLES, cfg)
+    if cfg.loss.draws and cfg.rollout.engine is RolloutEngine.vllm:
+        check_vllm(cfg, here=here)
     check_loss(cfg)
     check_evaluation(cfg)
     check_reward(cfg)
@@ -342,12 +344,3 @@ def minibatches(cfg: Config) -> int:
     if not cfg.loss.draws:
         return 1
     return sizes.minibatches(cfg.rollout.batch_size, cfg.rollout.n_samples, cfg.train.batch_size)
-
-
-def check_rollout(cfg: Config, *, here: bool = True) -> None:
-    if not cfg.loss.draws:
-        refuse_broken(WITHOUT_SAMPLES, cfg)
-        return
-    refuse_broken(OF_SAMPLES, cfg)
-    if cfg.rollout.engine is RolloutEngine.vllm:
-        check_vllm(cfg, here=here)

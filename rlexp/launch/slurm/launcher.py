@@ -128,23 +128,21 @@ class SlurmLauncher(Submitting):
         return queue.recall([job]).get(job)
 
     def recover(self, planned: Planned) -> str | None:
+        from submitit.core.utils import DelayedSubmission, JobPaths
+
         if planned.job.token is None:
             return None
         token, _, place = planned.job.token.partition(".")
         job = next((each for each in queue.named(token) if each.partition("_")[2] in (place, "")), None)
-        if job is not None:
-            self._give(planned, job)
-        return job
-
-    def _give(self, planned: Planned, job: str) -> None:
-        """Write what the job's ranks run, if the launcher died before submitit did. Ranks wait a minute for it."""
-        from submitit.core.utils import DelayedSubmission, JobPaths
-
-        place = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(place) as temporary:
+        if job is None:
+            return None
+        # Write what the job's ranks run, if the launcher died before submitit did. Ranks wait a minute for it.
+        file = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as temporary:
                 DelayedSubmission(self, *self.arguments(planned)).dump(temporary)
+        return job
 
     def withdraw(self, job: str) -> None:
         with contextlib.suppress(queue.Silent):  # the refusal is printed in any case

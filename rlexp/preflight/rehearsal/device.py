@@ -24,17 +24,12 @@ NAME = "rehearsed"
 
 @functools.cache
 def rehearsed_device() -> torch.device:
-    """Register the device, once for this process."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
-    _register_copies()
-    return torch.device(NAME, 0)
-
-
-def _register_copies() -> None:
-    """Give the device the two operators by which `torch.tensor(…, device=…)` copies from the host.
+    """Register the device, once for this process, with the two operators by which `torch.tensor(…, device=…)` copies
+    from the host.
 
     torch turns all modes off there. What the two make becomes a fake tensor as soon as the modes are on again.
     """
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
     library = torch.library.Library("aten", "IMPL")
 
     def empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any) -> Any:  # noqa: ARG001
@@ -43,6 +38,7 @@ def _register_copies() -> None:
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", lambda _source, target, _non_blocking=False: target, "PrivateUse1")
     _LIBRARIES.append(library)
+    return torch.device(NAME, 0)
 
 
 _LIBRARIES: list[Any] = []  # a library's operators go when it does

@@ -74,7 +74,11 @@ class LongestSamples(Unprobed):
         self.short = isinstance(mode, Rehearsing)
 
     def rewards(self, cfg: RewardConfig) -> Rewards:
-        return constant_rewards(cfg)
+        """Judge every sample alike by rules and functions of its text; reward models run."""
+        terms = reward_terms(cfg)
+        own = [Constant(term.name) for term in terms if not isinstance(term.cfg, ModelRewardConfig)]
+        models = [term for term in terms if isinstance(term.cfg, ModelRewardConfig)]
+        return Rewards(own, models, {term.name: term.weight for term in terms})
 
     def reward_model(self, run: TrainingRun, term: RewardTerm) -> RingRewardModel:
         return longest_reward_model(run, term, log=self.mode.log, made=self.judging)
@@ -298,14 +302,6 @@ def _unlike(sample: CreditedSample, number: int, length: int) -> CreditedSample:
 
 
 # ---- rewards ----
-
-
-def constant_rewards(cfg: RewardConfig) -> Rewards:
-    """Judge every sample alike by rules and functions of its text; reward models run."""
-    terms = reward_terms(cfg)
-    own = [Constant(term.name) for term in terms if not isinstance(term.cfg, ModelRewardConfig)]
-    models = [term for term in terms if isinstance(term.cfg, ModelRewardConfig)]
-    return Rewards(own, models, {term.name: term.weight for term in terms})
 
 
 @dataclass(frozen=True)

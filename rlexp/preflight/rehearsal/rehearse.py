@@ -23,7 +23,7 @@ from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import COLLECT, Log, peak_of
 from rlexp.preflight.rehearsal.longest_samples import LongestSamples, Wordless
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
-from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
+from rlexp.preflight.rehearsal.rates import UNTIMED, DeviceClock, Rates
 from rlexp.preflight.rehearsal.stand_ins import answering, fused_attention, uncounted_objects
 from rlexp.training.checkpoint.saver import share
 from rlexp.training.engine import rehearsed
@@ -55,7 +55,7 @@ class RehearsalPlan:
     layers: int | None = None  # None: all
     steps: int = 1
     gpu: bool = True
-    rates: Rates | None = None
+    rates: Rates = UNTIMED
     limit: float = math.inf  # bytes; a build that needs more is enough
     answers: int | None = None  # tokens of each answer of pairs that share their prompt; None: nothing is shared
 
