@@ -225,8 +225,11 @@ def agreement_of(run: LoggedRun, family: Family) -> Agreement:
         words = f"{run.label} diverges from {baseline.label} at step {other.step}: {named(other)}."
         return Agreement(run, baseline, APART, worst[1], worst_name, other.step, words)
     if first is None:
-        where = _where(run, baseline, shared) if flipped is None else f"at the {shared} steps compared"
-        words = f"{run.label} has the curve of {baseline.label} {where}: {_within(worst[1])}.{samples}"
+        most, size = max(len(run.steps), len(baseline.steps)), worst[1]
+        where = f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
+        where = where if flipped is None else f"at the {shared} steps compared"
+        within = "equal to the bit" if size == 0 else f"within {size:.1e}"
+        words = f"{run.label} has the curve of {baseline.label} {where}: {within}.{samples}"
         return Agreement(run, baseline, AGREE, worst[1], worst_name, worst[0], words, flipped)
     step, name = first.step, first.metric
     surely = first.measured or precise or step <= EARLY
@@ -238,16 +241,6 @@ def agreement_of(run: LoggedRun, family: Family) -> Agreement:
         f"more than the estimate. To learn whether that is rounding, add a run with another train.micro_batch_size."
     )
     return Agreement(run, baseline, APART if surely else UNPROVEN, worst[1], name, step, words + samples, flipped)
-
-
-def _where(run: LoggedRun, baseline: LoggedRun, shared: int) -> str:
-    """Say which part of the curve both runs have."""
-    most = max(len(run.steps), len(baseline.steps))
-    return f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
-
-
-def _within(size: float) -> str:
-    return "equal to the bit" if size == 0 else f"within {size:.1e}"
 
 
 def _size(gap: Difference) -> float:

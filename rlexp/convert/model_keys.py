@@ -88,8 +88,4 @@ def rope(conv: Conversion, argument: str, value: Any, reach: str | None = None) 
 
 def described(model: str) -> Mapping[str, Any]:
     """Return config.json of a model that is a folder here; nothing for any other."""
-    try:
-        config = plain_json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return plain_json.mapping_in(Path(model).expanduser() / "config.json") or {}

@@ -63,7 +63,13 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
     """Return what each ring size makes of the first steps, and what was looked at, in words."""
     own = cfg.parallel.ring_size
     shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
-    batches = _batches(cfg, rows, sampler)
+    batches: list[tuple[Batch, Callable[[int], Example]]] = []  # that are looked at, and how their samples are found
+    samples = tokens = 0
+    for batch, example_of, size in _batches(cfg, rows, sampler):
+        batches.append((batch, example_of))
+        samples, tokens = samples + len(batch.indices), tokens + size
+        if len(batches) == STEPS or samples >= MOST_SAMPLES or tokens >= MOST_TOKENS:
+            break
     seen = {size: _Seen() for size in shapes}
     for batch, example_of in batches:
         examples = [example_of(index) for index in batch.indices]
@@ -100,19 +106,7 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     return _Shape(on_ring, size, replicas, build_layout(cfg, own), choice.name, dealer, windows)
 
 
-def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> list[tuple[Batch, Callable[[int], Example]]]:
-    """Return the train batches that are looked at, each with how its samples are found."""
-    taken = []
-    samples = tokens = 0
-    for batch, example_of, size in _all_batches(cfg, rows, sampler):
-        taken.append((batch, example_of))
-        samples, tokens = samples + len(batch.indices), tokens + size
-        if len(taken) == STEPS or samples >= MOST_SAMPLES or tokens >= MOST_TOKENS:
-            break
-    return taken
-
-
-def _all_batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
+def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
     """Yield the train batches of an epoch with their tokens."""
     examples = rows.examples.train
     if rows.kind is not Kind.prompts:

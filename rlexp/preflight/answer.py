@@ -117,7 +117,10 @@ def lengths_that_fit(
     _, longest = yield from predict_and_fit(cfg, model, outcome=asked)
     possible = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in possible]
-    others = [_as_long(each, cfg, longest) for each in laid]
+    others = []
+    for each in laid:  # at the length that it probably fits: as many tokens a rank
+        tokens = (longest.tokens or cfg.data.max_length) * each.parallel.ring_size // cfg.parallel.ring_size
+        others.append(with_length(each, max(STEP * each.parallel.ring_size, tokens)))
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     results = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
     refused = {size: each for size, each in zip(sizes, composed, strict=True) if isinstance(each, str)}
@@ -128,13 +131,6 @@ def lengths_that_fit(
         pairs = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in (cfg, *others)]
         sharing = dict(zip(alone, pairs, strict=True))
     return dict(sorted((refused | alone).items())), sharing
-
-
-def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
-    """Return another ring at the length that it probably fits: as many tokens a rank."""
-    size = other.parallel.ring_size
-    length = (longest.tokens or cfg.data.max_length) * size // cfg.parallel.ring_size
-    return with_length(other, max(STEP * size, length))
 
 
 def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls[Sequence[Log] | None]:

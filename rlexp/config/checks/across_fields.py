@@ -17,7 +17,7 @@ from rlexp.config.checks.files import check_baseline
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
-from rlexp.config.checks.micro_batches import check_micro_batches, check_sharing
+from rlexp.config.checks.micro_batches import OF_SHARING, check_micro_batches
 from rlexp.config.checks.model import check_pretrained
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
@@ -136,7 +136,8 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
-    check_sharing(cfg)
+    if cfg.data.share_prefix:  # it is asked for
+        refuse_broken(OF_SHARING, cfg)
     check_kernel(cfg, heads, here=here)
     check_adapter(cfg, here=here)
     check_reference(cfg, here=here)

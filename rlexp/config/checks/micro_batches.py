@@ -157,9 +157,3 @@ OF_SHARING = (
 def shares(cfg: Config) -> bool:
     """Say whether a run's sequences share what they can."""
     return cfg.data.share_prefix is not False and not any(rule.broken(cfg) for rule in OF_SHARING)
-
-
-def check_sharing(cfg: Config) -> None:
-    """Refuse sharing that is asked for where it cannot be."""
-    if cfg.data.share_prefix:
-        refuse_broken(OF_SHARING, cfg)
