@@ -22,9 +22,8 @@ from rlexp.config.schema.launcher_keys import SlurmJobs
 from rlexp.launch import run_folder
 from rlexp.launch.planning import Planned, Refusal, done, refuse
 from rlexp.launch.slurm import key_checks, queue
-from rlexp.launch.slurm.limits import exceeded, kinds, partitions
 from rlexp.launch.slurm.meeting import RUN_DIR
-from rlexp.launch.slurm.queue import Known
+from rlexp.launch.slurm.queue import Known, exceeded, kinds, partitions
 from rlexp.launch.submitting import Submitting, resources
 from rlexp.launch.sweep import Sweep
 
