@@ -217,7 +217,7 @@ def metric(name: str, report: Report) -> page.MetricCurves:
     worst: page.Worst | None = None
     floor, kind = None, ""
     for family in report.families.families if compared(name) else ():
-        if family.baseline is None or name not in family.baseline.columns:
+        if name not in family.baseline.columns:
             continue
         for place, run in enumerate(runs):
             if run not in family.others() or name not in run.columns:
@@ -304,7 +304,6 @@ def family_summary(family: Family) -> dict[str, Any]:
     apart: dict[str, dict[str, Any]] = {}
     drawn: dict[str, dict[str, Any] | None] = {}
     for run in family.others():
-        assert family.baseline is not None
         apart[run.name] = {}
         for name in run.columns:
             if compared(name) and name in family.baseline.columns:
@@ -313,7 +312,7 @@ def family_summary(family: Family) -> dict[str, Any]:
         other = first_apart(run, family.baseline)
         drawn[run.name] = None if other is None else asdict(other)
     return {
-        "baseline": None if family.baseline is None else family.baseline.name,
+        "baseline": family.baseline.name,
         "runs": [run.name for run in family.runs],
         "largest_differences": apart,
         "first_differing_samples": drawn,

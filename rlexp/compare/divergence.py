@@ -124,9 +124,7 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     Runs that differ from the baseline in their micro-batch or packing alone measure it. Noise larger than any rounding
     does not count.
     """
-    baseline = family.baseline
-    assert baseline is not None
-    precision = coarsest(family.runs)
+    baseline, precision = family.baseline, coarsest(family.runs)
     estimate = curve_distance.estimated_floor(metric, precision, steps)
     noise = [run for run in family.others() if is_noise(run, baseline)]
     names = LOSSES if metric in LOSSES else (metric,)  # both losses together: the held-out loss has few values
@@ -154,7 +152,7 @@ def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
 
 def outcome_of(families: Families) -> Conclusion:
     """Compare every run with the baseline of its family."""
-    compared_runs = [(run, family) for family in families.families if family.baseline for run in family.others()]
+    compared_runs = [(run, family) for family in families.families for run in family.others()]
     agreements = [agreement_of(run, family) for run, family in compared_runs if len(run.steps)]
     if not agreements:
         return Conclusion(NONE, "There is nothing to compare: each run is an experiment of its own.", [])
@@ -203,9 +201,7 @@ def _samples(agreements: Sequence[Agreement]) -> str:
 
 def agreement_of(run: LoggedRun, family: Family) -> Agreement:
     """Compare a run's losses with its baseline's; in float64, every metric that a layout must not move."""
-    baseline = family.baseline
-    assert baseline is not None
-    precision = coarsest([run, baseline])
+    baseline, precision = family.baseline, coarsest([run, family.baseline])
     precise = precision == "fp64"
     names = [name for name in run.columns if name in baseline.columns and curve_distance.compared(name)]
     gaps = {name: between(run, baseline, name) for name in names if precise or name in LOSSES}
@@ -252,7 +248,6 @@ def _divergence(run: LoggedRun, name: str, gap: Difference, family: Family, prec
 
     A run that measures the noise is not compared with its own noise. Float64 has no noise but the promised tolerance.
     """
-    assert family.baseline is not None
     floor = floor_of(family, name, gap.steps)
     limit = within_rounding(name, precision, gap.steps)
     held = floor.measured & (precision != "fp64" and not is_noise(run, family.baseline))

@@ -15,7 +15,7 @@ from rlexp.config.identity import changes, of_length
 class Family:
     """Runs that should have one curve."""
 
-    baseline: LoggedRun | None  # None: it has no curve
+    baseline: LoggedRun
     runs: list[LoggedRun]  # including the baseline
 
     def others(self) -> list[LoggedRun]:

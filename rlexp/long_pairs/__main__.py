@@ -29,8 +29,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.base.files import replacing
 from rlexp.config.explain import explained
 from rlexp.config.schema import ModelConfig
-from rlexp.long_pairs.lengths import CHARACTERS, counting, estimated, pairs
-from rlexp.long_pairs.question import Pair, wrong
+from rlexp.long_pairs.lengths import CHARACTERS, Pair, counting, estimated, pairs, wrong
 from rlexp.long_pairs.texts import Texts, given, of_python
 
 FEWEST = 1000  # tokens of a pair: a question needs about 100

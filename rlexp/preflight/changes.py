@@ -23,6 +23,7 @@ from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.micro_batches import BUDGET, at_once, longest_sample
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.schema import AUTO, Checkpointing, Config, Device, EngineName, LoraConfig, Offload, with_values
+from rlexp.config.schema.bounds import as_typed
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
@@ -121,14 +122,8 @@ def with_engine(cfg: Config, name: str) -> Config | None:
 
 def one(cfg: Config, key: str, value: Any) -> tuple[str, Config]:
     """Return the change of one key, as words and as the configuration."""
-    match value:
-        case bool():
-            written = str(value).lower()
-        case float():
-            written = f"{value:g}"
-        case _:
-            written = str(getattr(value, "value", value))
     group, _, name = key.partition(".")
+    written = f"{value:g}" if isinstance(value, float) else as_typed(value)
     return f"{key}={written}", with_values(cfg, group, **{name: value})
 
 

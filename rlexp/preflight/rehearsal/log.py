@@ -181,10 +181,6 @@ class Pass:
     net: dict[str, int]  # at the end
     counts: Counts
 
-    @property
-    def rise(self) -> int:
-        return sum(self.highest.values())
-
     def plus(self, other: Pass, times: int) -> Pass:
         """Add a multiple of another pass."""
         highest, net = ({kind: ours[kind] + times * theirs[kind] for kind in STORAGE_KINDS}
