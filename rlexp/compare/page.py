@@ -174,8 +174,8 @@ def render(payload: Payload) -> str:
     )  # fmt: skip
 
 
-def asset(name: str) -> str:
-    return (files("rlexp.compare") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "rlexp.compare") -> str:
+    return (files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
 def content_policy(scripts: Sequence[str], style: str) -> str:

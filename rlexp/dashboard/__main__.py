@@ -148,12 +148,6 @@ def send(project: str, entity: str | None, group: str | None) -> str:
         return str(workspace(project, entity, group, sampled=sampled).save().url)
 
 
-def newest_report(runs: Path) -> Path | None:
-    """Return the newest report of a sweep or a comparison."""
-    paths = [*runs.glob("report.html"), *runs.glob("*/report.html"), *runs.glob("*/*/report.html")]
-    return max(paths, key=lambda path: path.stat().st_mtime, default=None)
-
-
 def gather(runs: Path) -> Path | None:
     """Link all that W&B wrote offline beneath a folder into one folder, since W&B's terminal view shows one folder."""
     fragments = list(fragments_beneath(runs))
@@ -195,7 +189,8 @@ def show(options: argparse.Namespace) -> int:
 
 def look_here(runs: Path) -> None:
     """Show what there is to look at without W&B's server."""
-    report = newest_report(runs)
+    reports = [*runs.glob("report.html"), *runs.glob("*/report.html"), *runs.glob("*/*/report.html")]
+    report = max(reports, key=lambda path: path.stat().st_mtime, default=None)  # of a sweep or a comparison
     # Without a display, a text browser would take over the terminal.
     graphical = sys.platform == "darwin" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
     if report is None:

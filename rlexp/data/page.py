@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from string import Template
 
 from rlexp.compare.page import asset, content_policy, utf8
@@ -40,14 +39,10 @@ def joined(*children: str | None) -> Markup:
 
 def render(facts: Preview) -> str:
     """Return the whole page as text."""
-    style = f"{asset('base.css')}\n{_asset('preview.css')}"
-    return Template(_asset("preview.html")).substitute(
+    style = f"{asset('base.css')}\n{asset('preview.css', __package__)}"
+    return Template(asset("preview.html", __package__)).substitute(
         policy=content_policy((), style), style=style, title=joined(_title(facts)), body=_body(facts)
     )
-
-
-def _asset(name: str) -> str:
-    return (files("rlexp.data") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _title(facts: Preview) -> str:

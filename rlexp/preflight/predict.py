@@ -74,7 +74,7 @@ class Prediction:
         for each in self.passes:
             at = Peak(each.phase, {kind: live[kind] + each.highest[kind] for kind in STORAGE_KINDS})
             if self.vllm is not None:
-                at.by_kind[VLLM] = self.vllm.in_phase(each.phase)
+                at.by_kind[VLLM] = 0 if self.vllm.sleeps and each.phase != "rollout" else self.vllm.holds.bytes
             if each.phase not in highest or at.bytes > highest[each.phase].bytes:
                 highest[each.phase] = at
             live = {kind: live[kind] + each.net[kind] for kind in STORAGE_KINDS}

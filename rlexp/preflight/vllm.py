@@ -42,10 +42,6 @@ class VllmShare:
     on_cpu: bool
     kept: int = 0  # bytes that `auto` leaves free too: more is assumed to lie beside tensors than the reserve has
 
-    def in_phase(self, phase: str) -> int:
-        """Return the bytes that vLLM holds in a phase."""
-        return 0 if self.sleeps and phase != "rollout" else self.holds.bytes
-
     @property
     def seconds(self) -> float:
         """The estimated seconds of a rollout whose answers are all as long as they may be."""
