@@ -103,7 +103,7 @@ def metric_names(runs: Sequence[LoggedRun]) -> list[str]:
 
 
 def card(run: LoggedRun, report: Report) -> page.RunCard:
-    family = report.families.of(run)
+    family = next((each for each in report.families.families if run in each.runs), None)
     agreement = next((each for each in report.outcome.agreements if each.run is run), None)
     baseline = family.baseline if family and family.others() else None  # a single run has no baseline
     peak = highest_peak(run)

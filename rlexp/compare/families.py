@@ -28,9 +28,6 @@ class Families:
     forced: list[str]  # settings that differ although the runs are compared
     notes: list[str]
 
-    def of(self, run: LoggedRun) -> Family | None:
-        return next((family for family in self.families if run in family.runs), None)
-
 
 def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     """Group the runs into families.
@@ -48,7 +45,14 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     apart = [run for run in drawn if different(first, run)]
     unexplained = [run for run in apart if not on_purpose(first, run, group.axes)]
     if not unexplained:
-        families = _by_experiment(drawn) if apart else [drawn]
+        families = [drawn]
+        if apart:
+            by_experiment: dict[str, list[LoggedRun]] = {}
+            for run in drawn:  # files are compared by their contents, not by their paths
+                known = {key: value["contents"] if isinstance(value, dict) and "contents" in value else value
+                         for key, value in depends(run).items()}  # fmt: skip
+                by_experiment.setdefault(json.dumps(known, sort_keys=True), []).append(run)
+            families = list(by_experiment.values())
     elif force:
         families = [drawn]
         forced = [f"{run.label}: {line}" for run in apart for line in different(first, run)]
@@ -80,16 +84,6 @@ def on_purpose(one: LoggedRun, other: LoggedRun, axes: Sequence[str]) -> bool:
         return one.baseline != other.baseline
     keys = [key for key, _, _ in changes(depends(one), depends(other))]
     return all(any(key == axis or key.startswith(f"{axis}.") for axis in axes) for key in keys)
-
-
-def _by_experiment(runs: Sequence[LoggedRun]) -> list[list[LoggedRun]]:
-    families: dict[str, list[LoggedRun]] = {}
-    for run in runs:
-        # Files are compared by their contents, not by their paths.
-        known = {key: value["contents"] if isinstance(value, dict) and "contents" in value else value
-                 for key, value in depends(run).items()}  # fmt: skip
-        families.setdefault(json.dumps(known, sort_keys=True), []).append(run)
-    return list(families.values())
 
 
 def _named(drawn: Sequence[LoggedRun], runs: Sequence[LoggedRun], baseline: str) -> LoggedRun:

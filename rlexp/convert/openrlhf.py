@@ -162,7 +162,9 @@ def convert(conv: Conversion) -> None:
     model_keys.trained(conv, "pretrain")
     if conv.whole("lora_rank"):
         adapters.lora(conv, "lora_rank")
-    _engine(conv)
+    engines.by_stage(conv, "zero_stage")
+    if conv.flag("adam_offload") and conv.chosen("engine") != "zero0":
+        conv.put("engine.offload", "optimizer", "adam_offload")
     _optimizer(conv)
     _data(conv)
     _files(conv, _loss(conv))
@@ -215,12 +217,6 @@ def _supervised(conv: Conversion) -> None:
     if templated and not answered and not conv.flag("multiturn") and conv.name("multiturn") is None:
         why = "without it theirs trains the last answer of a conversation; here every one is trained on"
         conv.remark(Fate.OTHER, "multiturn", False, why)
-
-
-def _engine(conv: Conversion) -> None:
-    engines.by_stage(conv, "zero_stage")
-    if conv.flag("adam_offload") and conv.chosen("engine") != "zero0":
-        conv.put("engine.offload", "optimizer", "adam_offload")
 
 
 def _optimizer(conv: Conversion) -> None:

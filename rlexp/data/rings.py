@@ -25,7 +25,7 @@ from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
-from rlexp.training.types import Example, Ids, Pack
+from rlexp.training.types import Example, Ids
 
 SIZES = (1, 2, 4, 8)
 STEPS = 32  # that are looked at
@@ -132,8 +132,11 @@ def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch,
 
 def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> None:
     """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
+    multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
+    sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
     for packing in (True, False):
-        pack = _packed(cfg, shape, examples, packing=packing)
+        share = Share() if packing and shares(cfg) else None
+        pack = pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
         seen.real[packing] += pack.real_tokens
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
@@ -152,13 +155,6 @@ def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids
     """Return the sequences of an example; of a prompt, with an answer that no other has."""
     drawn = (np.full(cfg.rollout.max_new_tokens, -1 - place, np.int32),)
     return [(example.prompt, answer) for answer in example.answers or drawn]
-
-
-def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:
-    multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
-    sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
-    share = Share() if packing and shares(cfg) else None
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 
 def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> RingFacts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -97,7 +98,12 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
         store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
-    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds, gpu)
+    watched = store
+    with contextlib.suppress(
+        AttributeError, RuntimeError
+    ):  # an older torch has no clones, nor a store without a server
+        watched = getattr(store, "clone")()  # noqa: B009 - a connection that no other call keeps busy
+    watch.begin(dist.PrefixStore("watch", watched), spec.rank, spec.world_size, launch.timeout_seconds, gpu)
     store.set_timeout(watch.FOR_EVER)  # NCCL meets here when a group is first used
     training = spec.world_size - sampling
     if spec.rank < training:
@@ -111,15 +117,6 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
             timeout=watch.FOR_EVER,
         )  # fmt: skip
     return store
-
-
-def _own(store: dist.Store) -> dist.Store:
-    """Return a connection to the store that no other call keeps busy, where it has such."""
-    try:
-        own: dist.Store = getattr(store, "clone")()  # noqa: B009 - torch's types do not have it
-    except (AttributeError, RuntimeError):  # nor has an older torch, or a store without a server
-        return store
-    return own
 
 
 def backend_of(launch: LaunchConfig) -> str:

@@ -65,7 +65,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     """Claim the folder for this process and write its config.yaml and run.json. Return False if the folder holds this
     very run and it is finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    _refuse_itself(cfg, run_dir)
+    if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
+        raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
     _refuse_links(run_dir)
     again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     claim(run_dir, patience=LOST if again else 0.0)
@@ -158,11 +159,6 @@ def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:
 def requeue(job: str | None, why: str, step: int) -> dict[str, Any]:
     """Return an entry of run.json's `requeues`, the list of restarts."""
     return {"job": job, "why": why, "step": step, "at": now()}
-
-
-def _refuse_itself(cfg: Config, run_dir: Path) -> None:
-    if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
-        raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
 
 
 def _refuse_links(run_dir: Path) -> None:

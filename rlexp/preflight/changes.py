@@ -143,7 +143,12 @@ def singles(cfg: Config, *, engines: bool = True, short: HostBytes | None = None
             yield f"engine={engine}", other
     if cfg.engine.offload is Offload.none and "optimizer" in ENGINES[name].offload:
         yield one(cfg, "engine.offload", Offload.optimizer)
-    yield from _with_less_at_once(cfg)
+    samples, batches = cfg.train.micro_batch_size, cfg.train.grad_acc
+    if isinstance(samples, int) and samples > 1 and samples % 2 == 0:
+        assert batches is not None
+        yield one(with_values(cfg, "train", grad_acc=2 * batches), "train.micro_batch_size", samples // 2)
+    else:
+        yield from itertools.islice(fewer_tokens(cfg), 1)
     for key, count in smaller(cfg):
         yield one(cfg, key, count)
     if uses_vllm(cfg) and on_gpu:  # other shares of a GPU: what training leaves, and none while the ranks train
@@ -219,16 +224,6 @@ def _with_ring(cfg: Config, size: int) -> Config:
     replicas, samples = cfg.parallel.world_size // size, cfg.train.micro_batch_size
     batches = cfg.train.batch_size // (samples * replicas) if isinstance(samples, int) else None
     return with_values(with_values(cfg, "parallel", ring_size=size, dp_size=replicas), "train", grad_acc=batches)
-
-
-def _with_less_at_once(cfg: Config) -> Iterator[tuple[str, Config]]:
-    """Yield smaller micro-batches."""
-    samples, batches = cfg.train.micro_batch_size, cfg.train.grad_acc
-    if isinstance(samples, int) and samples > 1 and samples % 2 == 0:
-        assert batches is not None
-        yield one(with_values(cfg, "train", grad_acc=2 * batches), "train.micro_batch_size", samples // 2)
-    else:
-        yield from itertools.islice(fewer_tokens(cfg), 1)
 
 
 def fewer_tokens(cfg: Config) -> Iterator[tuple[str, Config]]:

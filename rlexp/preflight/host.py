@@ -75,6 +75,8 @@ def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
     ranks = ranks_of_machine(cfg)
     on_cpu, gib = cfg.launch.device is Device.cpu, cfg.hardware.host_memory_gib
     copied = _copied(cfg, held, ranks)
+    dtype, bf16 = cfg.checkpoint.export_dtype, cfg.train.precision is Precision.bf16
+    wide = dtype is ExportDtype.fp32 or (dtype is ExportDtype.auto and not bf16)  # the elements of `<run>/model`
     return HostBytes(
         ranks,
         {
@@ -83,7 +85,7 @@ def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
             REFERENCE: held.shared,
             OFFLOADED: ranks * (held.offloaded + held.rounded + held.beside),
             COPIES: ranks * copied,
-            EXPORT: min(SHARD, held.elements * _exported(cfg)) if cfg.checkpoint.export else 0,
+            EXPORT: min(SHARD, held.elements * (4 if wide else 2)) if cfg.checkpoint.export else 0,
         },
         int(gib * GIB * (1 - FREE)) if gib else None,
         assumed=() if on_cpu else (PROCESSES,),
@@ -107,13 +109,6 @@ def _copied(cfg: Config, held: Held, ranks: int) -> int:
         return 0
     piece, count = sizes(held.state, None if most is None else int(most * GIB / ranks))
     return piece * count
-
-
-def _exported(cfg: Config) -> int:
-    """Return the bytes of an element in `<run>/model`."""
-    wide = cfg.checkpoint.export_dtype is ExportDtype.fp32
-    wide |= cfg.checkpoint.export_dtype is ExportDtype.auto and cfg.train.precision is not Precision.bf16
-    return 4 if wide else 2
 
 
 def power_of_two(count: int) -> int:

@@ -30,6 +30,7 @@ from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.preflight.vllm import VllmShare
 from rlexp.training.train.examples import longest_in_words
 
+EVERY = 5.0  # seconds between two lines of progress
 CHECKPOINTING = {
     Checkpointing.none: "",
     Checkpointing.full: ", activation checkpointing",
@@ -312,7 +313,9 @@ def plain(answer: Answer) -> dict[str, Any]:
         "longest": {str(size): {"refused": longest} if isinstance(longest, str) else longest.plain()
                     for size, longest in answer.rings.items()},
         "longest_sharing": {str(size): longest.plain() for size, longest in answer.sharing.items()},
-        "changes": {each.words: _plain_change(each) for each in answer.changes},
+        "changes": {each.words: {"refused": each.refused} if each.prediction is None else
+                    {"peak_gib": each.prediction.peak.bytes / GIB, "estimated_seconds": seconds(each.prediction)}
+                    for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
         "remedy": None if others else words,
         "remedy_of_other_weights": words if others else None,
@@ -328,15 +331,6 @@ def plain(answer: Answer) -> dict[str, Any]:
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
     }  # fmt: skip
-
-
-def _plain_change(change: Change) -> dict[str, Any]:
-    if change.prediction is None:
-        return {"refused": change.refused}
-    return {"peak_gib": change.prediction.peak.bytes / GIB, "estimated_seconds": seconds(change.prediction)}
-
-
-EVERY = 5.0  # seconds between two lines
 
 
 class Progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import itertools
 import os
+from pathlib import Path
 
 from rlexp.base import engine_facts
 from rlexp.base.engine_facts import ENGINES
@@ -13,7 +14,7 @@ from rlexp.config import sizes
 from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.deepspeed import check_overrides
-from rlexp.config.checks.files import check_baseline
+from rlexp.config.checks.files import expanded
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
@@ -128,8 +129,11 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
             f"logger={name.value}: the package {name.value} is not installed. Install it with "
             f"`pip install -e '.[{name.value}]'` in a checkout, or use logger=wandb or logger=none."
         )
-    if cfg.logger.baseline is not None:
-        check_baseline("logger.baseline", cfg.logger.baseline)
+    if (baseline := cfg.logger.baseline) is not None:  # only the folder around it must exist: it may be about to begin
+        folder = expanded("logger.baseline", baseline)
+        if not os.path.isdir(folder.parent) or os.path.isfile(folder):
+            raise ConfigError(f"logger.baseline={baseline}: no such run folder. Give another run's folder; relative "
+                              f"paths start at {Path.cwd()}.")  # fmt: skip
     if isinstance(cfg.data, RowsDataConfig):
         check_sources(cfg.data, reads_rows=reads_rows)
     _check_model(cfg.model, here=here)

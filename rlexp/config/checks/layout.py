@@ -135,8 +135,6 @@ def _fitting(heads: Heads | None, ring: int, most: int) -> int:
 
 def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
-    if isinstance(model, TinyModelConfig):
-        return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads, (model.window,))
     config = described(model)
     return None if config is None else heads_in(config)
 
@@ -152,7 +150,11 @@ def experts_in(model: ModelConfig) -> str | None:
 
 
 def described(model: ModelConfig) -> dict[str, Any] | None:
-    """Read the config.json of a model in a folder. A GGUF file has its own, which only ranks read."""
+    """Read the config.json of a model in a folder, and write that of model=tiny. A GGUF file has its own, which only
+    ranks read."""
+    if isinstance(model, TinyModelConfig):
+        return {"num_hidden_layers": model.layers, "num_attention_heads": model.heads, "sliding_window": model.window,
+                "num_key_value_heads": model.kv_heads, "hidden_size": model.hidden_size}  # fmt: skip
     if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
     return plain_json.mapping_in(Path(model.path).expanduser() / "config.json")

@@ -93,8 +93,10 @@ class SlurmLauncher(Submitting):
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             if taken := self._taken(sweep, jobs):
                 return taken
+            lines = [each.strip() for each in str(error).splitlines() if "sbatch: error" in each or "slurm_" in each]
+            why = " ".join(lines) or queue.last_line(str(error))
             for planned in jobs:
-                planned.refusal = Refusal("failed", f"Slurm did not accept it: {_sbatch_said(str(error))}")
+                planned.refusal = Refusal("failed", f"Slurm did not accept it: {why}")
                 refuse(sweep, planned.job, planned.refusal)
             return {}
         for planned, job in zip(jobs, handed, strict=True):
@@ -191,8 +193,3 @@ def by_resources(jobs: Sequence[Planned]) -> list[list[Planned]]:
     for planned in jobs:
         sizes.setdefault(json.dumps(resources(planned), sort_keys=True, default=str), []).append(planned)
     return list(sizes.values())
-
-
-def _sbatch_said(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if "sbatch: error" in line or "slurm_" in line]
-    return " ".join(lines) or queue.last_line(text)
