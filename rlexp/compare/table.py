@@ -14,7 +14,7 @@ WIDTH = 110
 
 def table(payload: Payload, width: int | None = None) -> str:
     """Return the table and the verdict. Columns that do not fit a terminal's width stand below the others."""
-    runs = payload.runs
+    runs, counted = payload.runs, any(run.tensors is not None for run in payload.runs)
     columns: list[tuple[str, Callable[[RunCard], str], bool]] = [  # with whether any run has a value
         ("run", lambda run: run.label, True),
         ("ring × dp", layout, True),
@@ -29,7 +29,11 @@ def table(payload: Payload, width: int | None = None) -> str:
         ("efficiency", lambda run: number(run.efficiency, "{:.0%}"), True),
         ("predicted", lambda run: number(run.predicted_bytes, "{:.3g} GB", 1e-9),
          any(run.predicted_bytes is not None for run in runs)),
-        *((name, cell, True) for name, cell in memory_columns(payload)),
+        # on CPU, memory is mostly the process's, and the tensors are the run's
+        ("peak tensors",
+         lambda run: peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–", counted),
+        ("peak resident", lambda run: peak(run.peak_bytes), counted),
+        ("peak memory", lambda run: peak(run.peak_bytes, run.peak_phase, run.peak_rank), not counted),
     ]  # fmt: skip
     shown = [(name, cell) for name, cell, known in columns if known]
     rows = [[name for name, _ in shown], *([printable(cell(run)) for _, cell in shown] for run in runs)]
@@ -78,19 +82,6 @@ def difference(run: RunCard) -> str:
         return "baseline"
     upto = "" if run.compared_upto is None else f" to step {run.compared_upto}"
     return ("0 (equal)" if run.worst_difference == 0 else number(run.worst_difference, "{:.1e}")) + upto
-
-
-def memory_columns(payload: Payload) -> list[tuple[str, Callable[[RunCard], str]]]:
-    """Return the peak of memory, and first that of live tensors where they were counted: on CPU, memory is mostly the
-    process's, and the tensors are the run's."""
-    resident = ("peak memory", lambda run: peak(run.peak_bytes, run.peak_phase, run.peak_rank))
-    if all(run.tensors is None for run in payload.runs):
-        return [resident]
-
-    def tensors(run: RunCard) -> str:
-        return peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–"
-
-    return [("peak tensors", tensors), ("peak resident", lambda run: peak(run.peak_bytes))]
 
 
 def peak(size: int | None, phase: str | None = None, rank: int | None = None) -> str:

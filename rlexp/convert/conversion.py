@@ -189,13 +189,6 @@ class Conversion:
         """Return a list of mappings."""
         return self._checked(name, None, kinds.entries) or []
 
-    def needed(self, name: str, why: str, example: str) -> str:
-        """Return a text without which there is no run."""
-        value = self.text(name)
-        if value is None:
-            self.missing(name, why, example)
-        return str(value)
-
     def missing(self, name: str, why: str, example: str) -> NoReturn:
         """Refuse a file without an argument, in the form that the file has."""
         name = self.spelled(name)

@@ -30,8 +30,9 @@ SWIFT = {"chatml": "chatml", "qwen3_nothinking": "chatml", "qwen2_5": "qwen", "l
 
 def trained(conv: Conversion, argument: str) -> None:
     """Set the model that is trained."""
-    path = conv.needed(argument, "it names the model that is trained", "Qwen/Qwen3-0.6B")
-    conv.put("model.path", path, argument)
+    if (path := conv.text(argument)) is None:
+        conv.missing(argument, "it names the model that is trained", "Qwen/Qwen3-0.6B")
+    conv.put("model.path", str(path), argument)
 
 
 def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: str) -> None:

@@ -243,12 +243,8 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
 
 def _answered(process: subprocess.Popen[str], question: str, limit: float) -> tuple[str, str]:
     """Return what the process says to a question, on both its streams. Who waits for it is told so now and then."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(question)
-    process.stdin = None
     with busy_message(f"rehearses whether the run fits (at most {limit:.0f} s)", print_line):
-        return process.communicate(timeout=limit)
+        return process.communicate(question, timeout=limit)
 
 
 def fingerprint(cfg: Config, *, fitting: bool) -> str:

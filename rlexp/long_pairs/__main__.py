@@ -29,8 +29,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.base.files import replacing
 from rlexp.config.explain import explained
 from rlexp.config.schema import ModelConfig
-from rlexp.long_pairs.lengths import CHARACTERS, Pair, counting, estimated, pairs, wrong
-from rlexp.long_pairs.texts import Texts, given, of_python
+from rlexp.long_pairs.lengths import CHARACTERS, Pair, Texts, counting, estimated, given, of_python, pairs, wrong
 
 FEWEST = 1000  # tokens of a pair: a question needs about 100
 OUT = "long_pairs.jsonl"
