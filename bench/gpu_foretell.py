@@ -82,7 +82,7 @@ def _careful(asked: Asked) -> Any:
 
 def _one(asked: Asked) -> Any:
     from rlexp.preflight.changes import seconds
-    from rlexp.preflight.longest_that_fits import predict_and_fit, with_length
+    from rlexp.preflight.longest_that_fits import fit_from, with_length
     from rlexp.preflight.predict import Prediction, plan_of, predict
     from rlexp.preflight.rehearsal.log import passes
     from rlexp.preflight.rehearsal.rates import UNTIMED
@@ -92,7 +92,7 @@ def _one(asked: Asked) -> Any:
     cfg, tokens = asked.cfg, 0
     model = load_config(cfg.model, cfg.data.max_length)
     if asked.longest:
-        _, longest = yield from predict_and_fit(cfg, model)
+        longest = yield from fit_from(cfg, model, (yield from predict(cfg, model)))
         tokens = longest.tokens
         if not tokens:
             return Foretold()

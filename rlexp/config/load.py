@@ -151,9 +151,9 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
 def displaced(overrides: Sequence[str]) -> list[str]:
     """Return as overrides what a typed option states, and an appended file says otherwise: what is typed wins."""
     conflicts = precedence.conflicts(overrides)
-    for each in conflicts:
-        _tell_once(each.note)
-    return [each.override for each in conflicts]
+    for note, _ in conflicts:
+        _tell_once(note)
+    return [override for _, override in conflicts]
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True, reads_rows: bool = True) -> Config:

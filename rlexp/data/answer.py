@@ -146,7 +146,8 @@ class _Decoder:
         for place in range(offset, len(whole)):
             last = place + 1 == len(whole)
             known, text = self._text(whole[start:read]), self._text(whole[start : place + 1])
-            ends = last or self._special.intersection(whole[place : place + 2]) or self._parted(trained, place - offset)
+            here = trained[place - offset : place - offset + 2]  # whether this token is trained on, and the next
+            ends = last or self._special.intersection(whole[place : place + 2]) or here[0] != here[1]
             if ends or (len(text) > len(known) and not text.endswith(UNFINISHED)) or text == known:
                 yield piece(place + 1, text[len(known) :])
                 start, read = read, place + 1
@@ -154,8 +155,3 @@ class _Decoder:
     def _text(self, ids: Sequence[int]) -> str:
         text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
-
-    @staticmethod
-    def _parted(trained: Mask, place: int) -> bool:
-        """Say whether the next token is trained on and this one not, or the other way round."""
-        return bool(trained[place] != trained[place + 1])

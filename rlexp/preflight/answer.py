@@ -26,7 +26,7 @@ from rlexp.config.sizes import divisors
 from rlexp.launch.preflight_check import print_line
 from rlexp.preflight.changes import Change, cheapest_alone
 from rlexp.preflight.children import Calls, Watch, at_once
-from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
+from rlexp.preflight.longest_that_fits import STEP, Longest, fit_from, fit_like, fit_sharing, with_length
 from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of, refuse_unlike_reference
 from rlexp.preflight.rehearsal.log import Log
@@ -114,7 +114,7 @@ def lengths_that_fit(
     sizes = [each for each in divisors(cfg.parallel.world_size)
              if each.bit_count() == 1 and each != cfg.parallel.ring_size]  # fmt: skip
     composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
-    _, longest = yield from predict_and_fit(cfg, model, outcome=asked)
+    longest = yield from fit_from(cfg, model, asked)
     possible = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in possible]
     others = []

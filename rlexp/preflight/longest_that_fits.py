@@ -10,7 +10,7 @@ from rlexp.base.byte_counts import GIB
 from rlexp.config.checks.micro_batches import longest_sample
 from rlexp.config.schema import Config, with_values
 from rlexp.preflight.children import Calls
-from rlexp.preflight.predict import Found, Prediction, predict, predict_again, predict_fuller
+from rlexp.preflight.predict import Found, Prediction, predict_again, predict_fuller
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES, VLLM
 from rlexp.preflight.vllm import room
 
@@ -119,20 +119,11 @@ def with_length(cfg: Config, length: int) -> Config:
     return with_values(longer, "train", max_tokens_per_micro_batch=max(given, longest_sample(longer)))
 
 
-def predict_and_fit(
-    cfg: Config, model: Any, slope: float = 0.0, outcome: Found | None = None
-) -> Calls[tuple[Found, Longest]]:
-    """Predict a configuration at its own length, and find the longest one that fits. `slope` guesses the bytes that a
-    token adds, and `outcome` is the prediction, if they are known."""
-    outcome = outcome or (yield from predict(cfg, model))
-    return outcome, (yield from _longest(cfg, model, outcome, slope))
-
-
 def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls[Longest]:
     """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
     token adds."""
     first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
-    return (yield from _longest(cfg, model, first, slope))
+    return (yield from fit_from(cfg, model, first, slope))
 
 
 def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls[Longest]:
@@ -144,11 +135,12 @@ def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls[
     tokens = max(2 * (alone.tokens or cfg.data.max_length) - ANSWERS, granule + ANSWERS)  # as many in all
     first = with_length(one, -(-tokens // granule) * granule)
     outcome = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
-    return (yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS))
+    return (yield from fit_from(first, model, outcome, alone.slope / 2, ANSWERS))
 
 
-def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int | None = None) -> Calls[Longest]:
-    """Search from the configuration's own length, whose prediction is known."""
+def fit_from(cfg: Config, model: Any, outcome: Found, slope: float = 0.0, answers: int | None = None) -> Calls[Longest]:
+    """Search from the configuration's own length, whose prediction is known. `slope` guesses the bytes that a token
+    adds."""
     length = cfg.data.max_length
     search = Search(room(cfg), STEP * cfg.parallel.ring_size, shorter=answers or 0)
     if not slope and length >= FIRST * cfg.parallel.ring_size:
