@@ -20,7 +20,7 @@ from rlexp.launch import preflight_check
 from rlexp.preflight import report
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import singles
-from rlexp.preflight.longest_that_fits import _longest, with_length
+from rlexp.preflight.longest_that_fits import fit_from, with_length
 from rlexp.preflight.predict import Found, Prediction, predict
 from rlexp.preflight.rehearsal.log import CACHE, VLLM
 from rlexp.preflight.vllm import count_parameters, room, share_of, too_little_to_sample
@@ -215,7 +215,7 @@ def _searched(cfg: Config, model: Any, again: Any) -> Any:
 
     before, module.predict_again = module.predict_again, predict_again
     try:
-        task = _longest(cfg, model, again(cfg), 0.0)
+        task = fit_from(cfg, model, again(cfg), 0.0)
         while True:
             next(task)
     except StopIteration as end:
