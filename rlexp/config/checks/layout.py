@@ -135,6 +135,8 @@ def _fitting(heads: Heads | None, ring: int, most: int) -> int:
 
 def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
+    if isinstance(model, TinyModelConfig):  # whose layers are alike
+        return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads, (model.window,))
     config = described(model)
     return None if config is None else heads_in(config)
 
