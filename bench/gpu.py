@@ -195,7 +195,7 @@ SECTIONS: dict[str, Section] = {
 
 def predict(options: argparse.Namespace) -> int:
     from bench import gpu_longest
-    from rlexp.preflight.quiet import quietly
+    from rlexp.preflight import quietly
 
     quietly()
     chosen = gpu_longest.options()

@@ -52,7 +52,7 @@ def foretell(asked: Sequence[Asked]) -> list[Foretold]:
 
 
 def main() -> None:
-    from rlexp.preflight.quiet import quietly
+    from rlexp.preflight import quietly
 
     quietly()
     from rlexp.preflight.children import at_once
@@ -82,16 +82,17 @@ def _careful(asked: Asked) -> Any:
 
 def _one(asked: Asked) -> Any:
     from rlexp.preflight.changes import seconds
-    from rlexp.preflight.longest_that_fits import predict_and_fit, with_length
+    from rlexp.preflight.longest_that_fits import fit_from, with_length
     from rlexp.preflight.predict import Prediction, plan_of, predict
     from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rates import UNTIMED
     from rlexp.preflight.rehearsal.rehearse import rehearse
     from rlexp.training.model.loading import load_config
 
     cfg, tokens = asked.cfg, 0
     model = load_config(cfg.model, cfg.data.max_length)
     if asked.longest:
-        _, longest = yield from predict_and_fit(cfg, model)
+        longest = yield from fit_from(cfg, model, (yield from predict(cfg, model)))
         tokens = longest.tokens
         if not tokens:
             return Foretold()
@@ -100,7 +101,7 @@ def _one(asked: Asked) -> Any:
         found = yield from predict(cfg, model, asked.rank)
         prediction = found.prediction
     else:
-        plan = dataclasses.replace(plan_of(cfg, model, asked.rank, None), gpu=False, rates=None)
+        plan = dataclasses.replace(plan_of(cfg, model, asked.rank, None), gpu=False, rates=UNTIMED)
         (log,) = yield [(rehearse, (plan,))]
         prediction = Prediction(passes(log), log.layers, micro_batches(cfg))
     peaks = {phase: peak.bytes for phase, peak in prediction.peaks.items() if phase}

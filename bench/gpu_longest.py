@@ -136,8 +136,8 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
 
     `hints` has the bytes that a token of a rank adds: as many on every ring, and nearly as many in every engine.
     """
-    from rlexp.preflight.longest_that_fits import STEP, fit_like, predict_and_fit, with_length
-    from rlexp.preflight.predict import Found
+    from rlexp.preflight.longest_that_fits import STEP, fit_from, fit_like, with_length
+    from rlexp.preflight.predict import Found, predict
     from rlexp.training.model.loading import load_config
 
     found: Found | None = None
@@ -151,7 +151,9 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
         hint = hints.get(option.checkpointing, 0.0) / ring
         try:
             if found is None:
-                found, longest = yield from predict_and_fit(cfg, model, hint)
+                asked = yield from predict(cfg, model)
+                longest = yield from fit_from(cfg, model, asked, hint)
+                found = asked
             else:
                 near = with_length(cfg, max(STEP, tokens) * ring)
                 longest = yield from fit_like(near, model, hint, found)

@@ -170,7 +170,7 @@ class Timing:
     def kernel(self, kernel: Any, size: int, length: int) -> Iterator[Rate]:
         import torch
 
-        from rlexp.preflight.rehearsal.kernel_cost import pairs
+        from rlexp.preflight.rehearsal.kernel_cost import by_length
 
         s, peak = self.scale, self.hardware.bf16_tflops
         sizes = Sizes(s.heads, s.kv_heads, size, torch.bfloat16, self.device)
@@ -178,7 +178,7 @@ class Timing:
         call = call_of((length,), (length,), True)
         out, lse = kernel.forward(q, k, v, call, sizes.scale)
         given = (dout, q, k, v, out.to(q.dtype), lse, call, sizes.scale)
-        inputs, work = (q, k, v, call, sizes.scale), float(pairs(call)) * s.heads * size
+        inputs, work = (q, k, v, call, sizes.scale), float(by_length(call).total()) * s.heads * size
         what = f"`{kernel.name}`, heads of {size}, {length:,} tokens"
         one = self.computing(f"{what}, forward", "ATTENTION", lambda: kernel.forward(*inputs), FORWARD * work)
         other = self.computing(f"{what}, backward", "ATTENTION", lambda: kernel.backward(*given), BACKWARD * work)

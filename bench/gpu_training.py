@@ -344,12 +344,13 @@ def _counted(cfg: Config, rank: int, steps: int) -> Result:
     """Do the same on the CPU, whose resident memory says little, and count the bytes of its tensors in a second run."""
     from rlexp.preflight.predict import Prediction, plan_of
     from rlexp.preflight.rehearsal.log import passes
+    from rlexp.preflight.rehearsal.rates import UNTIMED
     from rlexp.preflight.rehearsal.rehearse import count
     from rlexp.training.model.loading import load_config
 
     result = _allocated(cfg, rank, steps)
     model = load_config(cfg.model, cfg.data.max_length)
-    log = count(dataclasses.replace(plan_of(cfg, model, rank, None), gpu=False, rates=None))
+    log = count(dataclasses.replace(plan_of(cfg, model, rank, None), gpu=False, rates=UNTIMED))
     peaks = Prediction(passes(log), log.layers, micro_batches(cfg)).peaks
     return {**result, "peaks": {phase: peak.bytes for phase, peak in peaks.items() if phase}}
 

@@ -123,17 +123,15 @@ def usual_rows(cfg: Config) -> list[str]:
 
 def _predicting(cfg: Config, model: Any, *, longest: bool) -> Any:
     """Predict a configuration as preflight does, with the engine that it takes. A task of `children.at_once`."""
-    from rlexp.preflight.longest_that_fits import predict_and_fit
+    from rlexp.preflight.longest_that_fits import fit_from
     from rlexp.preflight.predict import predict
     from rlexp.preflight.remedy import first_that_fits, laid_out
 
     (taken,) = yield [first_that_fits(cfg, model)]
     laid = yield from laid_out(taken.cfg, model)
-    if longest:
-        asked, fitting = yield from predict_and_fit(laid, model, outcome=taken.outcome)
-        return laid, asked.prediction.with_share(), fitting.tokens
     asked = taken.outcome or (yield from predict(laid, model))
-    return laid, asked.prediction.with_share(), 0
+    tokens = (yield from fit_from(laid, model, asked)).tokens if longest else 0
+    return laid, asked.prediction.with_share(), tokens
 
 
 def named(line: str) -> str:
@@ -164,7 +162,7 @@ def main() -> None:
         from bench.recipes_run import run
 
         sys.exit(run(options))
-    from rlexp.preflight.quiet import quietly
+    from rlexp.preflight import quietly
 
     quietly()
     there, at = recipes(), commit()  # before the first lines of a recipe change

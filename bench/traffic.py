@@ -207,10 +207,9 @@ def counted(cases: Sequence[Case]) -> list[list[OfRank]]:
 
 
 def by_rank(case: Case, rank: int) -> OfRank:
-    from rlexp.preflight.rehearsal.device import NAME, rehearsed_device
+    from rlexp.preflight.rehearsal.device import NAME, joined, rehearsed_device
     from rlexp.preflight.rehearsal.log import Log
     from rlexp.preflight.rehearsal.mode import Rehearsing
-    from rlexp.preflight.rehearsal.world import joined
     from rlexp.training.ring.kernels import get_kernel
     from rlexp.training.ring.kernels.base import Ask
     from rlexp.training.ring.layouts import get_layout

@@ -16,8 +16,8 @@ import numpy as np
 
 from rlexp.base import files
 from rlexp.base.version import __version__
-from rlexp.compare import page, samples
-from rlexp.compare.divergence import Conclusion, between, floor_of, outcome_of
+from rlexp.compare import page
+from rlexp.compare.divergence import Conclusion, between, first_apart, floor_of, outcome_of
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import Group, LoggedRun, settings
 from rlexp.config.identity import GROUPS
@@ -49,16 +49,14 @@ class Report:
             for run in self.group.runs
             if run.status in ("skipped", "failed") and run.reason
         ]
-        own = [note for run in self.group.runs for note in run.notes]
-        return [*self.group.notes, *self.families.notes, *skipped, *self._on_shared_cores(), *own]
-
-    def _on_shared_cores(self) -> list[str]:
         sharing = [run for run in self.group.runs if run.shared_cores]
-        cores = {run.cores for run in sharing if run.cores is not None}
-        if not sharing or len(self.group.runs) == 1:
-            return []
-        labels, counts = ", ".join(run.label for run in sharing), "–".join(map(str, sorted(cores)))
-        return [f"{labels}: more ranks than cores ({counts}). They took turns, so efficiency says nothing of GPUs."]
+        if sharing and len(self.group.runs) > 1:
+            counts = "–".join(map(str, sorted({run.cores for run in sharing if run.cores is not None})))
+            labels = ", ".join(run.label for run in sharing)
+            skipped.append(f"{labels}: more ranks than cores ({counts}). They took turns, so efficiency "
+                           f"says nothing of GPUs.")  # fmt: skip
+        own = [note for run in self.group.runs for note in run.notes]
+        return [*self.group.notes, *self.families.notes, *skipped, *own]
 
 
 def make(group: Group, families: Families) -> Report:
@@ -105,7 +103,7 @@ def metric_names(runs: Sequence[LoggedRun]) -> list[str]:
 
 
 def card(run: LoggedRun, report: Report) -> page.RunCard:
-    family = report.families.of(run)
+    family = next((each for each in report.families.families if run in each.runs), None)
     agreement = next((each for each in report.outcome.agreements if each.run is run), None)
     baseline = family.baseline if family and family.others() else None  # a single run has no baseline
     peak = highest_peak(run)
@@ -219,7 +217,7 @@ def metric(name: str, report: Report) -> page.MetricCurves:
     worst: page.Worst | None = None
     floor, kind = None, ""
     for family in report.families.families if compared(name) else ():
-        if family.baseline is None or name not in family.baseline.columns:
+        if name not in family.baseline.columns:
             continue
         for place, run in enumerate(runs):
             if run not in family.others() or name not in run.columns:
@@ -275,17 +273,13 @@ def config_rows(runs: Sequence[LoggedRun]) -> list[page.ConfigRow]:
     """Return a row per configuration key. Keys that a sweep fills in for its jobs are left out."""
     flat = [settings(run) or {f"sizes.{key}": str(value) for key, value in run.sizes.items()} for run in runs]
     keys = [key for key in dict.fromkeys(key for each in flat for key in each) if not key.startswith(FROM_SWEEP)]
-    rows = []
+    rows, identity = [], {name for run in runs for name in run.identity}
     for key in keys:
         values = [each.get(key, "–") for each in flat]
         known = [value for value, run in zip(values, runs, strict=True) if run.config]
-        rows.append(page.ConfigRow(key, values, len(set(known)) > 1, invariant(key, runs)))
+        fixed = key in identity or (not identity and key.partition(".")[0] in ("seed", *GROUPS))
+        rows.append(page.ConfigRow(key, values, len(set(known)) > 1, fixed))
     return rows
-
-
-def invariant(key: str, runs: Sequence[LoggedRun]) -> bool:
-    known = {name for run in runs for name in run.identity}
-    return key in known or (not known and key.partition(".")[0] in ("seed", *GROUPS))
 
 
 # ---- summary.json ----
@@ -310,16 +304,15 @@ def family_summary(family: Family) -> dict[str, Any]:
     apart: dict[str, dict[str, Any]] = {}
     drawn: dict[str, dict[str, Any] | None] = {}
     for run in family.others():
-        assert family.baseline is not None
         apart[run.name] = {}
         for name in run.columns:
             if compared(name) and name in family.baseline.columns:
                 worst = between(run, family.baseline, name).worst()
                 apart[run.name][name] = None if worst is None else {"step": worst[0], "relative": worst[1]}
-        other = samples.apart(run, family.baseline)
+        other = first_apart(run, family.baseline)
         drawn[run.name] = None if other is None else asdict(other)
     return {
-        "baseline": None if family.baseline is None else family.baseline.name,
+        "baseline": family.baseline.name,
         "runs": [run.name for run in family.runs],
         "largest_differences": apart,
         "first_differing_samples": drawn,

@@ -1,4 +1,10 @@
-"""Whether curves agree, and if not, where they part first and what that says: in words."""
+"""Whether curves agree, and if not, where they part first and what that says: in words.
+
+Where probabilities differ by rounding, a run now and then draws a token that the other run did not draw, and from there
+on its curve is another one. In float32 and bfloat16 that is no defect: curves are compared up to that sample. In
+float64 it hardly ever happens, so a differing sample counts as a defect. Other prompts count as a defect in every
+precision, since rounding does not choose prompts.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +17,49 @@ import numpy.typing as npt
 
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import LoggedRun
-from rlexp.compare.samples import coarsest, excused, inexcusable, named, remark
 from rlexp.run_files import curve_distance
-from rlexp.run_files.curve_distance import EARLY, LOSSES, MARGIN, Column, Difference, Steps, within_rounding
+from rlexp.run_files.curve_distance import EARLY, LOSSES, MARGIN, ROUNDING, Column, Difference, Steps, within_rounding
 from rlexp.run_files.rollouts_jsonl import Apart
 
 MICRO = ("micro_batch_size", "max_tokens_per_micro_batch")  # sizes that move no curve beyond rounding
 AGREE, APART, UNPROVEN, NONE = "agree", "apart", "unproven", "none"
+
+
+def coarsest(runs: Sequence[LoggedRun]) -> str:
+    return max((run.precision for run in runs), key=lambda precision: ROUNDING.get(precision, 1.0))
+
+
+def first_apart(run: LoggedRun, other: LoggedRun) -> Apart | None:
+    """Return the first rollout that differs; None where, as far as is known, the runs' samples are the same."""
+    if run.record is None or other.record is None:
+        return None
+    return run.record.apart(other.record)
+
+
+def excused(run: LoggedRun, other: LoggedRun) -> Apart | None:
+    """Return where rounding may have changed a sample. From there on the two runs are not compared."""
+    first = first_apart(run, other)
+    return first if first is not None and first.token is not None and coarsest([run, other]) != "fp64" else None
+
+
+def inexcusable(run: LoggedRun, other: LoggedRun) -> Apart | None:
+    """Return the first difference in the samples, if rounding does not explain it."""
+    first = first_apart(run, other)
+    return first if first is not None and excused(run, other) is None else None
+
+
+def remark(first: Apart) -> str:
+    return (
+        f"the same samples up to step {first.step - 1}; {first.words}: rounding may flip a token, and the curves are "
+        f"compared up to there"
+    )
+
+
+def named(first: Apart) -> str:
+    """Describe a difference that rounding does not explain."""
+    if first.token is None:
+        return f"{first.words}, which rounding does not choose"
+    return f"{first.words}, and in float64 rounding hardly ever flips a token"
 
 
 @dataclass(frozen=True)
@@ -82,9 +124,7 @@ def floor_of(family: Family, metric: str, steps: Steps) -> Floor:
     Runs that differ from the baseline in their micro-batch or packing alone measure it. Noise larger than any rounding
     does not count.
     """
-    baseline = family.baseline
-    assert baseline is not None
-    precision = coarsest(family.runs)
+    baseline, precision = family.baseline, coarsest(family.runs)
     estimate = curve_distance.estimated_floor(metric, precision, steps)
     noise = [run for run in family.others() if is_noise(run, baseline)]
     names = LOSSES if metric in LOSSES else (metric,)  # both losses together: the held-out loss has few values
@@ -112,7 +152,7 @@ def is_noise(run: LoggedRun, baseline: LoggedRun) -> bool:
 
 def outcome_of(families: Families) -> Conclusion:
     """Compare every run with the baseline of its family."""
-    compared_runs = [(run, family) for family in families.families if family.baseline for run in family.others()]
+    compared_runs = [(run, family) for family in families.families for run in family.others()]
     agreements = [agreement_of(run, family) for run, family in compared_runs if len(run.steps)]
     if not agreements:
         return Conclusion(NONE, "There is nothing to compare: each run is an experiment of its own.", [])
@@ -161,9 +201,7 @@ def _samples(agreements: Sequence[Agreement]) -> str:
 
 def agreement_of(run: LoggedRun, family: Family) -> Agreement:
     """Compare a run's losses with its baseline's; in float64, every metric that a layout must not move."""
-    baseline = family.baseline
-    assert baseline is not None
-    precision = coarsest([run, baseline])
+    baseline, precision = family.baseline, coarsest([run, family.baseline])
     precise = precision == "fp64"
     names = [name for name in run.columns if name in baseline.columns and curve_distance.compared(name)]
     gaps = {name: between(run, baseline, name) for name in names if precise or name in LOSSES}
@@ -183,8 +221,11 @@ def agreement_of(run: LoggedRun, family: Family) -> Agreement:
         words = f"{run.label} diverges from {baseline.label} at step {other.step}: {named(other)}."
         return Agreement(run, baseline, APART, worst[1], worst_name, other.step, words)
     if first is None:
-        where = _where(run, baseline, shared) if flipped is None else f"at the {shared} steps compared"
-        words = f"{run.label} has the curve of {baseline.label} {where}: {_within(worst[1])}.{samples}"
+        most, size = max(len(run.steps), len(baseline.steps)), worst[1]
+        where = f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
+        where = where if flipped is None else f"at the {shared} steps compared"
+        within = "equal to the bit" if size == 0 else f"within {size:.1e}"
+        words = f"{run.label} has the curve of {baseline.label} {where}: {within}.{samples}"
         return Agreement(run, baseline, AGREE, worst[1], worst_name, worst[0], words, flipped)
     step, name = first.step, first.metric
     surely = first.measured or precise or step <= EARLY
@@ -198,16 +239,6 @@ def agreement_of(run: LoggedRun, family: Family) -> Agreement:
     return Agreement(run, baseline, APART if surely else UNPROVEN, worst[1], name, step, words + samples, flipped)
 
 
-def _where(run: LoggedRun, baseline: LoggedRun, shared: int) -> str:
-    """Say which part of the curve both runs have."""
-    most = max(len(run.steps), len(baseline.steps))
-    return f"at all {shared} steps" if shared == most else f"at the {shared} steps they share, of {most}"
-
-
-def _within(size: float) -> str:
-    return "equal to the bit" if size == 0 else f"within {size:.1e}"
-
-
 def _size(gap: Difference) -> float:
     return float(gap.relative.max(initial=0.0))
 
@@ -217,7 +248,6 @@ def _divergence(run: LoggedRun, name: str, gap: Difference, family: Family, prec
 
     A run that measures the noise is not compared with its own noise. Float64 has no noise but the promised tolerance.
     """
-    assert family.baseline is not None
     floor = floor_of(family, name, gap.steps)
     limit = within_rounding(name, precision, gap.steps)
     held = floor.measured & (precision != "fp64" and not is_noise(run, family.baseline))

@@ -15,7 +15,7 @@ from rlexp.config.identity import changes, of_length
 class Family:
     """Runs that should have one curve."""
 
-    baseline: LoggedRun | None  # None: it has no curve
+    baseline: LoggedRun
     runs: list[LoggedRun]  # including the baseline
 
     def others(self) -> list[LoggedRun]:
@@ -28,9 +28,6 @@ class Families:
     forced: list[str]  # settings that differ although the runs are compared
     notes: list[str]
 
-    def of(self, run: LoggedRun) -> Family | None:
-        return next((family for family in self.families if run in family.runs), None)
-
 
 def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     """Group the runs into families.
@@ -40,14 +37,22 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
     """
     drawn = [run for run in group.runs if len(run.steps)]
     if not drawn:
-        raise CompareError(f"{group.title}: {why_nothing(group)}")
+        reasons = "; ".join(f"{run.label} is {run.status}: {run.reason}" for run in group.runs if run.reason)
+        raise CompareError(f"{group.title}: no run has a step yet{f' ({reasons})' if reasons else ''}.")
     chosen = _named(drawn, group.runs, baseline) if baseline else None
     first = chosen or next((run for run in drawn if run.identity), drawn[0])
     forced: list[str] = []
     apart = [run for run in drawn if different(first, run)]
     unexplained = [run for run in apart if not on_purpose(first, run, group.axes)]
     if not unexplained:
-        families = _by_experiment(drawn) if apart else [drawn]
+        families = [drawn]
+        if apart:
+            by_experiment: dict[str, list[LoggedRun]] = {}
+            for run in drawn:  # files are compared by their contents, not by their paths
+                known = {key: value["contents"] if isinstance(value, dict) and "contents" in value else value
+                         for key, value in depends(run).items()}  # fmt: skip
+                by_experiment.setdefault(json.dumps(known, sort_keys=True), []).append(run)
+            families = list(by_experiment.values())
     elif force:
         families = [drawn]
         forced = [f"{run.label}: {line}" for run in apart for line in different(first, run)]
@@ -59,11 +64,6 @@ def sort_out(group: Group, *, baseline: str | None, force: bool) -> Families:
         )
     notes: list[str] = []
     return Families([_family(family, group.runs, chosen, notes) for family in families], forced, notes)
-
-
-def why_nothing(group: Group) -> str:
-    reasons = "; ".join(f"{run.label} is {run.status}: {run.reason}" for run in group.runs if run.reason)
-    return f"no run has a step yet{f' ({reasons})' if reasons else ''}."
 
 
 def different(one: LoggedRun, other: LoggedRun) -> list[str]:
@@ -84,19 +84,6 @@ def on_purpose(one: LoggedRun, other: LoggedRun, axes: Sequence[str]) -> bool:
         return one.baseline != other.baseline
     keys = [key for key, _, _ in changes(depends(one), depends(other))]
     return all(any(key == axis or key.startswith(f"{axis}.") for axis in axes) for key in keys)
-
-
-def _by_experiment(runs: Sequence[LoggedRun]) -> list[list[LoggedRun]]:
-    families: dict[str, list[LoggedRun]] = {}
-    for run in runs:
-        known = {key: value["contents"] if is_file(value) else value for key, value in depends(run).items()}
-        families.setdefault(json.dumps(known, sort_keys=True), []).append(run)
-    return list(families.values())
-
-
-def is_file(value: Any) -> bool:
-    """Whether a setting describes a file. Files are compared by their contents, not by their paths."""
-    return isinstance(value, dict) and "contents" in value
 
 
 def _named(drawn: Sequence[LoggedRun], runs: Sequence[LoggedRun], baseline: str) -> LoggedRun:

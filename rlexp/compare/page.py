@@ -168,14 +168,17 @@ def render(payload: Payload) -> str:
     script = f'(() => {{\n"use strict";\n\n{parts}}})();\n'  # in a scope of their own
     style = f"{asset('uPlot.min.css')}\n{asset('base.css')}\n{asset('report.css')}"
     title, headline = (html.escape(utf8(text)) for text in (payload.title, payload.verdict.headline))
+    head = plain_json.dumps(_plain(_head(payload)), allow_nan=False, separators=(",", ":"))
+    for sign in "<>&":  # which could end its script element
+        head = head.replace(sign, f"\\u{ord(sign):04x}")
     return Template(asset("report.html")).substitute(
         title=title, headline=headline, policy=content_policy((uplot, script), style), style=style, uplot=uplot,
-        script=script, head=_json(_head(payload)), blocks="\n".join(_blocks(payload)),
+        script=script, head=head, blocks="\n".join(_blocks(payload)),
     )  # fmt: skip
 
 
-def asset(name: str) -> str:
-    return (files("rlexp.compare") / "assets" / name).read_text(encoding="utf-8")
+def asset(name: str, package: str = "rlexp.compare") -> str:
+    return (files(package) / "assets" / name).read_text(encoding="utf-8")
 
 
 def content_policy(scripts: Sequence[str], style: str) -> str:
@@ -219,12 +222,6 @@ def _metric_head(metric: MetricCurves, runs: int) -> dict[str, Any]:
         "differences": [curve is not None for curve in metric.differences],
         "worst": None if metric.worst is None else asdict(metric.worst),
     }
-
-
-def _json(head: dict[str, Any]) -> str:
-    """Return JSON that cannot end its script element and holds only numbers that JSON allows."""
-    text = plain_json.dumps(_plain(head), allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _plain(value: Any) -> Any:

@@ -43,7 +43,6 @@ def draw(runs: Sequence[LoggedRun], families: Families, headline: str, path: Pat
     smallest = [1.0]
     for family in families.families:
         for run in (run for run in family.others() if run in runs):
-            assert family.baseline is not None
             gap = between(run, family.baseline, METRIC)
             place = runs.index(run)
             style = look(place, 1.2) | {"marker": "." if len(gap.steps) <= 200 else ""}
@@ -72,7 +71,7 @@ def draw(runs: Sequence[LoggedRun], families: Families, headline: str, path: Pat
 def draw_floor(families: Families, axes: Any, runs: Sequence[LoggedRun]) -> None:
     """Draw the noise floor of the first family that is compared. Other families have a similar floor."""
     for family in families.families:
-        if family.baseline is not None and family.others() and METRIC in family.baseline.columns:
+        if family.others() and METRIC in family.baseline.columns:
             steps = family.baseline.steps
             floor = floor_of(family, METRIC, steps)
             axes.fill_between(steps, 0.0, floor.values, color="#888888", alpha=0.18, linewidth=0)

@@ -14,7 +14,7 @@ WIDTH = 110
 
 def table(payload: Payload, width: int | None = None) -> str:
     """Return the table and the verdict. Columns that do not fit a terminal's width stand below the others."""
-    runs = payload.runs
+    runs, counted = payload.runs, any(run.tensors is not None for run in payload.runs)
     columns: list[tuple[str, Callable[[RunCard], str], bool]] = [  # with whether any run has a value
         ("run", lambda run: run.label, True),
         ("ring × dp", layout, True),
@@ -29,7 +29,11 @@ def table(payload: Payload, width: int | None = None) -> str:
         ("efficiency", lambda run: number(run.efficiency, "{:.0%}"), True),
         ("predicted", lambda run: number(run.predicted_bytes, "{:.3g} GB", 1e-9),
          any(run.predicted_bytes is not None for run in runs)),
-        *((name, cell, True) for name, cell in memory_columns(payload)),
+        # on CPU, memory is mostly the process's, and the tensors are the run's
+        ("peak tensors",
+         lambda run: peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–", counted),
+        ("peak resident", lambda run: peak(run.peak_bytes), counted),
+        ("peak memory", lambda run: peak(run.peak_bytes, run.peak_phase, run.peak_rank), not counted),
     ]  # fmt: skip
     shown = [(name, cell) for name, cell, known in columns if known]
     rows = [[name for name, _ in shown], *([printable(cell(run)) for _, cell in shown] for run in runs)]
@@ -51,13 +55,11 @@ def blocks(rows: Sequence[Sequence[str]], width: int | None) -> Iterator[list[st
             room -= widths[places[0]] + 2
             taken.append(places.pop(0))
         sizes = [widths[place] for place in taken]
-        lines = ["  ".join(aligned(row, widths, taken)).rstrip() for row in rows]
+        lines = []
+        for row in rows:  # text to the left, numbers to the right
+            cells = (row[at].ljust(widths[at]) if at < 3 else row[at].rjust(widths[at]) for at in taken)
+            lines.append("  ".join(cells).rstrip())
         yield [lines[0], "  ".join("─" * size for size in sizes), *lines[1:]]
-
-
-def aligned(row: Sequence[str], widths: Sequence[int], places: Sequence[int]) -> list[str]:
-    """Align text to the left and numbers to the right."""
-    return [row[each].ljust(widths[each]) if each < 3 else row[each].rjust(widths[each]) for each in places]
 
 
 def brief(text: str) -> str:
@@ -82,25 +84,9 @@ def difference(run: RunCard) -> str:
     return ("0 (equal)" if run.worst_difference == 0 else number(run.worst_difference, "{:.1e}")) + upto
 
 
-def memory_columns(payload: Payload) -> list[tuple[str, Callable[[RunCard], str]]]:
-    """Return the peak of memory, and first that of live tensors where they were counted: on CPU, memory is mostly the
-    process's, and the tensors are the run's."""
-    resident = ("peak memory", lambda run: peak(run.peak_bytes, run.peak_phase, run.peak_rank))
-    if all(run.tensors is None for run in payload.runs):
-        return [resident]
-
-    def tensors(run: RunCard) -> str:
-        return peak(run.tensors.bytes, run.tensors.phase, run.tensors.rank) if run.tensors else "–"
-
-    return [("peak tensors", tensors), ("peak resident", lambda run: peak(run.peak_bytes))]
-
-
 def peak(size: int | None, phase: str | None = None, rank: int | None = None) -> str:
+    """`0.382 GB (forward, r3)`, `4.9 MB`."""
     if size is None:
         return "–"
-    return scaled(size) + (f" ({phase}, r{rank})" if phase else "")
-
-
-def scaled(size: int) -> str:
-    """`0.382 GB`, `4.9 MB`."""
-    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    shown = f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
+    return shown + (f" ({phase}, r{rank})" if phase else "")

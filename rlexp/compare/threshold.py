@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.compare.divergence import between
+from rlexp.compare.divergence import between, excused, inexcusable, named, remark
 from rlexp.compare.families import Families, Family
 from rlexp.compare.runs import CompareError, LoggedRun
-from rlexp.compare.samples import excused, inexcusable, named, remark
 from rlexp.run_files.curve_distance import LOSSES, Column, Steps, compared, least_size, on_steps, relative
 
 
@@ -97,8 +96,11 @@ def _excesses(family: Family, name: str, limit: float) -> Iterator[Excess]:
         )
     pairs = list(itertools.combinations(family.runs, 2))
     if any(excused(one, other) is not None for one, other in pairs):
-        for one, other in pairs:
-            yield from _excess_of_two(one, other, name, limit)
+        for one, other in pairs:  # up to the first sample that differs
+            gap = between(one, other, name)
+            if (at := gap.first_above(limit)) is not None:
+                ends = float(gap.ours[at]), float(gap.baseline[at])
+                yield _excess(int(gap.steps[at]), name, (one, other), ends, float(gap.relative[at]), limit)
     else:
         whole = ~missing.any(axis=0)
         yield from _excess_of_all(family.runs, name, limit, steps[whole], values[:, whole])
@@ -118,15 +120,6 @@ def _excess_of_all(
         one, other = (runs[int(pick(values[:, place]))] for pick in (np.argmax, np.argmin))
         ends = float(high[place]), float(low[place])
         yield _excess(int(steps[place]), name, (one, other), ends, float(apart[place]), limit)
-
-
-def _excess_of_two(one: LoggedRun, other: LoggedRun, name: str, limit: float) -> Iterator[Excess]:
-    """Compare two runs up to the first sample that differs."""
-    gap = between(one, other, name)
-    place = gap.first_above(limit)
-    if place is not None:
-        ends = float(gap.ours[place]), float(gap.baseline[place])
-        yield _excess(int(gap.steps[place]), name, (one, other), ends, float(gap.relative[place]), limit)
 
 
 def _excess(

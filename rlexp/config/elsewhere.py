@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rlexp.config.hardware import NAMES, assumed_gpus, hardware_here
 from rlexp.config.load import composed, from_hydra
 from rlexp.config.options import quoted
 from rlexp.config.paths import config_root
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, with_values
 from rlexp.config.schema.rollouts import RolloutMode
 
 
@@ -36,8 +35,8 @@ def compose_elsewhere(overrides: Sequence[str]) -> Config:
     _check(cfg, gpus)
     if named or cfg.hardware.host_memory_gib or (memory := host_memory()) is None:
         return cfg
-    gib = round(memory.total / GIB, 1)  # of this machine, whose GPUs are the run's
-    return dataclasses.replace(cfg, hardware=dataclasses.replace(cfg.hardware, host_memory_gib=gib))
+    # of this machine, whose GPUs are the run's
+    return with_values(cfg, "hardware", host_memory_gib=round(memory.total / GIB, 1))
 
 
 def composed_for(overrides: Sequence[str], searched: Path) -> Config:

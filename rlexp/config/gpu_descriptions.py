@@ -8,8 +8,7 @@ from typing import Any
 from rlexp.base import plain_yaml
 from rlexp.config.hardware import hardware_here, memory_here
 from rlexp.config.paths import conf_dir
-from rlexp.config.schema import HardwareConfig
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import HardwareConfig, Precision
 
 TYPICAL = "h100"  # the rates of a GPU that is not known: they rank changes, and decide nothing
 

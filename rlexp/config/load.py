@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
@@ -22,14 +21,12 @@ from rlexp.config.adapter_folder import SAYS, with_folder_described
 from rlexp.config.checks.across_fields import check
 from rlexp.config.checks.rope import notes_on_rope, with_rope_settled
 from rlexp.config.hardware import gpus_without_torch
-from rlexp.config.literals import literals
-from rlexp.config.options import refuse_command, refuse_wrong_option
+from rlexp.config.options import COMMANDS, literals, refuse_wrong_option
 from rlexp.config.paths import conf_dir
 from rlexp.config.resolvers import resolve_device
-from rlexp.config.schema import KINDS, Config, Device, launcher_keys
+from rlexp.config.schema import KINDS, Config, Device, LossConfig, launcher_keys, with_values
 from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
-from rlexp.config.schema.losses import LossConfig
 from rlexp.config.schema.value_kinds import check_kinds, with_names
 from rlexp.config.trust import refuse_code, without_code
 
@@ -139,7 +136,8 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
 
     Options for which Hydra would raise a traceback are refused here.
     """
-    refuse_command(overrides)
+    if overrides and overrides[0] in COMMANDS:
+        raise ConfigError(f"{overrides[0]}: is a command of its own. Type python -m rlexp.{overrides[0]} …")
     for each in overrides:
         refuse_wrong_option(each)
     overrides = [_AT_HOME.sub(lambda match: f"{match[1]}{Path.home()}", each) for each in overrides]
@@ -153,9 +151,9 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
 def displaced(overrides: Sequence[str]) -> list[str]:
     """Return as overrides what a typed option states, and an appended file says otherwise: what is typed wins."""
     conflicts = precedence.conflicts(overrides)
-    for each in conflicts:
-        _tell_once(each.note)
-    return [each.override for each in conflicts]
+    for note, _ in conflicts:
+        _tell_once(note)
+    return [override for _, override in conflicts]
 
 
 def from_hydra(cfg: DictConfig, *, here: bool = True, reads_rows: bool = True) -> Config:
@@ -191,7 +189,7 @@ def with_device_resolved(cfg: Config) -> Config:
             "launch.device=auto: runs on CPU. This machine has GPUs, and the installed torch was built without CUDA; "
             "for them install another, as on https://pytorch.org/get-started."
         )
-    return dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
+    return with_values(cfg, "launch", device=device)
 
 
 @functools.cache

@@ -1,10 +1,12 @@
-"""The options of the groups in `conf/`, as a command line may choose them."""
+"""The options of the groups in `conf/`, as a command line may choose them, and texts as Hydra reads them."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.base.errors import ConfigError
-from rlexp.config.literals import literal
 from rlexp.config.paths import conf_dir, experiments
 from rlexp.config.schema.keys import MEANT, PAGE, THEIRS, all_keys, suggestion
 from rlexp.config.schema.value_kinds import is_list
@@ -81,12 +82,6 @@ def _refuse_flag(argument: str) -> None:
     else:
         hint = f".{suggestion(word, keys) or f' {PAGE} lists all keys.'}"
     raise ConfigError(f"{argument}: no such flag. Values are given as KEY=VALUE, without dashes{hint}")
-
-
-def refuse_command(words: Sequence[str]) -> None:
-    """Refuse `status runs`, which is another command."""
-    if words and words[0] in COMMANDS:
-        raise ConfigError(f"{words[0]}: is a command of its own. Type python -m rlexp.{words[0]} …")
 
 
 def parsed(argument: str) -> tuple[Override, Any] | None:
@@ -166,3 +161,22 @@ def in_grammar(value: Any) -> str:
 def quoted(text: str) -> str:
     """Return a text in quotes, as Hydra reads it in an override: it may have spaces, commas, `=` and `${`."""
     return in_grammar(literal(text))
+
+
+def literal(text: str) -> str:
+    """Escape a text so that OmegaConf reads it as it stands. A backslash counts for OmegaConf only before `${`."""
+    return re.sub(r"(?<!\\)(\\*)\$\{", lambda match: f"{match[1] * 2}\\${{", text)
+
+
+def literals(value: Any) -> Any:
+    """Return the same value, or dataclass, with every text in it escaped."""
+    if isinstance(value, str) and not isinstance(value, Enum):
+        return literal(value)
+    if isinstance(value, Mapping):
+        return {key: literals(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [literals(each) for each in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: literals(getattr(value, field.name)) for field in dataclasses.fields(value)}
+        return dataclasses.replace(value, **fields)
+    return value

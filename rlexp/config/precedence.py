@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from pathlib import Path
 from shlex import quote
-from typing import Any, NamedTuple
+from typing import Any
 
 from rlexp.base import plain_yaml
 from rlexp.base.errors import ConfigError
@@ -41,22 +41,15 @@ class CommandLine:
     appended: list[tuple[str, str]] = dataclasses.field(default_factory=list)  # group and name, as experiment and mine
 
 
-class Conflict(NamedTuple):
-    """A value that a file gives a key, against the option that is typed."""
-
-    note: str
-    override: str  # the option's value
-
-
-def conflicts(overrides: Sequence[str]) -> list[Conflict]:
-    """Return each value of an appended file that differs from what makes a typed option. Keys that the option does not
-    have are refused."""
+def conflicts(overrides: Sequence[str]) -> list[tuple[str, str]]:
+    """Return for each value of an appended file that differs from what makes a typed option a note, and the override
+    that sets the option's value. Keys that the option does not have are refused."""
     line = _command_line(overrides)
     if not line.appended:
         return []
     read = [each for group, name in line.appended for each in _body(group, Path(name))]
     body = {key: (file, value) for key, file, value in read if key not in line.keys}
-    differing: list[Conflict] = []
+    differing: list[tuple[str, str]] = []
     for group, option in (*line.swept, *line.options.items()):
         of_group = {key: each for key, each in body.items() if key.startswith(f"{group}.")}
         _refuse_foreign(group, option, of_group, line.appended)
@@ -67,7 +60,7 @@ def conflicts(overrides: Sequence[str]) -> list[Conflict]:
         for key, (file, value) in body.items():
             if key in states and states[key] != value:
                 note = f"{group}={option} is typed, so its {key} holds. {file} has {value}."
-                differing.append(Conflict(note, f"{key}={in_grammar(states[key])}"))
+                differing.append((note, f"{key}={in_grammar(states[key])}"))
     return differing
 
 
@@ -95,19 +88,14 @@ def stated(group: str, option: str) -> dict[str, Any]:
     body = {leaf: value for leaf, value in _option(group, option).items() if leaf != "defaults"}
     own = {leaf: value for leaf, value in body.items()
            if leaf == "name" or not (isinstance(value, str) and _FOLLOWS.search(value))}  # fmt: skip
-    return {f"{group}.{leaf}": value for leaf, value in (_defaults(group, option) | own).items()}
-
-
-def _defaults(group: str, option: str) -> dict[str, Any]:
-    """Return the schema's values of the keys that say which option it is."""
     kind = KINDS[group].get(_kind(group, option) or "") if group in KINDS else typing.get_type_hints(Config)[group]
-    known: dict[str, Any] = {}
+    known: dict[str, Any] = {}  # the schema's values of the keys that say which option it is
     for field in dataclasses.fields(kind) if kind is not None else ():
         if field.name in NAMED_BY.get(group, ()):
             factory = field.default_factory
             value = field.default if factory is dataclasses.MISSING else factory()
             known[field.name] = value.name if isinstance(value, Enum) else value
-    return known
+    return {f"{group}.{leaf}": value for leaf, value in (known | own).items()}
 
 
 def _kind(group: str, option: str) -> str | None:

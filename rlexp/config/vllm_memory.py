@@ -18,8 +18,7 @@ from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import HostMemory
 from rlexp.config.checks.layout import described, heads_in, number_in, of_text
-from rlexp.config.schema import AUTO, Config, Device, ModelConfig, TinyModelConfig
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import AUTO, Config, Device, Precision
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.sizes import ranks_of_machine
 
@@ -201,7 +200,7 @@ def share_beside_training(cfg: Config) -> float:
 def share_on_cpu(cfg: Config, memory: HostMemory | None) -> float:
     """Return the share of the machine's memory that is stated, or with `auto` the one by which a rank's whole rollout
     fits, or as much of it as is modest. Refuse one into which no answer fits."""
-    model, stated = _described(cfg.model), cfg.rollout.vllm_memory
+    model, stated = described(cfg.model), cfg.rollout.vllm_memory
     token = None if model is None else bytes_of_token(cfg, model)
     ranks = _sampling_on_machine(cfg)
     if memory is None:
@@ -227,18 +226,6 @@ def _sampling_on_machine(cfg: Config) -> int:
 
 def _part(count: int, memory: HostMemory) -> float:
     return (PRECISE * count // memory.total + 1) / PRECISE
-
-
-def _described(model: ModelConfig) -> Mapping[str, object] | None:
-    """Return what the model's config.json says of its keys and values; None for a model that only ranks read."""
-    if not isinstance(model, TinyModelConfig):
-        return described(model)
-    return {
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "hidden_size": model.hidden_size,
-    }
 
 
 # ---- rules ----

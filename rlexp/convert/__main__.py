@@ -46,13 +46,6 @@ def main() -> int:
     return exit_code(lambda: run(parser.parse_args(words[:place]), arguments))
 
 
-def _call(options: argparse.Namespace, arguments: list[str] | None) -> ScriptCall:
-    for each in options.set:
-        if not re.fullmatch(r"[A-Za-z_]\w*=.*", each, re.S):
-            raise ConfigError(f"--set {each}: must be a name, = and a value. For example: --set LR=1e-6.")
-    return ScriptCall(arguments, dict(each.split("=", 1) for each in options.set), options.line)
-
-
 def run(options: argparse.Namespace, arguments: list[str] | None = None) -> int:
     from rlexp.config.explain import explain
     from rlexp.config.paths import experiments
@@ -66,7 +59,11 @@ def run(options: argparse.Namespace, arguments: list[str] | None = None) -> int:
     if files := experiments().get(options.name):
         where = ", ".join(map(str, files))
         raise ConfigError(f"--name={options.name}: there is such an experiment, {where}. Give another name.")
-    conv = converted(options.file, options.trainer, options.gpus, _call(options, arguments))
+    for each in options.set:
+        if not re.fullmatch(r"[A-Za-z_]\w*=.*", each, re.S):
+            raise ConfigError(f"--set {each}: must be a name, = and a value. For example: --set LR=1e-6.")
+    call = ScriptCall(arguments, dict(each.split("=", 1) for each in options.set), options.line)
+    conv = converted(options.file, options.trainer, options.gpus, call)
     name = options.name or FIRST
     text = text_of(conv, name, options.file.name, verbose=options.verbose)
     if options.name is None:

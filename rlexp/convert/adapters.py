@@ -85,8 +85,11 @@ def lora(
     """Set an adapter, which the arguments `by` ask for: a new one, or the one in a folder. Where a file names no
     layers, it has `targets`."""
     conv.choose("adapter", "lora", *by)
-    if folder and (path := _folder(conv)) is not None:
-        conv.put("adapter.path", path, FOLDER, why="its rank, alpha and layers are as there, its dropout is 0")
+    folders = [each for each in conv.texts(FOLDER) if each] if folder else []  # the last one holds
+    if folders[:-1]:
+        conv.remark(Fate.ABSENT, conv.spelled(FOLDER), folders[:-1], MERGE_FIRST)
+    if folders:
+        conv.put("adapter.path", folders[-1], FOLDER, why="its rank, alpha and layers are as there, its dropout is 0")
         for name in (*SHAPE.values(), EVERY):
             conv.tell(Fate.NEEDLESS, name, "the adapter's folder says it")
         return
@@ -100,7 +103,12 @@ def lora(
     _targets(conv, targets)
     if conv.flag("use_rslora"):
         conv.put("adapter.rslora", True, "use_rslora")
-    _also(conv)
+    also = "modules_to_save"  # which are trained whole beside the adapter
+    given = [each.rstrip(",") for each in conv.texts(also) if each]
+    if words := [each for each in given if each.startswith("all-")]:
+        conv.remark(Fate.ABSENT, conv.spelled(also), words, "adapter.also takes names of modules, as lm_head")
+    if modules := [each for each in given if each not in words]:
+        conv.put("adapter.also", modules, also)
 
 
 def none(conv: Conversion, *by: str) -> None:
@@ -108,14 +116,6 @@ def none(conv: Conversion, *by: str) -> None:
     if conv.get("lora_rank") and conv.name("lora_rank") and not any(map(conv.name, by)):
         why = f"without {' or '.join(by)} theirs has no adapter: all weights are trained, as there, at the given rate"
         conv.differs("lora_rank", why, Fate.INSTEAD)
-
-
-def _folder(conv: Conversion) -> str | None:
-    """Return the folder of an adapter to go on from, the last one that is named."""
-    folders = [each for each in conv.texts(FOLDER) if each]
-    if folders[:-1]:
-        conv.remark(Fate.ABSENT, conv.spelled(FOLDER), folders[:-1], MERGE_FIRST)
-    return folders[-1] if folders else None
 
 
 def _targets(conv: Conversion, default: tuple[str, ...]) -> None:
@@ -144,16 +144,6 @@ def _targets(conv: Conversion, default: tuple[str, ...]) -> None:
     ):
         if some:
             conv.remark(fate, conv.spelled(name), some, why)
-
-
-def _also(conv: Conversion) -> None:
-    """Set the modules that are trained whole beside the adapter."""
-    name = "modules_to_save"
-    given = [each.rstrip(",") for each in conv.texts(name) if each]
-    if words := [each for each in given if each.startswith("all-")]:
-        conv.remark(Fate.ABSENT, conv.spelled(name), words, "adapter.also takes names of modules, as lm_head")
-    if modules := [each for each in given if each not in words]:
-        conv.put("adapter.also", modules, name)
 
 
 def of_family(conv: Conversion) -> tuple[str, ...]:

@@ -160,7 +160,10 @@ def convert(conv: Conversion) -> None:
     _normalize(conv)
     gpus = launchers.needed(conv)
     huggingface.sizes(conv, launchers.spread(conv, gpus, "tensor_parallel_size"), "context_parallel_size")
-    _ring(conv)
+    if (function := conv.text("ring_attn_func")) is not None and conv.whole("context_parallel_size") > 1:
+        if function not in RING_FUNCTIONS:
+            conv.differs("ring_attn_func", "no layout here has its name; any has the same curve")
+        conv.put("parallel.layout", RING_FUNCTIONS.get(function, "zigzag"), "ring_attn_func")
     steps = huggingface.length(conv)
     _schedule(conv, steps)
     huggingface.optimizer(conv)
@@ -319,13 +322,6 @@ def _loss(conv: Conversion) -> None:
                 conv.done -= {"rl_beta", "trl"}
 
 
-def _ring(conv: Conversion) -> None:
-    if (function := conv.text("ring_attn_func")) is not None and conv.whole("context_parallel_size") > 1:
-        if function not in RING_FUNCTIONS:
-            conv.differs("ring_attn_func", "no layout here has its name; any has the same curve")
-        conv.put("parallel.layout", RING_FUNCTIONS.get(function, "zigzag"), "ring_attn_func")
-
-
 def _data(conv: Conversion) -> None:
     by = "datasets" if conv.get("datasets") or conv.trainer != "sft" else "pretraining_dataset"
     texts = isinstance(conv.get(by), str) and by == "pretraining_dataset"
@@ -334,7 +330,8 @@ def _data(conv: Conversion) -> None:
         conv.missing("datasets", "it names the rows to train on", "[{path: org/pairs}]")
     for key, source in zip(huggingface.keys_of(sources), sources, strict=True):
         _source(conv, key, source, by)
-    prompts = {_prompt_of(source) for source in sources}
+    own_types = [source["type"] if isinstance(source.get("type"), dict) else {} for source in sources]
+    prompts = {str(kind.get("system_prompt") or "") for kind in own_types}
     if len(prompts) == 1 and (prompt := prompts.pop()):
         conv.put("data.system", prompt, by, why="its system_prompt")
     elif prompts - {""}:
@@ -361,12 +358,6 @@ def _held_out(conv: Conversion) -> bool:
         conv, "test_datasets", files[0], sets[0].get("split") if files[0] == sets[0].get("path") else None,
         several=len(sets) > 1 or isinstance(files[0], list),
     )  # fmt: skip
-
-
-def _prompt_of(source: dict[str, Any]) -> str:
-    """Return the system prompt of a set whose type is its own."""
-    kind = source.get("type")
-    return str(kind.get("system_prompt") or "") if isinstance(kind, dict) else ""
 
 
 def _source(conv: Conversion, key: str, source: dict[str, Any], by: str) -> None:

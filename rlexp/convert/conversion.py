@@ -189,13 +189,6 @@ class Conversion:
         """Return a list of mappings."""
         return self._checked(name, None, kinds.entries) or []
 
-    def needed(self, name: str, why: str, example: str) -> str:
-        """Return a text without which there is no run."""
-        value = self.text(name)
-        if value is None:
-            self.missing(name, why, example)
-        return str(value)
-
     def missing(self, name: str, why: str, example: str) -> NoReturn:
         """Refuse a file without an argument, in the form that the file has."""
         name = self.spelled(name)
@@ -270,17 +263,7 @@ class Conversion:
                     self.tell(Fate.NEEDLESS, name, rule.rest)
             elif rule.fate is Fate.TAKEN and rule.convert is not None:
                 self._take(rule, rule.convert)
-        self._tell_undated()
-        listed = {line.name for lines in self.lines.values() for line in lines}
-        for name, value in self.given.items():
-            if name not in self.done | listed:
-                self._explain(name, value)
-        order = {name: place for place, name in enumerate(self.given)}
-        for lines in self.lines.values():  # as the file has them, and defaults behind
-            lines.sort(key=lambda line: order.get(line.name.partition(":")[0], len(order)))
-
-    def _tell_undated(self) -> None:
-        """Say in the first lines which defaults are those of newer versions alone."""
+        # Which defaults are those of newer versions alone comes first.
         others = [f"{each.name.rpartition('.')[2]}={each.before} before {each.until}"
                   for each in CHANGES if each in self.undated]  # fmt: skip
         if others:
@@ -288,6 +271,13 @@ class Conversion:
             self.notes.insert(0, f"Versions: nothing says which of {self.framework} it is for, and the newer defaults "
                                  f"are taken. Older ones had {', '.join(others)}: give yours as --trainer "
                                  f"{package}==VERSION.")  # fmt: skip
+        listed = {line.name for lines in self.lines.values() for line in lines}
+        for name, value in self.given.items():
+            if name not in self.done | listed:
+                self._explain(name, value)
+        order = {name: place for place, name in enumerate(self.given)}
+        for lines in self.lines.values():  # as the file has them, and defaults behind
+            lines.sort(key=lambda line: order.get(line.name.partition(":")[0], len(order)))
 
     def _take(self, rule: Rule, convert: Callable[[Any], Any]) -> None:
         name, group = rule.names[0], rule.key.partition(".")[0]

@@ -14,6 +14,13 @@ BY_STAGE = {stage: f"zero{stage}" for stage in range(4)}
 STAGE = re.compile(r"(?:zero|z|stage)[_-]?([0-3])(?!\d)", re.I)
 
 
+def by_stage(conv: Conversion, name: str) -> None:
+    """Choose the engine by the number of a ZeRO stage."""
+    if (stage := conv.whole(name)) not in BY_STAGE:
+        conv.refuse(name, "must be 0, 1, 2 or 3", "Give one of them.")
+    conv.choose("engine", BY_STAGE[stage], name)
+
+
 def from_deepspeed(conv: Conversion, name: str = "deepspeed") -> None:
     """Choose the engine by a DeepSpeed configuration: a mapping, its JSON text, a file that is there, or the name of a
     file."""

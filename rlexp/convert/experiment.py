@@ -16,8 +16,7 @@ from rlexp.base import plain_yaml
 from rlexp.base.printable import printable
 from rlexp.base.secrets import HIDDEN, masked
 from rlexp.config.elsewhere import composed_for
-from rlexp.config.literals import literal
-from rlexp.config.options import quoted
+from rlexp.config.options import literal, quoted
 from rlexp.config.schema import Config
 from rlexp.config.schema.cadence import plural
 from rlexp.convert.conversion import UNKNOWN_VARIABLE, ArgumentNote, Conversion, ConvertError, Value
@@ -89,20 +88,16 @@ def command(conv: Conversion, name: str) -> str:
 
 
 def overrides(conv: Conversion) -> list[str]:
-    """Return the keys that belong on the command line, quoted for Hydra."""
-    return [f"{key}={_quoted(_expanded(str(value.value)))}" for key, value in conv.command.items()]
-
-
-def _expanded(folder: str) -> str:
-    """Return a folder with the home folder in place of ~ and $HOME, as a shell does it."""
-    home = re.sub(r"^\$(?:HOME\b|\{HOME\})", "~", folder)
-    return str(Path(home).expanduser()) if home.startswith("~") else folder
-
-
-def _quoted(text: str) -> str:
-    """Return a text as Hydra reads it on a command line, without quotes where it needs none: 1e3 and true need them."""
-    plain = re.fullmatch(r"(?:\.{0,2}/)*[A-Za-z_][\w./-]*", text, re.ASCII) and text.lower() not in NO_TEXTS
-    return text if plain else quoted(text)
+    """Return the keys that belong on the command line, as Hydra reads them: in quotes where they need some, as 1e3 and
+    true do, and with the home folder in place of ~ and $HOME, as a shell does it."""
+    words = []
+    for key, value in conv.command.items():
+        text = str(value.value)
+        home = re.sub(r"^\$(?:HOME\b|\{HOME\})", "~", text)
+        text = str(Path(home).expanduser()) if home.startswith("~") else text
+        plain = re.fullmatch(r"(?:\.{0,2}/)*[A-Za-z_][\w./-]*", text, re.ASCII) and text.lower() not in NO_TEXTS
+        words.append(f"{key}={text if plain else quoted(text)}")
+    return words
 
 
 def wrapped(text: str, indent: str = "") -> list[str]:

@@ -14,21 +14,10 @@ from rlexp.convert import axolotl, llamafactory, openrlhf, swift, trl, versions
 from rlexp.convert.conversion import Conversion, ConvertError
 from rlexp.convert.launchers import STARTS
 from rlexp.convert.model_keys import described
-from rlexp.convert.read import (
-    Asked,
-    is_named_value,
-    mapping_of,
-    named_value,
-    near,
-    plain,
-    read,
-    refuse_unknown,
-    text_of,
-    trainer_of,
-)
+from rlexp.convert.read import Asked, mapping_of, near, plain, read, refuse_unknown, text_of, trainer_of
 from rlexp.convert.rules import Fate, Rule
 from rlexp.convert.shell import ScriptCall, shown
-from rlexp.convert.shell_words import Unknown
+from rlexp.convert.shell_words import Unknown, like
 from rlexp.convert.versions import Versions
 
 
@@ -218,25 +207,21 @@ def _with_yaml(asked: Asked, file: Path) -> Asked:
     positional = [word for word in asked.positional if word != named]
     given = _beside(named, file)
     if given is None:
-        raise ConvertError(_no_yaml(asked, named, file, [*line, *positional]))
+        way, trainer = ("--config=", f" --trainer {asked.trainer}") if asked.framework == "TRL" else ("", "")
+        also = f", and add {', '.join([*line, *positional])}" if line or positional else ""
+        raise ConvertError(
+            f"{way}{named}: the rest of the arguments are in that file, and there is none at {file.parent / named}. "
+            f"Put it there, or convert it: python -m rlexp.convert {quote(near(named, file))}{trainer}{also}."
+        )
     variables = given.pop("env", None)
     if asked.framework == "LLaMA-Factory":  # key=value behind the file, as OmegaConf reads them
-        line |= dict(named_value(word) for word in positional if is_named_value(word))
-        positional = [word for word in positional if not is_named_value(word)]
+        named_values = [word for word in positional if re.match(r"[A-Za-z_]\w*=", word)]
+        line |= {word.partition("=")[0]: like(word, word.partition("=")[2]) for word in named_values}
+        positional = [word for word in positional if word not in named_values]
     environment = {**(variables if isinstance(variables, dict) else {}), **asked.environment}
     given |= {name.replace("-", "_") if asked.framework == "axolotl" else name: value for name, value in line.items()}
     trainer = trainer_of(asked.framework, given, str(asked.trainer))
     return replace(asked, trainer=trainer, given=given, positional=positional, environment=environment)
-
-
-def _no_yaml(asked: Asked, named: str, file: Path, more: Sequence[str]) -> str:
-    """Say that a yaml file which a command names is not here, and what to do."""
-    option, trainer = ("--config=", f" --trainer {asked.trainer}") if asked.framework == "TRL" else ("", "")
-    also = f", and add {', '.join(more)}" if more else ""
-    return (
-        f"{option}{named}: the rest of the arguments are in that file, and there is none at {file.parent / named}. Put "
-        f"it there, or convert it: python -m rlexp.convert {quote(near(named, file))}{trainer}{also}."
-    )
 
 
 def _beside(named: str, file: Path) -> dict[str, Any] | None:

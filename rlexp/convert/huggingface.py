@@ -256,10 +256,6 @@ def _best(conv: Conversion) -> None:
         conv.put("checkpoint.best", "max" if conv.flag("greater_is_better") else "min", "greater_is_better")
 
 
-def evaluates(conv: Conversion) -> bool:
-    return conv.get("eval_strategy", "no") not in ("no", False)
-
-
 def keys_of(sets: Sequence[Any]) -> list[str]:
     """Return our key of each set of rows."""
     return ["data"] if len(sets) == 1 else [f"data.sources.source{number}" for number in range(1, len(sets) + 1)]

@@ -70,8 +70,12 @@ def _parts(hint: Any) -> tuple[type, ...]:
 def fitted(key: str, value: Any, option: str = "") -> Any:
     """Return a value in the kind of our key, with this option of its group."""
     kinds = hints(key, option)
-    if not kinds or (value is None and type(None) in kinds):
-        return value if kinds or isinstance(value, bool | int | float | str | None) else _of_open(key, value)
+    if value is None and type(None) in kinds:
+        return value
+    if not kinds and not isinstance(value, bool | int | float | str | None):  # of an open mapping
+        raise WrongKind("must be a text" if ".columns." in key else "must be a single value")
+    if not kinds:
+        return value
     kind: Any = next(each for each in kinds if each is not type(None))
     if value is None:
         raise WrongKind("needs a value")
@@ -81,12 +85,6 @@ def fitted(key: str, value: Any, option: str = "") -> Any:
         return number(value)
     plain: dict[Any, Callable[[Any], Any]] = {bool: flag, int: whole, float: number, str: text}
     return plain[kind](value) if kind in plain else _composed(kind, value)
-
-
-def _of_open(key: str, value: Any) -> Any:
-    if ".columns." in key:
-        return text(value)
-    raise WrongKind("must be a single value")
 
 
 def _composed(kind: Any, value: Any) -> Any:
@@ -115,11 +113,6 @@ def finite(value: float) -> bool:
         return False
 
 
-def _unspaced(value: Any) -> Any:
-    """Return the number that a text like 20_000 is."""
-    return int(value) if isinstance(value, str) and re.fullmatch(r"\d{1,9}(_\d{3})+", value) else value
-
-
 def whole(value: Any, least: float | None = None) -> int:
     made = number(value, least, "whole number")
     if made != int(made):
@@ -128,10 +121,11 @@ def whole(value: Any, least: float | None = None) -> int:
 
 
 def number(value: Any, least: float | None = None, what: str = "number") -> float:
-    made, low = _unspaced(value), -math.inf if least is None else least
-    if not is_number(made) or not finite(made) or made < low:
+    if isinstance(value, str) and re.fullmatch(r"\d{1,9}(_\d{3})+", value):  # 20_000
+        value = int(value)
+    if not is_number(value) or not finite(value) or value < (-math.inf if least is None else least):
         raise WrongKind(f"must be a {what}{_at_least(least)}")
-    return made
+    return value
 
 
 def _at_least(least: float | None) -> str:

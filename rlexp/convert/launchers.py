@@ -36,11 +36,19 @@ RULES: tuple[Rule, ...] = (
 def ranks(conv: Conversion) -> int | None:
     """Set the ranks and return how many GPUs there are in all; None if nothing says it."""
     nodes = next((name for name in OF_NODES if conv.name(name)), OF_NODES[-1])
-    several = conv.whole(nodes, 1, least=1)
+    several, by_nodes, why = conv.whole(nodes, 1, least=1), [nodes], ""
     named = next((name for name in OF_ONE_NODE if conv.name(name)), None)
     if conv.gpus is not None:
-        return _from_command_line(conv, conv.gpus, several if conv.name(nodes) else None, nodes)
-    if conv.name("num_processes") is not None:
+        gpus, by, why = conv.gpus, "", "--gpus"
+        if conv.name(nodes) is None and gpus > OF_A_NODE and gpus % OF_A_NODE == 0:
+            several, by_nodes, why = gpus // OF_A_NODE, [], f"--gpus={gpus}"
+            conv.notes.append(f"GPUs: --gpus={gpus} is taken for {several} nodes of {OF_A_NODE}. For others, set "
+                              f"launch.nodes and launch.nproc.")  # fmt: skip
+        elif conv.name(nodes) is None and gpus > OF_A_NODE:
+            conv.notes.append(f"GPUs: --gpus={gpus} is taken for one node. For several, set launch.nodes and "
+                              f"launch.nproc.")  # fmt: skip
+        _divides("--gpus", gpus, several)
+    elif conv.name("num_processes") is not None:
         gpus, by = conv.whole("num_processes", 1, least=1), "num_processes"
         _divides(by, gpus, several)
     elif named is not None:
@@ -52,28 +60,10 @@ def ranks(conv: Conversion) -> int | None:
         gpus, by = len([each for each in listed if each.strip()]) * several, "CUDA_VISIBLE_DEVICES"
     else:
         return None
-    conv.put("launch.nproc", max(1, gpus // several), by)
+    conv.put("launch.nproc", max(1, gpus // several), *filter(None, [by]), why=why)
     if several > 1:
-        conv.put("launch.nodes", several, nodes)
+        conv.put("launch.nodes", several, *by_nodes, why="" if by_nodes else why)
     return max(1, gpus)
-
-
-def _from_command_line(conv: Conversion, gpus: int, several: int | None, nodes: str) -> int:
-    if several is None and gpus > OF_A_NODE and gpus % OF_A_NODE == 0:
-        several = gpus // OF_A_NODE
-        conv.notes.append(f"GPUs: --gpus={gpus} is taken for {several} nodes of {OF_A_NODE}. For others, set "
-                          f"launch.nodes and launch.nproc.")  # fmt: skip
-        conv.put("launch.nproc", OF_A_NODE, why=f"--gpus={gpus}")
-        conv.put("launch.nodes", several, why=f"--gpus={gpus}")
-        return gpus
-    if several is None and gpus > OF_A_NODE:
-        conv.notes.append(f"GPUs: --gpus={gpus} is taken for one node. For several, set launch.nodes and launch.nproc.")
-    several = several or 1
-    _divides("--gpus", gpus, several)
-    conv.put("launch.nproc", gpus // several, why="--gpus")
-    if several > 1:
-        conv.put("launch.nodes", several, nodes)
-    return gpus
 
 
 def _divides(name: str, gpus: int, nodes: int) -> None:

@@ -206,7 +206,7 @@ def _data(conv: Conversion) -> Mapping[str, Mapping[str, Any]]:
     if not names:
         conv.missing("dataset", "it names the rows to train on", "dpo_en_demo")
     folder = Path(conv.text("dataset_dir"))
-    known = _described(folder)
+    known = plain_json.mapping_in(folder / "dataset_info.json") or {}
     for key, name in zip(huggingface.keys_of(names), names, strict=True):
         described = known.get(name)
         if not isinstance(described, dict):
@@ -245,11 +245,3 @@ def _source(conv: Conversion, key: str, described: dict[str, Any], folder: Path)
     if conv.trainer == "kto" and described.get("formatting") == "sharegpt":
         why = "a conversation with a label is not read: make its rows prompt, completion and label"
         conv.remark(Fate.OTHER, "dataset: formatting", "sharegpt", why)
-
-
-def _described(folder: Path) -> dict[str, dict[str, Any]]:
-    try:
-        described = plain_json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return described if isinstance(described, dict) else {}

@@ -96,8 +96,12 @@ def choose(
     """
     origins = [by] if types else _named(conv, "loss_type", "loss_weights")
     weights, likelihood = _asked(conv, types)
-    if not weights:
-        _supervised(conv, likelihood, *origins)
+    if not weights:  # no loss over pairs is asked for
+        conv.choose("loss", SFT, *origins, why="of the chosen answers")
+        conv.notes.append(OF_MICRO_BATCHES)
+        if likelihood != 1:
+            conv.remark(Fate.OTHER, conv.spelled("loss_weights"), likelihood, "the only loss has no weight here")
+        conv.tell(Fate.NEEDLESS, "ref_model", "loss=sft has no reference")
         return
     likelihood_by = _named(conv, "loss_type", "loss_weights") if likelihood else []
     if (more := conv.number("rpo_alpha", 0.0)) or not likelihood:
@@ -134,15 +138,6 @@ def choose(
 def _named(conv: Conversion, *names: str) -> list[str]:
     """Return the names of the arguments that the trainer has."""
     return [name for name in names if name in conv.by_name]
-
-
-def _supervised(conv: Conversion, weight: float, *origins: str) -> None:
-    """Set supervised training on the chosen answers, where no loss over pairs is asked for."""
-    conv.choose("loss", SFT, *origins, why="of the chosen answers")
-    conv.notes.append(OF_MICRO_BATCHES)
-    if weight != 1:
-        conv.remark(Fate.OTHER, conv.spelled("loss_weights"), weight, "the only loss has no weight here")
-    conv.tell(Fate.NEEDLESS, "ref_model", "loss=sft has no reference")
 
 
 def kind_of(loss: str) -> type[PreferenceConfig]:

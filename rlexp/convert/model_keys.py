@@ -30,8 +30,9 @@ SWIFT = {"chatml": "chatml", "qwen3_nothinking": "chatml", "qwen2_5": "qwen", "l
 
 def trained(conv: Conversion, argument: str) -> None:
     """Set the model that is trained."""
-    path = conv.needed(argument, "it names the model that is trained", "Qwen/Qwen3-0.6B")
-    conv.put("model.path", path, argument)
+    if (path := conv.text(argument)) is None:
+        conv.missing(argument, "it names the model that is trained", "Qwen/Qwen3-0.6B")
+    conv.put("model.path", str(path), argument)
 
 
 def template(conv: Conversion, argument: str, names: Mapping[str, str], *own: str) -> None:
@@ -88,8 +89,4 @@ def rope(conv: Conversion, argument: str, value: Any, reach: str | None = None) 
 
 def described(model: str) -> Mapping[str, Any]:
     """Return config.json of a model that is a folder here; nothing for any other."""
-    try:
-        config = plain_json.loads((Path(model).expanduser() / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return config if isinstance(config, dict) else {}
+    return plain_json.mapping_in(Path(model).expanduser() / "config.json") or {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import PurePosixPath
 
-from rlexp.convert import adapters, huggingface, kinds, launchers, losses, model_keys
+from rlexp.convert import adapters, engines, huggingface, kinds, launchers, losses, model_keys
 from rlexp.convert import openrlhf_rollouts as rollouts
 from rlexp.convert.conversion import Conversion
 from rlexp.convert.rules import ByTrainer, Fate, Rule, absent, needless, taken, worked_out
@@ -162,7 +162,9 @@ def convert(conv: Conversion) -> None:
     model_keys.trained(conv, "pretrain")
     if conv.whole("lora_rank"):
         adapters.lora(conv, "lora_rank")
-    _engine(conv)
+    engines.by_stage(conv, "zero_stage")
+    if conv.flag("adam_offload") and conv.chosen("engine") != "zero0":
+        conv.put("engine.offload", "optimizer", "adam_offload")
     _optimizer(conv)
     _data(conv)
     _files(conv, _loss(conv))
@@ -215,14 +217,6 @@ def _supervised(conv: Conversion) -> None:
     if templated and not answered and not conv.flag("multiturn") and conv.name("multiturn") is None:
         why = "without it theirs trains the last answer of a conversation; here every one is trained on"
         conv.remark(Fate.OTHER, "multiturn", False, why)
-
-
-def _engine(conv: Conversion) -> None:
-    if (stage := conv.whole("zero_stage")) > 3:
-        conv.refuse("zero_stage", "must be 0, 1, 2 or 3", "Give one of them.")
-    conv.choose("engine", f"zero{stage}", "zero_stage")
-    if conv.flag("adam_offload") and stage:
-        conv.put("engine.offload", "optimizer", "adam_offload")
 
 
 def _optimizer(conv: Conversion) -> None:

@@ -366,16 +366,6 @@ class _Arguments:
                 self.positional.append(word)
 
 
-def is_named_value(word: str) -> bool:
-    return re.match(r"[A-Za-z_]\w*=", word) is not None
-
-
-def named_value(word: str) -> tuple[str, str]:
-    """Return the name and the value of a word like learning_rate=1e-7."""
-    name, _, value = word.partition("=")
-    return str(name), like(word, value)
-
-
 def refuse_unknown(name: str, value: Any, sourced: Sequence[str] = ()) -> None:
     """Refuse a value that only bash could know. Scripts that are `sourced` are not read."""
     elsewhere = f", and {', '.join(sourced)}, which it takes in, is not read" if sourced else ""

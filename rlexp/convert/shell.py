@@ -148,8 +148,11 @@ class _Script(Expansion):
         elif (group := tokens.take_match(GROUP)) is not None:
             if group[0] == "{":
                 self._through("}", runs)
-            else:
-                self._subshell(runs)
+            else:  # what is in parentheses changes no variable outside, and leaves nothing there
+                outer = {**self.known}, {**self.exported}, self.args, self.folder
+                self._through(")", runs)
+                self.known, self.exported, self.args, self.folder = outer
+                self.left = ""
         elif self.next == "if":
             self._if(runs)
         elif self.next in ("while", "until"):
@@ -161,13 +164,6 @@ class _Script(Expansion):
         elif (words := tokens.take_command()) and runs:
             self.line = line
             self._simple(words)
-
-    def _subshell(self, runs: bool) -> None:
-        """Follow commands in parentheses, which change no variable outside and leave nothing there."""
-        outer = {**self.known}, {**self.exported}, self.args, self.folder
-        self._through(")", runs)
-        self.known, self.exported, self.args, self.folder = outer
-        self.left = ""
 
     def _counted(self, terms: str) -> int | None:
         """Return the value of (( … )), after what it does to a variable: N++, N += 2, N = M * 2."""

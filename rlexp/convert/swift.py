@@ -151,7 +151,10 @@ def convert(conv: Conversion) -> None:
         _loss(conv)
     _reference(conv)
     _data(conv)
-    rows = _held_out(conv) or huggingface.held_out(conv, "split_dataset_ratio", share=True)
+    names = conv.texts("val_dataset")
+    path = names[0].partition("#")[0].removeprefix("hf::").removeprefix("ms::") if names else ""
+    rows = bool(names) and huggingface.held_out_set(conv, "val_dataset", path, several=len(names) > 1)
+    rows = rows or huggingface.held_out(conv, "split_dataset_ratio", share=True)
     huggingface.evaluation(conv, steps, rows, default="steps" if rows else "no", every="save_steps")
 
 
@@ -239,12 +242,6 @@ def _data(conv: Conversion) -> None:
     else:
         conv.put("data.too_long", TOO_LONG.get(strategy, "drop"), "truncation_strategy")
     _system(conv)
-
-
-def _held_out(conv: Conversion) -> bool:
-    names = conv.texts("val_dataset")
-    path = names[0].partition("#")[0].removeprefix("hf::").removeprefix("ms::") if names else ""
-    return bool(names) and huggingface.held_out_set(conv, "val_dataset", path, several=len(names) > 1)
 
 
 def _system(conv: Conversion) -> None:

@@ -200,7 +200,8 @@ def _ring(conv: Conversion) -> str:
 
 def _engine(conv: Conversion) -> None:
     """Choose the engine by accelerate's arguments, unless the trainer's own have chosen one. The first one decides."""
-    ways = {"accelerate_config": _by_profile, "deepspeed_config_file": engines.from_deepspeed, "zero_stage": _by_stage}
+    ways = {"accelerate_config": _by_profile, "deepspeed_config_file": engines.from_deepspeed,
+            "zero_stage": engines.by_stage}  # fmt: skip
     for name, choose in ways.items():
         if "engine" not in conv.choices and conv.get(name) is not None:
             choose(conv, name)
@@ -219,13 +220,6 @@ def _by_profile(conv: Conversion, name: str) -> None:
         conv.tell(Fate.NEEDLESS, name, "each rank holds the whole state, unless an engine splits it")
     else:
         conv.tell(Fate.OTHER, name, "the engine holds the training state: engine=zero3, as docs/engines.md says")
-
-
-def _by_stage(conv: Conversion, name: str) -> None:
-    stage = conv.whole(name)
-    if stage not in engines.BY_STAGE:
-        conv.refuse(name, "must be 0, 1, 2 or 3", "Give one of them.")
-    conv.choose("engine", engines.BY_STAGE[stage], name)
 
 
 def _model(conv: Conversion) -> None:
@@ -264,9 +258,11 @@ def _data(conv: Conversion) -> bool:
         for name, leaf in (("dataset_name", "path"), ("dataset_config", "subset"), ("dataset_train_split", "split")):
             if conv.get(name) is not None:
                 conv.put(f"data.{leaf}", conv.text(name), name)
-    rows, evaluates = huggingface.held_out(conv, "test_split_size"), huggingface.evaluates(conv)
-    size, split = _held_out(conv)
-    if size:
+    rows = huggingface.held_out(conv, "test_split_size")
+    evaluates = conv.get("eval_strategy", "no") not in ("no", False)
+    size, splits = conv.mapping("dataset_mixture").get("test_split_size"), conv.texts("dataset_splits") or SPLITS
+    split = splits[1] if splits[1:] and conv.mapping("dataset_mixer") else None
+    if kinds.is_number(size) and size:
         conv.put("data.eval_size", size, "dataset_mixture", why="its test_split_size")
     elif split and evaluates:
         for key in keys:
@@ -297,12 +293,6 @@ def _sets(conv: Conversion) -> list[dict[str, Any]]:
 def _argument(conv: Conversion) -> str:
     """Return the argument that names the sets."""
     return next((each for each in ("datasets", "dataset_mixture", "dataset_mixer") if conv.get(each)), "datasets")
-
-
-def _held_out(conv: Conversion) -> tuple[float, str | None]:
-    """Return how many rows a mixture holds out, or what share; and the split that it has for them."""
-    size, splits = conv.mapping("dataset_mixture").get("test_split_size"), conv.texts("dataset_splits") or SPLITS
-    return (size if kinds.is_number(size) else 0), splits[1] if splits[1:] and conv.mapping("dataset_mixer") else None
 
 
 def _as_trl(conv: Conversion, one: dict[str, Any]) -> dict[str, Any]:

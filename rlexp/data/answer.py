@@ -1,7 +1,8 @@
-"""Put together what a preview says."""
+"""Put together what a preview says, and write its samples as text, token by token."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,17 +12,17 @@ from rlexp.base.errors import ConfigError
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.config.schema.row_kinds import EXAMPLE, ROWS_OF, SIDES, Kind
-from rlexp.data.facts import Lengths, Preview, ShownSample, Steps
+from rlexp.data.facts import Lengths, Piece, Preview, RowPart, ShownSample, Steps
 from rlexp.data.lengths import lengths_of
 from rlexp.data.read_rows import Rows, read_rows
 from rlexp.data.rings import rings_of
-from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import sharing_of
 from rlexp.training.dataset.sampler import Sampler, total_steps
 from rlexp.training.dealer.of_run import without_room
 from rlexp.training.model.loading import load_tokenizer
 from rlexp.training.train.examples import kind_read, sampler_of
 from rlexp.training.train.fitting import unfit
+from rlexp.training.types import Example, Ids, Mask
 
 
 def preview(cfg: Config, samples: int) -> Preview:
@@ -96,3 +97,61 @@ def _steps(cfg: Config, rows: Rows, sampler: Sampler) -> Steps:
 def _samples(rows: Rows, places: tuple[int, ...], tokenizer: Any) -> tuple[ShownSample, ...]:
     sides, special = SIDES[rows.kind], special_ids(tokenizer)
     return tuple(sample_of(rows.examples.train[place], sides, tokenizer, special) for place in places)
+
+
+HEAD, TAIL = 1600, 800  # tokens of a part that are shown at least, if it is longer
+CONTEXT = 4  # tokens before a part that decide how its first one is written
+UNFINISHED = "\ufffd"  # what a tokenizer makes of half a character
+
+
+def sample_of(example: Example, sides: Sequence[str], tokenizer: Any, special: frozenset[int]) -> ShownSample:
+    parts = _Decoder(tokenizer, special).parts(example.prompt, dict(zip(sides, example.masked, strict=True)))
+    return ShownSample(example.origin, parts, example.label, example.expected, example.margin)
+
+
+def special_ids(tokenizer: Any) -> frozenset[int]:
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return frozenset({*tokenizer.all_special_ids, *(each for each, token in added.items() if token.special)})
+
+
+class _Decoder:
+    def __init__(self, tokenizer: Any, special: frozenset[int]) -> None:
+        self._tokenizer, self._special = tokenizer, special
+
+    def parts(self, prompt: Ids, answers: dict[str, tuple[Ids, Mask | None]]) -> tuple[RowPart, ...]:
+        untrained = np.zeros(len(prompt), bool)
+        parts = [RowPart("prompt", len(prompt), 0, self._pieces(prompt, untrained, prompt[:0]))]
+        for name, (answer, mask) in answers.items():
+            trained = np.ones(len(answer), bool) if mask is None else mask
+            pieces = self._pieces(answer, trained, prompt[-CONTEXT:])
+            parts.append(RowPart(name, len(answer), int(trained.sum()), pieces))
+        return tuple(parts)
+
+    def _pieces(self, ids: Ids, trained: Mask, before: Ids) -> tuple[Piece, ...]:
+        if len(ids) <= HEAD + TAIL:
+            return tuple(self._decoded(ids.tolist(), trained, before.tolist()))
+        head = self._decoded(ids[:HEAD].tolist(), trained[:HEAD], before.tolist())
+        tail = self._decoded(ids[-TAIL:].tolist(), trained[-TAIL:], ids[-TAIL - CONTEXT : -TAIL].tolist())
+        return (*head, Piece("", (), hidden=len(ids) - HEAD - TAIL), *tail)
+
+    def _decoded(self, ids: list[int], trained: Mask, before: list[int]) -> Iterator[Piece]:
+        """Yield the text that each token adds. Tokens that share a character come together."""
+        whole = [*before, *ids]
+        start, read, offset = 0, len(before), len(before)
+
+        def piece(stop: int, text: str) -> Piece:
+            special = stop == read + 1 and whole[read] in self._special
+            return Piece(text, tuple(whole[read:stop]), bool(trained[read - offset]), special)
+
+        for place in range(offset, len(whole)):
+            last = place + 1 == len(whole)
+            known, text = self._text(whole[start:read]), self._text(whole[start : place + 1])
+            here = trained[place - offset : place - offset + 2]  # whether this token is trained on, and the next
+            ends = last or self._special.intersection(whole[place : place + 2]) or here[0] != here[1]
+            if ends or (len(text) > len(known) and not text.endswith(UNFINISHED)) or text == known:
+                yield piece(place + 1, text[len(known) :])
+                start, read = read, place + 1
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text = self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)

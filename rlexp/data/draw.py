@@ -17,8 +17,7 @@ from rich.text import Text
 
 from rlexp.data import tables
 from rlexp.data.facts import Lengths, Piece, Preview, RowPart, ShownSample
-from rlexp.data.tables import Table
-from rlexp.data.visible import one_line, visible
+from rlexp.data.tables import Table, one_line, visible
 
 WIDTH = 110  # where there is no terminal
 LINES = 40  # of a part of a sample, at most

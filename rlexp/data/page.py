@@ -1,31 +1,48 @@
-"""A preview as one html file that opens from disk: no script, no network, and every text of a row escaped."""
+"""A preview as one html file that opens from disk: no script, no network, and every text of a row escaped, so that no
+row can become markup."""
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.resources import files
 from string import Template
 
-from rlexp.compare.page import asset, content_policy
+from rlexp.compare.page import asset, content_policy, utf8
 from rlexp.data import tables
 from rlexp.data.facts import Lengths, Piece, Preview, RowPart, ShownSample
-from rlexp.data.markup import Markup, element, joined
-from rlexp.data.tables import Table, share
-from rlexp.data.visible import one_line, visible
+from rlexp.data.tables import Table, one_line, share, visible
 
 WIDE, HIGH, BELOW = 320, 110, 18  # of a histogram, and of the line under it
 
 
+class Markup(str):
+    """Text that is HTML already."""
+
+    __slots__ = ()
+
+
+def element(name: str, *children: str | None, **attributes: object) -> Markup:
+    """Return an element. Children that are no markup are text; `class_` is the attribute `class`; None is left out."""
+    given = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{html.escape(utf8(str(value)))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{given}>{joined(*children)}</{name}>")
+
+
+def joined(*children: str | None) -> Markup:
+    return Markup("".join(
+        child if isinstance(child, Markup) else html.escape(utf8(child)) for child in children if child is not None
+    ))  # fmt: skip
+
+
 def render(facts: Preview) -> str:
     """Return the whole page as text."""
-    style = f"{asset('base.css')}\n{_asset('preview.css')}"
-    return Template(_asset("preview.html")).substitute(
+    style = f"{asset('base.css')}\n{asset('preview.css', __package__)}"
+    return Template(asset("preview.html", __package__)).substitute(
         policy=content_policy((), style), style=style, title=joined(_title(facts)), body=_body(facts)
     )
-
-
-def _asset(name: str) -> str:
-    return (files("rlexp.data") / "assets" / name).read_text(encoding="utf-8")
 
 
 def _title(facts: Preview) -> str:

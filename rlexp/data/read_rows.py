@@ -53,11 +53,9 @@ def read_rows(cfg: Config, tokenizer: Any) -> Rows:
     if not isinstance(cfg.data, RowsDataConfig):
         return _generated(cfg, cfg.loss.rows, tokenizer)
     rows = _stored(cfg, cfg.data, kind_read(cfg), tokenizer)
-    return _unpaired(rows) if cfg.data.unpair and rows.kind is Kind.pairs else rows
-
-
-def _unpaired(rows: Rows) -> Rows:
-    """Return each pair as two answers, each with the prompt."""
+    if not cfg.data.unpair or rows.kind is not Kind.pairs:
+        return rows
+    # Each pair is two answers, each with the prompt.
     examples, lengths = unpaired(rows.examples), rows.lengths[:, [0, 1, 0, 2]].reshape(-1, 2)
     digests = hashes(blocks_of(examples.train, ids_of), PARTS[Kind.unpaired])
     sources = tuple(each if each.per_epoch is None else replace(each, per_epoch=2 * each.per_epoch)

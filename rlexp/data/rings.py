@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -12,9 +11,8 @@ import numpy as np
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
 from rlexp.config.checks.layout import choose, heads_of
-from rlexp.config.checks.micro_batches import size_in_words
-from rlexp.config.checks.sharing import shares
-from rlexp.config.schema import Config, LayoutName
+from rlexp.config.checks.micro_batches import shares, size_in_words
+from rlexp.config.schema import Config, LayoutName, with_values
 from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import RingFacts
@@ -27,7 +25,7 @@ from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.layouts import Layout, get_layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
-from rlexp.training.types import Example, Ids, Pack
+from rlexp.training.types import Example, Ids
 
 SIZES = (1, 2, 4, 8)
 STEPS = 32  # that are looked at
@@ -65,11 +63,18 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
     """Return what each ring size makes of the first steps, and what was looked at, in words."""
     own = cfg.parallel.ring_size
     shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
-    batches = _batches(cfg, rows, sampler)
+    batches: list[tuple[Batch, Callable[[int], Example]]] = []  # that are looked at, and how their samples are found
+    samples = tokens = 0
+    for batch, example_of, size in _batches(cfg, rows, sampler):
+        batches.append((batch, example_of))
+        samples, tokens = samples + len(batch.indices), tokens + size
+        if len(batches) == STEPS or samples >= MOST_SAMPLES or tokens >= MOST_TOKENS:
+            break
     seen = {size: _Seen() for size in shapes}
     for batch, example_of in batches:
         examples = [example_of(index) for index in batch.indices]
-        units = [_unit(cfg, place, example) for place, example in enumerate(examples)]
+        units: list[Unit] = [[np.concatenate(each) for each in _sequences(cfg, place, example)]
+                             for place, example in enumerate(examples)]  # fmt: skip
         for each in [each for each in shapes.values() if isinstance(each, _Shape)]:
             try:
                 dealt = each.dealer.deal_all(len(units), units.__getitem__)
@@ -90,10 +95,9 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     world = cfg.parallel.world_size
     replicas = world // size if world % size == 0 else 1
     layout = LayoutName.zigzag if cfg.parallel.layout is LayoutName.auto else cfg.parallel.layout
-    parallel = dataclasses.replace(cfg.parallel, ring_size=size, layout=layout)
     try:
         sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
-        heads, on_ring = heads_of(cfg.model), dataclasses.replace(cfg, parallel=parallel)
+        heads, on_ring = heads_of(cfg.model), with_values(cfg, "parallel", ring_size=size, layout=layout)
         choice = choose(on_ring, heads)
     except ConfigError as error:
         return str(error)
@@ -102,19 +106,7 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     return _Shape(on_ring, size, replicas, build_layout(cfg, own), choice.name, dealer, windows)
 
 
-def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> list[tuple[Batch, Callable[[int], Example]]]:
-    """Return the train batches that are looked at, each with how its samples are found."""
-    taken = []
-    samples = tokens = 0
-    for batch, example_of, size in _all_batches(cfg, rows, sampler):
-        taken.append((batch, example_of))
-        samples, tokens = samples + len(batch.indices), tokens + size
-        if len(taken) == STEPS or samples >= MOST_SAMPLES or tokens >= MOST_TOKENS:
-            break
-    return taken
-
-
-def _all_batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
+def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
     """Yield the train batches of an epoch with their tokens."""
     examples = rows.examples.train
     if rows.kind is not Kind.prompts:
@@ -140,8 +132,11 @@ def _all_batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Ba
 
 def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> None:
     """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
+    multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
+    sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
     for packing in (True, False):
-        pack = _packed(cfg, shape, examples, packing=packing)
+        share = Share() if packing and shares(cfg) else None
+        pack = pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
         seen.real[packing] += pack.real_tokens
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
@@ -156,21 +151,10 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.mean_tokens += sum(real) / shape.size
 
 
-def _unit(cfg: Config, place: int, example: Example) -> Unit:
-    """Return the sequences of an example; of a prompt, with an answer that no other has."""
-    return [np.concatenate(each) for each in _sequences(cfg, place, example)]
-
-
 def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids]]:
+    """Return the sequences of an example; of a prompt, with an answer that no other has."""
     drawn = (np.full(cfg.rollout.max_new_tokens, -1 - place, np.int32),)
     return [(example.prompt, answer) for answer in example.answers or drawn]
-
-
-def _packed(cfg: Config, shape: _Shape, examples: Sequence[Example], *, packing: bool) -> Pack:
-    multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
-    sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
-    share = Share() if packing and shares(cfg) else None
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
 
 
 def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> RingFacts:

@@ -16,7 +16,11 @@ Block = tuple[np.ndarray, np.ndarray]  # tokens, and where among them each part 
 
 def hashes(blocks: Iterable[Block], parts: int) -> np.ndarray:
     """Return (examples, 2): a hash of each prompt, and of each whole row."""
-    arrays = [_hashed(*block, parts) for block in blocks]
+    arrays = []
+    for tokens, ends in blocks:
+        of_parts = [hash(part.tobytes()) for part in np.split(tokens, ends)[:-1]]
+        rows = (of_parts[first : first + parts] for first in range(0, len(of_parts), parts))
+        arrays.append(np.array([(row[0], hash(tuple(row))) for row in rows], np.int64).reshape(-1, 2))
     return np.concatenate(arrays) if arrays else np.zeros((0, 2), np.int64)
 
 
@@ -27,12 +31,6 @@ def blocks_of(examples: Store | Sequence[Any], parts: Any) -> Iterator[Block]:
         return
     ids = [part for example in examples for part in parts(example)]
     yield np.concatenate(ids) if ids else np.zeros(0, np.int32), np.cumsum([len(part) for part in ids], dtype=np.int64)
-
-
-def _hashed(tokens: np.ndarray, ends: np.ndarray, parts: int) -> np.ndarray:
-    of_parts = [hash(part.tobytes()) for part in np.split(tokens, ends)[:-1]]
-    rows = (of_parts[first : first + parts] for first in range(0, len(of_parts), parts))
-    return np.array([(row[0], hash(tuple(row))) for row in rows], np.int64).reshape(-1, 2)
 
 
 def sharing_of(digests: np.ndarray, lengths: np.ndarray, copies: int) -> Sharing:

@@ -15,9 +15,9 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import CheckpointError, ConfigError, UserError
 from rlexp.base.file_hashes import files_of
 from rlexp.config import sizes
-from rlexp.config.checks.evaluation import refuse_nothing_held_out
-from rlexp.config.literals import literals
+from rlexp.config.checks.across_fields import refuse_nothing_held_out
 from rlexp.config.load import OF_CURVE, composed, composed_like, from_hydra, refuse_other_groups
+from rlexp.config.options import literals
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config
 from rlexp.config.schema.data import SourceConfig

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import CheckpointError, ConfigError
-from rlexp.config.checks.evaluation import refuse_nothing_held_out
+from rlexp.config.checks.across_fields import refuse_nothing_held_out
 from rlexp.config.options import quoted
 from rlexp.config.resolvers import draws
 from rlexp.config.schema import Config, LoraConfig

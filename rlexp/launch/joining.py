@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import socket
@@ -97,35 +98,25 @@ def join(spec: RankSpec, launch: LaunchConfig, sampling: int = 0) -> dist.Store:
         store = meet(spec.rank, spec.world_size, launch.timeout_seconds, launch.interface)
     else:
         store, _, _ = next(dist.rendezvous(spec.init_method, spec.rank, spec.world_size, timeout=timeout))
-    watch.begin(dist.PrefixStore("watch", _own(store)), spec.rank, spec.world_size, launch.timeout_seconds, gpu)
+    watched = store
+    with contextlib.suppress(
+        AttributeError, RuntimeError
+    ):  # an older torch has no clones, nor a store without a server
+        watched = getattr(store, "clone")()  # noqa: B009 - a connection that no other call keeps busy
+    watch.begin(dist.PrefixStore("watch", watched), spec.rank, spec.world_size, launch.timeout_seconds, gpu)
     store.set_timeout(watch.FOR_EVER)  # NCCL meets here when a group is first used
     training = spec.world_size - sampling
     if spec.rank < training:
         dataclasses.replace(spec, world_size=training).export()
-        _wait_for_ever()
+        # Shim: give the groups that DeepSpeed makes the time that the others have. Remove this when a new group of
+        # torch inherits it from the world's.
+        for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
+            setattr(dist.distributed_c10d, name, watch.FOR_EVER)
         dist.init_process_group(
             backend_of(launch), store=dist.PrefixStore("training", store), rank=spec.rank, world_size=training,
             timeout=watch.FOR_EVER,
         )  # fmt: skip
     return store
-
-
-def _own(store: dist.Store) -> dist.Store:
-    """Return a connection to the store that no other call keeps busy, where it has such."""
-    try:
-        own: dist.Store = getattr(store, "clone")()  # noqa: B009 - torch's types do not have it
-    except (AttributeError, RuntimeError):  # nor has an older torch, or a store without a server
-        return store
-    return own
-
-
-def _wait_for_ever() -> None:
-    """Shim: give the groups that DeepSpeed makes the time that the others have. Remove this when a new group of torch
-    inherits it from the world's."""
-    from torch.distributed import distributed_c10d
-
-    for name in ("default_pg_timeout", "default_pg_nccl_timeout"):
-        setattr(distributed_c10d, name, watch.FOR_EVER)
 
 
 def backend_of(launch: LaunchConfig) -> str:

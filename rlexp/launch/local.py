@@ -25,9 +25,12 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import UserError
+from rlexp.config import sizes
+from rlexp.config.explain import explain
 from rlexp.launch import rank_progress, rank_reports, watch
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_reports import RankReport
+from rlexp.launch.slurm import meeting
 from rlexp.launch.stops import (
     ASKING,
     END_NOW,
@@ -198,6 +201,23 @@ def _failure(reports: list[RankReport], world_size: int, log_dir: Path | None) -
     )
 
 
+def report_of(rank: int, error: BaseException, at: float) -> RankReport:
+    """Return what a rank reports of the error that ends it."""
+    mistake = error if isinstance(error, UserError) else None
+    text = str(error) if mistake else "".join(traceback.format_exception(error))
+    killed = isinstance(error, RankFailed) and error.killed  # a rank that this process started
+    return RankReport(rank, at, text, mistake, task=meeting.task(), killed=killed)
+
+
+def report_here(error: BaseException) -> None:
+    """Report why a process of a Slurm job ended before it was a rank, for the batch script's verdict."""
+    if (known := meeting.run_dir()) is not None:
+        message = explain(error)
+        shown = error if message is None or isinstance(error, RankFailed) else UserError(message)
+        report = report_of(sizes.joined_rank() or 0, shown, time.time())
+        rank_reports.write(known, meeting.start_of_job(), report)
+
+
 def _send(rank: _Rank, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # it may have ended
         os.kill(rank.process.pid, signum)
@@ -286,10 +306,9 @@ def _rank_main(
         os.dup2(handle, 2)
 
     def tell(error: BaseException) -> None:
-        mistake = error if isinstance(error, UserError) else None
-        text = str(error) if mistake else "".join(traceback.format_exception(error))
-        say("report", RankReport(spec.rank, time.monotonic(), text, mistake))
-        sys.stderr.write(text + "\n" if spec.rank else "")
+        report = report_of(spec.rank, error, time.monotonic())
+        say("report", report)
+        sys.stderr.write(report.text + "\n" if spec.rank else "")
         sys.stderr.flush()
 
     watch.report_by(tell)

@@ -12,10 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
 
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, JobStatus, filter_overrides
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -85,7 +83,7 @@ class SweepLauncher(Launcher):
         try:
             yield
         except UserError:
-            run_folder.drop_multirun(self.where)
+            run_folder.drop_if_empty(self.where, "multirun.yaml")
             raise
 
     def open(self) -> Sweep:
@@ -169,11 +167,3 @@ def done() -> JobReturn:
 
 def say_how(job: Job) -> None:
     sys.stderr.write(f"rlexp: {job.label} is {job.status}: {job.reason}\n")
-
-
-def swept(config: DictConfig) -> set[str]:
-    """Return the keys that this command varies, also if not all of its jobs are known yet."""
-    params = OmegaConf.to_container(config.hydra.sweeper.get("params") or OmegaConf.create(), resolve=True)
-    given = [f"{key}={value}" for key, value in cast(dict[str, Any], params).items()]
-    parsed = OverridesParser.create().parse_overrides([*given, *config.hydra.overrides.task])
-    return {override.get_key_element() for override in parsed if override.is_sweep_override()}

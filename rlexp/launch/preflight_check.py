@@ -31,7 +31,7 @@ from rlexp.config.checks.layout import Choice, candidates, with_layout
 from rlexp.config.elsewhere import unrehearsable
 from rlexp.config.gpu_descriptions import gpu_of
 from rlexp.config.load import to_plain
-from rlexp.config.schema import AUTO, Config, Device, EngineName, HardwareConfig, LayoutName, Preflight
+from rlexp.config.schema import AUTO, Config, Device, EngineName, HardwareConfig, LayoutName, Preflight, with_values
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
 from rlexp.config.vllm_memory import samples_apart, share_beside_training, share_of_sampling, share_on_cpu, uses_vllm
 
@@ -129,8 +129,7 @@ def decided(cfg: Config, run_dir: Path | None, *, here: bool, helping: bool) -> 
 
 def laid_out(cfg: Config) -> Config:
     """Return the configuration with the layout that parallel.layout=auto takes, whether or not the run fits."""
-    unasked = dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, preflight=Preflight.off))
-    return dataclasses.replace(prepared(unasked)[0], launch=cfg.launch)
+    return dataclasses.replace(prepared(with_values(cfg, "launch", preflight=Preflight.off))[0], launch=cfg.launch)
 
 
 def device_of(cfg: Config, *, here: bool = True) -> tuple[HardwareConfig | None, str]:
@@ -166,12 +165,10 @@ def chosen(cfg: Config, decision: Decision) -> Config:
         why = decision.layout_chosen or f"it takes any heads; no other was rehearsed: {decision.why}"
         cfg = with_layout(cfg, Choice(name, decision.ulysses_size, why))
     if decision.engine is not None and decision.engine_chosen is not None:
-        engine = dataclasses.replace(cfg.engine, name=EngineName(decision.engine), chosen=decision.engine_chosen)
-        cfg = dataclasses.replace(cfg, engine=engine)
+        cfg = with_values(cfg, "engine", name=EngineName(decision.engine), chosen=decision.engine_chosen)
         print_line(f"engine=auto takes {decision.engine}: {decision.engine_chosen}")
     if decision.max_tokens not in (None, cfg.train.max_tokens_per_micro_batch):
-        train = dataclasses.replace(cfg.train, max_tokens_per_micro_batch=decision.max_tokens)
-        cfg = dataclasses.replace(cfg, train=train)
+        cfg = with_values(cfg, "train", max_tokens_per_micro_batch=decision.max_tokens)
         print_line(f"train.micro_batch_size=auto takes up to {decision.max_tokens:,} tokens a rank: more do not fit")
     return cfg
 
@@ -193,7 +190,7 @@ def with_vllm_memory(cfg: Config, predicted: float | None = None) -> Config:
         share, why = share_beside_training(cfg), "what training leaves was not predicted"
     if cfg.rollout.vllm_memory == AUTO:
         print_line(f"{VLLM_MEMORY}=auto takes {share:g}: {why}")
-    return dataclasses.replace(cfg, rollout=dataclasses.replace(cfg.rollout, vllm_memory=share))
+    return with_values(cfg, "rollout", vllm_memory=share)
 
 
 def refusal(cfg: Config, decision: Decision) -> DoesNotFitError:
@@ -218,7 +215,7 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
     patience = min(PREDICTING, waited / 2)
     help_for = min(HELPING, waited / 3) if helping else 0.0
     device = Device.cpu if cfg.launch.device is Device.cpu else Device.cuda  # auto: of jobs that run elsewhere
-    cfg = dataclasses.replace(cfg, launch=dataclasses.replace(cfg.launch, device=device))
+    cfg = with_values(cfg, "launch", device=device)
     asked = {"cfg": to_plain(cfg), "fitting": fitting, "seconds": patience, "helping": help_for}
     around = {name: value for name, value in os.environ.items() if name not in sizes.OF_A_WORLD}
     process = subprocess.Popen(
@@ -246,12 +243,8 @@ def rehearsed(cfg: Config, key: str, *, fitting: bool, helping: bool) -> Decisio
 
 def _answered(process: subprocess.Popen[str], question: str, limit: float) -> tuple[str, str]:
     """Return what the process says to a question, on both its streams. Who waits for it is told so now and then."""
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(question)
-    process.stdin = None
     with busy_message(f"rehearses whether the run fits (at most {limit:.0f} s)", print_line):
-        return process.communicate(timeout=limit)
+        return process.communicate(question, timeout=limit)
 
 
 def fingerprint(cfg: Config, *, fitting: bool) -> str:

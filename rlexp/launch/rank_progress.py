@@ -47,11 +47,6 @@ class Whereabouts:
             return
 
 
-def begin(run_dir: Path) -> None:
-    """Remove the lines of an earlier world, before the ranks start."""
-    (run_dir / FILE).unlink(missing_ok=True)
-
-
 def read(run_dir: Path) -> list[dict[str, Any]]:
     """Return the lines that ranks have written, in the order of the ranks."""
     lines = []

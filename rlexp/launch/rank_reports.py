@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlexp.base import plain_json
 from rlexp.base.errors import UserError
 from rlexp.base.files import write_text
 from rlexp.launch.rank_progress import last_seen
@@ -106,21 +107,15 @@ def write_verdict(run_dir: Path, job: str | None, verdict: Mapping[str, Any]) ->
 
 def read_verdict(run_dir: Path, job: str | None) -> dict[str, Any]:
     """Return the verdict on this job; empty where the file is another job's."""
-    try:
-        verdict = json.loads((run_dir / FOLDER / "verdict.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return verdict if isinstance(verdict, dict) and verdict.get("job_id") == job else {}
+    verdict = plain_json.mapping_in(run_dir / FOLDER / "verdict.json") or {}
+    return verdict if verdict.get("job_id") == job else {}
 
 
 def read(run_dir: Path, start: str) -> list[RankReport]:
     """Return the reports of this start's ranks."""
     reports = []
     for place in sorted((run_dir / FOLDER).glob("rank*.json")):
-        try:
-            facts = json.loads(place.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue
+        facts = plain_json.mapping_in(place) or {}
         if facts.pop("start", None) == start:
             mistake = UserError(facts["text"]) if facts.pop("mistake") else None
             reports.append(RankReport(**facts, mistake=mistake))

@@ -65,7 +65,8 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     """Claim the folder for this process and write its config.yaml and run.json. Return False if the folder holds this
     very run and it is finished."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    _refuse_itself(cfg, run_dir)
+    if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
+        raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
     _refuse_links(run_dir)
     again = int(os.environ.get("SLURM_RESTART_COUNT", "0")) > 0
     claim(run_dir, patience=LOST if again else 0.0)
@@ -85,7 +86,7 @@ def enter(cfg: Config, run_dir: Path) -> bool:
     sweep(run_dir)
     for left in run_dir.glob(".*.tmp"):  # by a process that was killed while it wrote
         left.unlink(missing_ok=True)
-    rank_progress.begin(run_dir)
+    (run_dir / rank_progress.FILE).unlink(missing_ok=True)  # of an earlier world
     if cfg.parallel.world_size + cfg.rollout.sampling_ranks > 1:
         (run_dir / "logs").mkdir(exist_ok=True)
     load.to_file(cfg, run_dir / "config.yaml")
@@ -158,11 +159,6 @@ def _requeues(run_dir: Path, before: dict[str, Any]) -> dict[str, Any]:
 def requeue(job: str | None, why: str, step: int) -> dict[str, Any]:
     """Return an entry of run.json's `requeues`, the list of restarts."""
     return {"job": job, "why": why, "step": step, "at": now()}
-
-
-def _refuse_itself(cfg: Config, run_dir: Path) -> None:
-    if cfg.logger.baseline is not None and Path(cfg.logger.baseline).expanduser().resolve() == run_dir.resolve():
-        raise ConfigError(f"logger.baseline={cfg.logger.baseline}: is this run itself. Give another run's folder.")
 
 
 def _refuse_links(run_dir: Path) -> None:
@@ -330,25 +326,16 @@ def in_use(run_dir: Path) -> bool:
     return False
 
 
-def drop_if_empty(run_dir: Path) -> None:
-    """Remove the folder that Hydra made before the configuration was refused."""
+def drop_if_empty(folder: Path, *beside: str) -> None:
+    """Remove the folder that Hydra made, with these files, before a run or a sweep was refused."""
+    ours = {LOCK, RANKS} if folder in _claimed else {*beside}
     with contextlib.suppress(OSError):
-        if run_dir in _claimed and {path.name for path in run_dir.iterdir()} <= {LOCK, RANKS}:
-            for name in (LOCK, RANKS):
-                (run_dir / name).unlink(missing_ok=True)
-        run_dir.rmdir()
-        if run_dir.parent == Path.cwd() / "runs":  # the default parent, if this would have been its first run
-            run_dir.parent.rmdir()
-
-
-def drop_multirun(sweep: Path) -> None:
-    """Remove a sweep's folder that holds nothing but Hydra's multirun.yaml."""
-    with contextlib.suppress(OSError):
-        if {path.name for path in sweep.iterdir()} == {"multirun.yaml"}:
-            (sweep / "multirun.yaml").unlink()
-            sweep.rmdir()
-            if sweep.parent == Path.cwd() / "runs":
-                sweep.parent.rmdir()
+        if {path.name for path in folder.iterdir()} <= ours:
+            for name in ours:
+                (folder / name).unlink(missing_ok=True)
+        folder.rmdir()
+        if folder.parent == Path.cwd() / "runs":  # the default parent, if this would have been its first run
+            folder.parent.rmdir()
 
 
 def derived_sizes(cfg: Config) -> dict[str, int | str | None]:

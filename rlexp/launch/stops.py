@@ -174,15 +174,11 @@ def ignore_stops() -> None:
 
 def asked() -> signal.Signals | None:
     """Return the open request, if any."""
-    if _stops.asked is None and _stops.grace is not None and time_is_up(_stops.grace):
+    end, grace = os.environ.get(END_TIME, ""), _stops.grace
+    # The job's time limit might interrupt a step begun now before its state is saved.
+    if _stops.asked is None and grace is not None and end.isdecimal() and time.time() > int(end) - grace - BEFORE_END:
         _stops.ask(TIME_IS_UP)
     return _stops.asked
-
-
-def time_is_up(grace: float) -> bool:
-    """Whether the job's time limit might interrupt a step begun now before its state is saved."""
-    end = os.environ.get(END_TIME, "")
-    return end.isdecimal() and time.time() > int(end) - grace - BEFORE_END
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -16,7 +16,7 @@ from hydra_plugins.hydra_submitit_launcher.submitit_launcher import BaseSubmitit
 from omegaconf import OmegaConf
 
 from rlexp.launch import preflight_check, run_folder
-from rlexp.launch.failure import report_here
+from rlexp.launch.local import report_here
 from rlexp.launch.planning import Planned, SweepLauncher, done, refuse, say_how
 from rlexp.launch.rank_reports import read_verdict
 from rlexp.launch.slurm.queue import Known, Silent

@@ -67,7 +67,6 @@ class Sweep:
     def __init__(self, folder: Path, name: str, *, kept: bool = True) -> None:
         self.folder, self.name, self.kept = folder, name, kept
         self.jobs: list[Job] = []
-        self.swept: set[str] = set()  # keys that the command varies
         self.families: dict[str, int] = {}  # the keys that a curve depends on → the first job with these values
         self.begun = False  # this process has written the ledger
         self._before = {job.number: job for job in read(folder)}
@@ -91,18 +90,13 @@ class Sweep:
         if known is not None:
             job.job_id, job.token = known.job_id, known.token
         self.jobs.append(job)
-        for each, axes in zip(self.jobs, self._values(), strict=True):
-            each.axes = axes
+        keys = self.axes()
+        for each in self.jobs:
+            each.axes = {key: value for key, value in _split(each.overrides).items() if key in keys}
         return job
 
-    def _values(self) -> list[dict[str, str]]:
-        keys = self.axes()
-        return [{key: value for key, value in _split(job.overrides).items() if key in keys} for job in self.jobs]
-
     def axes(self) -> list[str]:
-        jobs = [job.overrides for job in self._all()]
-        differ = set(axes_of(jobs)) | self.swept
-        return [key for key in dict.fromkeys(key for job in jobs for key in _split(job)) if key in differ]
+        return axes_of(job.overrides for job in self._all())
 
     def _all(self) -> list[Job]:
         """Return all jobs, with those of an earlier process that this one has not reached yet."""

@@ -21,6 +21,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -212,24 +213,19 @@ class RankWatch(threading.Thread):
 
     def _answer(self, question: Callable[[], T]) -> T:
         """Ask the store, in a thread that may wait for ever: a process that is stopped keeps its connections open."""
-        answers: list[T] = []
-        errors: list[Exception] = []
+        answer: Future[T] = Future()
 
         def ask() -> None:
             try:
-                answers.append(question())
+                answer.set_result(question())
             except Exception as error:
-                errors.append(error)
+                answer.set_exception(error)
 
-        if self._question is None or not self._question.is_alive():
-            self._question = threading.Thread(target=ask, name="watch's question", daemon=True)
-            self._question.start()
-            self._question.join(max(ANSWER, self._beat))
-        if errors:
-            raise errors[0]
-        if not answers:
+        if self._question is not None and self._question.is_alive():
             raise TimeoutError("the store does not answer")
-        return answers[0]
+        self._question = threading.Thread(target=ask, name="watch's question", daemon=True)
+        self._question.start()
+        return answer.result(max(ANSWER, self._beat))
 
     def _verdict(self, since: bytes) -> tuple[list[int], str] | None:
         """Return the ranks that are behind, and where all are, in words. None if no rank waits, and so all compute, or

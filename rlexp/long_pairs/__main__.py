@@ -29,9 +29,7 @@ from rlexp.base.errors import ConfigError, DataError
 from rlexp.base.files import replacing
 from rlexp.config.explain import explained
 from rlexp.config.schema import ModelConfig
-from rlexp.long_pairs.lengths import CHARACTERS, Count, estimated, pairs
-from rlexp.long_pairs.question import Pair, wrong
-from rlexp.long_pairs.texts import Texts, given, of_python
+from rlexp.long_pairs.lengths import CHARACTERS, Pair, Texts, counting, estimated, given, of_python, pairs, wrong
 
 FEWEST = 1000  # tokens of a pair: a question needs about 100
 OUT = "long_pairs.jsonl"
@@ -84,12 +82,7 @@ def model_of(words: list[str]) -> ModelConfig | None:
 
 def write(options: argparse.Namespace, model: ModelConfig | None, texts: Texts) -> list[Pair]:
     """Write the pairs one by one: a file of theirs may be larger than the memory."""
-    count: Count = estimated
-    if model is not None:
-        from rlexp.long_pairs.tokenizer import counting
-
-        count = counting(model)
-    made = []
+    count, made = estimated if model is None else counting(model), []
     with replacing(options.out) as temporary, temporary.open("w", encoding="utf-8") as file:
         for each in pairs(texts, options.tokens, options.pairs, options.seed, count):
             file.write(json.dumps(each.row(), ensure_ascii=False) + "\n")

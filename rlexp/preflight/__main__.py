@@ -35,7 +35,7 @@ def main() -> int:
 
 def preflight(options: argparse.Namespace) -> int:
     from rlexp.config.elsewhere import compose_elsewhere
-    from rlexp.preflight.quiet import quietly
+    from rlexp.preflight import quietly
 
     began = time.monotonic()
     cfg = compose_elsewhere(options.overrides)  # what is wrong with it is said before torch is imported
@@ -46,7 +46,7 @@ def preflight(options: argparse.Namespace) -> int:
     quietly()
     from rlexp.preflight import report
     from rlexp.preflight.answer import answer
-    from rlexp.preflight.progress import Progress
+    from rlexp.preflight.report import Progress
 
     sharding = options.verbose or options.json is not None
     result = answer(options.overrides, longest=options.longest, sharding=sharding, watch=Progress(began))

@@ -3,34 +3,43 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
-from rlexp.config.checks.micro_batches import tokens_of_ring
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rlexp.base.errors import UserError
+from rlexp.base.file_hashes import files_of
+from rlexp.config.checks.micro_batches import shares, tokens_of_ring
 from rlexp.config.checks.rope import note_on_loaded
-from rlexp.config.checks.sharing import shares
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.explain import explain
-from rlexp.config.schema import Config, LayoutName
+from rlexp.config.schema import Config, LayoutName, with_values
+from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.schema.data_sources import held_out_of, sources_of, weights_of
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.config.sizes import divisors
-from rlexp.config.with_values import with_values
 from rlexp.launch.preflight_check import print_line
-from rlexp.preflight.changes import Change, cheapest_alone, singles
+from rlexp.preflight.changes import Change, cheapest_alone
 from rlexp.preflight.children import Calls, Watch, at_once
-from rlexp.preflight.epoch import rows_at_hand
-from rlexp.preflight.longest_that_fits import STEP, Longest, fit_like, fit_sharing, predict_and_fit, with_length
-from rlexp.preflight.other_reference import refuse_unlike_reference
+from rlexp.preflight.longest_that_fits import STEP, Longest, fit_from, fit_like, fit_sharing, with_length
 from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
-from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of
+from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of, refuse_unlike_reference
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rehearse import preload
 from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
-from rlexp.preflight.remedy import attempt, first_that_fits, laid_out
+from rlexp.preflight.remedy import changes_of, first_that_fits, laid_out
 from rlexp.preflight.vllm import count_parameters, room
+from rlexp.training.dataset.row_files import parts_of, rows_in
 from rlexp.training.model.loading import load_config
+
+# By ring size, the longest sequence or why there is no such ring; and the longest pair that shares its prompt, which is
+# none where nothing is shared.
+Lengths = tuple[dict[int, Longest | str], dict[int, Longest]]
 
 
 @dataclass(frozen=True)
@@ -38,8 +47,8 @@ class Answer:
     cfg: Config
     parameters: int
     prediction: Prediction
-    rings: dict[int, Longest | str]  # by ring size; a text says why there is no such ring
-    sharing: dict[int, Longest]  # the longest pair that shares its prompt, by ring size; none where nothing is shared
+    rings: dict[int, Longest | str]
+    sharing: dict[int, Longest]
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
     engine_chosen: str | None = None  # why engine=auto takes this engine
@@ -72,78 +81,59 @@ def answer(overrides: Sequence[str], *, longest: bool, sharding: bool, watch: Wa
     print_line(note_on_loaded(cfg, model.to_dict()) or "")
     refuse_unlike_reference(cfg, model)
     preload()  # rehearsals are forked from this process
-    result: Answer
     task = answering(cfg, model, overrides, longest=longest, sharding=sharding)
-    (result,) = at_once([task], watch=watch)
-    return dataclasses.replace(result, rows=rows_at_hand(cfg))
+    return dataclasses.replace(at_once([task], watch=watch)[0], rows=rows_at_hand(cfg))
 
 
-def answering(composed: Config, model: Any, overrides: Sequence[str], *, longest: bool, sharding: bool) -> Calls:
-    """Return the answer. A task of `children.at_once`."""
-    (engine,) = yield [first_that_fits(composed, model)]
+def answering(
+    composed: Config, model: Any, overrides: Sequence[str], *, longest: bool, sharding: bool
+) -> Calls[Answer]:
+    engine = yield from first_that_fits(composed, model)
     cfg = yield from laid_out(engine.cfg, model)
     outcome = engine.outcome or (yield from predict(cfg, model))
     known = outcome.prediction
     fits = known.fits(room(cfg))
-    changes = list(singles(engine.cfg, engines=engine.chosen is None, short=known.short))
     rank = known.rank if fits else None  # a change must fit only where the run does not
-    (lengths, sharing), logs, *changed = yield [
+    (lengths, sharing), logs, changed = yield [
         lengths_that_fit(cfg, model, overrides, outcome, wanted=longest or not fits),
         logs_to_compare(cfg, model, outcome, wanted=sharding),
-        *(attempt(each, model, room(cfg), rank) for _, each in changes),
+        changes_of(engine, known, model, rank),
     ]
-    predicted = zip(changes, changed, strict=True)
-    tried = [*engine.others, *(Change.of(words, result) for (words, _), result in predicted)]
+    tried = [*engine.others, *changed]
     compared = shared_out(cfg, model, *logs) if logs else None
     return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, compared, engine.chosen)
 
 
-def other_rings(cfg: Config, overrides: Sequence[str]) -> Calls:
-    """Return the configuration on each other ring that the ranks could have, by its size, or why there is none.
-
-    A task of `children.at_once`.
-    """
-    possible = (size for size in divisors(cfg.parallel.world_size) if size.bit_count() == 1)
-    sizes = [size for size in possible if size != cfg.parallel.ring_size]
-    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
-    return dict(zip(sizes, composed, strict=True))
-
-
-def lengths_that_fit(cfg: Config, model: Any, overrides: Sequence[str], asked: Found, *, wanted: bool) -> Calls:
-    """Find the longest sequence on the run's ring and then on others, and the longest pairs that share their prompt;
-    nothing where that is not wanted. A task of `children.at_once`."""
+def lengths_that_fit(
+    cfg: Config, model: Any, overrides: Sequence[str], asked: Found, *, wanted: bool
+) -> Calls[Lengths]:
+    """Find the longest sequence on the run's ring and then on each other one that the ranks could have, or why there is
+    none; and the longest pairs that share their prompt. Nothing where that is not wanted."""
     if not wanted:
         return {}, {}
-    rings: dict[int, Config | str] = yield from other_rings(cfg, overrides)
-    _, longest = yield from predict_and_fit(cfg, model, outcome=asked)
-    possible = [dataclasses.replace(each, engine=cfg.engine) for each in rings.values() if isinstance(each, Config)]
+    sizes = [each for each in divisors(cfg.parallel.world_size)
+             if each.bit_count() == 1 and each != cfg.parallel.ring_size]  # fmt: skip
+    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
+    longest = yield from fit_from(cfg, model, asked)
+    possible = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
     laid = yield [laid_out(each, model) for each in possible]
-    others = [_as_long(each, cfg, longest) for each in laid]
+    others = []
+    for each in laid:  # at the length that it probably fits: as many tokens a rank
+        tokens = (longest.tokens or cfg.data.max_length) * each.parallel.ring_size // cfg.parallel.ring_size
+        others.append(with_length(each, max(STEP * each.parallel.ring_size, tokens)))
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
     results = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
-    lengths: dict[int, Longest | str] = {size: each for size, each in rings.items() if isinstance(each, str)}
+    refused = {size: each for size, each in zip(sizes, composed, strict=True) if isinstance(each, str)}
     alone = {cfg.parallel.ring_size: longest}
     alone |= {each.parallel.ring_size: result for each, result in zip(others, results, strict=True)}
-    sharing = yield from _sharing([cfg, *others], model, alone, asked)
-    return dict(sorted((lengths | alone).items())), sharing
+    sharing: dict[int, Longest] = {}
+    if not cfg.loss.draws and cfg.loss.rows is Kind.pairs and shares(cfg):
+        pairs = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in (cfg, *others)]
+        sharing = dict(zip(alone, pairs, strict=True))
+    return dict(sorted((refused | alone).items())), sharing
 
 
-def _sharing(cfgs: Sequence[Config], model: Any, alone: Mapping[int, Longest], asked: Found) -> Calls:
-    """Find the longest pair that shares its prompt, by ring size; nothing where no pair does."""
-    if cfgs[0].loss.draws or cfgs[0].loss.rows is not Kind.pairs or not shares(cfgs[0]):
-        return {}
-    results = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in cfgs]
-    return {each.parallel.ring_size: longest for each, longest in zip(cfgs, results, strict=True)}
-
-
-def _as_long(other: Config, cfg: Config, longest: Longest) -> Config:
-    """Return another ring at the length that it probably fits: as many tokens a rank."""
-    size = other.parallel.ring_size
-    length = (longest.tokens or cfg.data.max_length) * size // cfg.parallel.ring_size
-    return with_length(other, max(STEP * size, length))
-
-
-def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls:
+def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls[Sequence[Log] | None]:
     """Return logs of a few layers on the run's ring, which may be known, and with the same sequences on a ring of one.
 
     None if that is the ring, or if they are not wanted.
@@ -180,3 +170,39 @@ def _composed(overrides: Sequence[str], *words: str) -> Config | str:
         if (message := explain(error)) is None:
             raise
         return message
+
+
+MOST = 1 << 30  # bytes of files that are counted: some seconds
+
+
+def rows_at_hand(cfg: Config) -> int | None:
+    """Return the rows to train on; None where they are on the hub, are not there, or are too many to be counted."""
+    data = cfg.data
+    if isinstance(data, SyntheticDataConfig | ArithmeticDataConfig):
+        return data.size
+    assert isinstance(data, RowsDataConfig)
+    sources = sources_of(data)
+    if weights_of(sources) is not None:
+        return None
+    try:
+        files = [files_of(each.cfg.path) for each in sources]
+        if not all(files) or sum(path.stat().st_size for paths in files for path in paths) > MOST:
+            return None
+        rows = sum(_rows_of(path) for paths in files for path in paths)
+    except (UserError, OSError, pa.ArrowException):  # the run itself says what is wrong with them
+        return None
+    rows -= held_out_of(data.eval_size, rows)
+    return max(0, rows if data.max_samples is None else min(rows, data.max_samples))
+
+
+def _rows_of(path: Path) -> int:
+    with path.open("rb") as file:
+        if file.read(4) == b"PAR1":
+            return int(pq.read_metadata(path).num_rows)
+    return sum(map(rows_in, parts_of(path)))
+
+
+def steps_of_epoch(cfg: Config, rows: int) -> int:
+    batch = cfg.rollout.batch_size if cfg.loss.draws else cfg.train.batch_size
+    batches = rows // batch if cfg.data.drop_last else -(-rows // batch)
+    return batches * cfg.rollout.epochs * cfg.rollout.minibatches if cfg.loss.draws else batches

@@ -22,12 +22,12 @@ from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.micro_batches import BUDGET, at_once, longest_sample
 from rlexp.config.checks.reference import check_reference
-from rlexp.config.schema import AUTO, Checkpointing, Config, Device, EngineName, LoraConfig, Offload
+from rlexp.config.schema import AUTO, Checkpointing, Config, Device, EngineName, LoraConfig, Offload, with_values
+from rlexp.config.schema.bounds import as_typed
 from rlexp.config.schema.loss_terms import compares
 from rlexp.config.schema.models import ReferenceName
 from rlexp.config.vllm_memory import KEY as VLLM_MEMORY
 from rlexp.config.vllm_memory import uses_vllm
-from rlexp.config.with_values import with_values
 from rlexp.preflight.host import COPIES, HostBytes
 from rlexp.preflight.predict import Found, Prediction
 from rlexp.preflight.rehearsal.longest_samples import smaller
@@ -122,14 +122,8 @@ def with_engine(cfg: Config, name: str) -> Config | None:
 
 def one(cfg: Config, key: str, value: Any) -> tuple[str, Config]:
     """Return the change of one key, as words and as the configuration."""
-    match value:
-        case bool():
-            written = str(value).lower()
-        case float():
-            written = f"{value:g}"
-        case _:
-            written = str(getattr(value, "value", value))
     group, _, name = key.partition(".")
+    written = f"{value:g}" if isinstance(value, float) else as_typed(value)
     return f"{key}={written}", with_values(cfg, group, **{name: value})
 
 
@@ -149,7 +143,12 @@ def singles(cfg: Config, *, engines: bool = True, short: HostBytes | None = None
             yield f"engine={engine}", other
     if cfg.engine.offload is Offload.none and "optimizer" in ENGINES[name].offload:
         yield one(cfg, "engine.offload", Offload.optimizer)
-    yield from _with_less_at_once(cfg)
+    samples, batches = cfg.train.micro_batch_size, cfg.train.grad_acc
+    if isinstance(samples, int) and samples > 1 and samples % 2 == 0:
+        assert batches is not None
+        yield one(with_values(cfg, "train", grad_acc=2 * batches), "train.micro_batch_size", samples // 2)
+    else:
+        yield from itertools.islice(fewer_tokens(cfg), 1)
     for key, count in smaller(cfg):
         yield one(cfg, key, count)
     if uses_vllm(cfg) and on_gpu:  # other shares of a GPU: what training leaves, and none while the ranks train
@@ -225,16 +224,6 @@ def _with_ring(cfg: Config, size: int) -> Config:
     replicas, samples = cfg.parallel.world_size // size, cfg.train.micro_batch_size
     batches = cfg.train.batch_size // (samples * replicas) if isinstance(samples, int) else None
     return with_values(with_values(cfg, "parallel", ring_size=size, dp_size=replicas), "train", grad_acc=batches)
-
-
-def _with_less_at_once(cfg: Config) -> Iterator[tuple[str, Config]]:
-    """Yield smaller micro-batches."""
-    samples, batches = cfg.train.micro_batch_size, cfg.train.grad_acc
-    if isinstance(samples, int) and samples > 1 and samples % 2 == 0:
-        assert batches is not None
-        yield one(with_values(cfg, "train", grad_acc=2 * batches), "train.micro_batch_size", samples // 2)
-    else:
-        yield from itertools.islice(fewer_tokens(cfg), 1)
 
 
 def fewer_tokens(cfg: Config) -> Iterator[tuple[str, Config]]:

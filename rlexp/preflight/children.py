@@ -14,18 +14,19 @@ import selectors
 import signal
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rlexp.launch.stops import end_with_parent
 
+T = TypeVar("T")  # the result of a task
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 # A task yields what may run side by side, calls and tasks, and is sent their results.
-Calls = Generator[Sequence["Call | Calls"], Any, Any]
+Calls = Generator[Sequence[Any], Any, T]
 Watch = Callable[[Sequence[Call], int], None]  # is given the calls that run, and the number of those that are done
 ASKED_EVERY = 1.0  # seconds between two calls of it
 
 
-def at_once(tasks: Sequence[Calls], processes: int | None = None, watch: Watch | None = None) -> list[Any]:
+def at_once(tasks: Sequence[Calls[T]], processes: int | None = None, watch: Watch | None = None) -> list[T]:
     """Run tasks that need calls in processes of their own, so many calls at a time, or one on each core; return each
     task's result."""
     frozen = gc.get_freeze_count()
@@ -33,20 +34,21 @@ def at_once(tasks: Sequence[Calls], processes: int | None = None, watch: Watch |
     gc.freeze()  # DeepSpeed calls the collector again and again: it need not look at what was imported
     pool = _Pool(processes or len(os.sched_getaffinity(0)), watch)
     try:
-        return pool.run(_all(tasks))
+        result: list[T] = pool.run(_all(tasks))
+        return result
     finally:
         if not frozen:  # by whoever calls
             gc.unfreeze()
         pool.end()
 
 
-def _all(tasks: Sequence[Calls]) -> Calls:
+def _all(tasks: Sequence[Calls[T]]) -> Calls[list[T]]:
     return (yield tasks)
 
 
 @dataclass(eq=False)
 class _Task:
-    steps: Calls
+    steps: Calls[Any]
     urgency: tuple[int, ...] = ()  # the first tasks may take longest, and of these the first of what they need
     result_to: _Slot | None = None
     answers: list[Any] | None = None  # to what it needs before it goes on
@@ -73,7 +75,7 @@ class _Pool:
         self.running: dict[int, tuple[_Slot, int, Call]] = {}  # by pipe: who needs it, and the process with its call
         self.result: Any = None
 
-    def run(self, steps: Calls) -> Any:
+    def run(self, steps: Calls[Any]) -> Any:
         self._go_on(_Task(steps))
         with selectors.DefaultSelector() as selector:
             while self.waiting or self.running:

@@ -13,15 +13,13 @@ import torch
 from rlexp.config.checks.kernel import tokens_of_rank
 from rlexp.config.checks.layout import Choice, Heads, candidates, near
 from rlexp.config.checks.reference import fits_reference
-from rlexp.config.schema import Checkpointing, Config, Device
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Checkpointing, Config, Device, Precision
 from rlexp.preflight.children import Calls, at_once
-from rlexp.preflight.rehearsal.device import rehearsed_device
+from rlexp.preflight.rehearsal.device import joined, rehearsed_device
 from rlexp.preflight.rehearsal.kernel_cost import rehearsed_kernel
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Rehearsing
 from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
-from rlexp.preflight.rehearsal.world import joined
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
@@ -32,13 +30,11 @@ DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precisi
 
 def fastest(cfg: Config, heads: Heads | None) -> Choice:
     """Choose the layout for a configuration with parallel.layout=auto."""
-    choice: Choice
-    (choice,) = at_once([choosing(cfg, heads)])
-    return choice
+    return at_once([choosing(cfg, heads)])[0]
 
 
-def choosing(cfg: Config, heads: Heads | None) -> Calls:
-    """Choose the layout, as a task of `children.at_once`: a process that has rehearsed cannot rehearse a whole run."""
+def choosing(cfg: Config, heads: Heads | None) -> Calls[Choice]:
+    """Choose the layout in processes of their own: one that has rehearsed cannot rehearse a whole run."""
     possible = [each for each in candidates(cfg, heads) if fits_reference(cfg, each)]
     if len(possible) == 1:
         only = possible[0]

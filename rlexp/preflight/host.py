@@ -12,8 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from rlexp.base.byte_counts import GIB, MIB, size
-from rlexp.config.schema import Config, Device, ExportDtype
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Config, Device, ExportDtype, Precision
 from rlexp.config.sizes import ranks_of_machine
 from rlexp.training.checkpoint.host_copy import sizes
 from rlexp.training.model.export import SHARD
@@ -76,6 +75,8 @@ def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
     ranks = ranks_of_machine(cfg)
     on_cpu, gib = cfg.launch.device is Device.cpu, cfg.hardware.host_memory_gib
     copied = _copied(cfg, held, ranks)
+    dtype, bf16 = cfg.checkpoint.export_dtype, cfg.train.precision is Precision.bf16
+    wide = dtype is ExportDtype.fp32 or (dtype is ExportDtype.auto and not bf16)  # the elements of `<run>/model`
     return HostBytes(
         ranks,
         {
@@ -84,25 +85,20 @@ def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
             REFERENCE: held.shared,
             OFFLOADED: ranks * (held.offloaded + held.rounded + held.beside),
             COPIES: ranks * copied,
-            EXPORT: min(SHARD, held.elements * _exported(cfg)) if cfg.checkpoint.export else 0,
+            EXPORT: min(SHARD, held.elements * (4 if wide else 2)) if cfg.checkpoint.export else 0,
         },
         int(gib * GIB * (1 - FREE)) if gib else None,
         assumed=() if on_cpu else (PROCESSES,),
     )
 
 
-def in_words(host: HostBytes) -> str:
-    """Return the largest parts: `96.0 GiB copies for a checkpoint, 24.0 GiB processes`."""
-    known = {kind: count for kind, count in host.by_kind.items() if count and kind not in host.assumed}
-    parts = sorted(((count, kind) for kind, count in known.items()), reverse=True)
-    return ", ".join(f"{size(count)} {kind}" for count, kind in parts[:3])
-
-
 def told_short(host: HostBytes, cfg: Config) -> str:
-    """Say what a machine has too little memory for, with the key that says how much it has."""
+    """Say what a machine has too little memory for, its largest parts, and the key that says how much it has."""
+    counted = [(count, kind) for kind, count in host.by_kind.items() if count and kind not in host.assumed]
+    largest = ", ".join(f"{size(count)} {kind}" for count, kind in sorted(counted, reverse=True)[:3])
     need = "its rank needs" if host.ranks == 1 else f"its {host.ranks} ranks on a machine need"
     return (
-        f"{need} {size(host.counted)} of the host's memory ({in_words(host)}), and may take {size(host.limit or 0)}: "
+        f"{need} {size(host.counted)} of the host's memory ({largest}), and may take {size(host.limit or 0)}: "
         f"{1 - FREE:.0%} of hardware.host_memory_gib={cfg.hardware.host_memory_gib:g}"
     )
 
@@ -113,13 +109,6 @@ def _copied(cfg: Config, held: Held, ranks: int) -> int:
         return 0
     piece, count = sizes(held.state, None if most is None else int(most * GIB / ranks))
     return piece * count
-
-
-def _exported(cfg: Config) -> int:
-    """Return the bytes of an element in `<run>/model`."""
-    wide = cfg.checkpoint.export_dtype is ExportDtype.fp32
-    wide |= cfg.checkpoint.export_dtype is ExportDtype.auto and cfg.train.precision is not Precision.bf16
-    return 4 if wide else 2
 
 
 def power_of_two(count: int) -> int:

@@ -8,10 +8,9 @@ from typing import Any
 
 from rlexp.base.byte_counts import GIB
 from rlexp.config.checks.micro_batches import longest_sample
-from rlexp.config.schema import Config
-from rlexp.config.with_values import with_values
+from rlexp.config.schema import Config, with_values
 from rlexp.preflight.children import Calls
-from rlexp.preflight.predict import Found, Prediction, predict, predict_again, predict_fuller
+from rlexp.preflight.predict import Found, Prediction, predict_again, predict_fuller
 from rlexp.preflight.rehearsal.log import ACTIVATIONS, TEMPORARIES, VLLM
 from rlexp.preflight.vllm import room
 
@@ -120,42 +119,33 @@ def with_length(cfg: Config, length: int) -> Config:
     return with_values(longer, "train", max_tokens_per_micro_batch=max(given, longest_sample(longer)))
 
 
-def predict_and_fit(cfg: Config, model: Any, slope: float = 0.0, outcome: Found | None = None) -> Calls:
-    """Predict a configuration at its own length, and find the longest one that fits. A task of `children.at_once`.
-
-    `slope` is a guess of the bytes that a token adds, and `outcome` the prediction, if they are known.
-    """
-    outcome = outcome or (yield from predict(cfg, model))
-    return outcome, (yield from _longest(cfg, model, outcome, slope))
-
-
-def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls:
+def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls[Longest]:
     """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
-    token adds. A task of `children.at_once`.
-    """
+    token adds."""
     first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
-    return (yield from _longest(cfg, model, first, slope))
+    return (yield from fit_from(cfg, model, first, slope))
 
 
-def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls:
+def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls[Longest]:
     """Find the longest pair whose answers share a prompt, and have `ANSWERS` tokens each. `alone` is the longest that
-    shares nothing. A task of `children.at_once`.
-    """
+    shares nothing."""
     one = with_values(cfg, "train", micro_batch_size=1, max_tokens_per_micro_batch=None,
                       grad_acc=-(-cfg.train.batch_size // cfg.parallel.dp_size))  # fmt: skip
     granule = STEP * cfg.parallel.ring_size
     tokens = max(2 * (alone.tokens or cfg.data.max_length) - ANSWERS, granule + ANSWERS)  # as many in all
     first = with_length(one, -(-tokens // granule) * granule)
     outcome = yield from predict_fuller(first, model, asked.prediction.rank, asked.grows, room(cfg), ANSWERS)
-    return (yield from _longest(first, model, outcome, alone.slope / 2, ANSWERS))
+    return (yield from fit_from(first, model, outcome, alone.slope / 2, ANSWERS))
 
 
-def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int | None = None) -> Calls:
-    """Search from the configuration's own length, whose prediction is known."""
+def fit_from(cfg: Config, model: Any, outcome: Found, slope: float = 0.0, answers: int | None = None) -> Calls[Longest]:
+    """Search from the configuration's own length, whose prediction is known. `slope` guesses the bytes that a token
+    adds."""
     length = cfg.data.max_length
     search = Search(room(cfg), STEP * cfg.parallel.ring_size, shorter=answers or 0)
     if not slope and length >= FIRST * cfg.parallel.ring_size:
-        slope = _steepness(outcome.prediction, length)
+        peak = outcome.prediction.peak  # at most so many bytes a token: some of them do not depend on the length
+        slope = (peak.by_kind[ACTIVATIONS] + peak.by_kind[TEMPORARIES]) / length
     predictions: dict[int, Prediction] = {}
     for _ in range(1 + TRIES):
         predictions[length] = outcome.prediction
@@ -169,8 +159,3 @@ def _longest(cfg: Config, model: Any, outcome: Found, slope: float, answers: int
     known = predictions[search.best or min(predictions)].peak
     grows = search.reach()
     return Longest(search.best, known.bytes, grows[1] if grows else slope, known.phase, search.done)
-
-
-def _steepness(prediction: Prediction, length: int) -> float:
-    """Return the bytes that a token adds at most: some of them do not depend on the length."""
-    return sum(prediction.peak.by_kind[kind] for kind in (ACTIVATIONS, TEMPORARIES)) / length

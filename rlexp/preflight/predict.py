@@ -74,7 +74,7 @@ class Prediction:
         for each in self.passes:
             at = Peak(each.phase, {kind: live[kind] + each.highest[kind] for kind in STORAGE_KINDS})
             if self.vllm is not None:
-                at.by_kind[VLLM] = self.vllm.in_phase(each.phase)
+                at.by_kind[VLLM] = 0 if self.vllm.sleeps and each.phase != "rollout" else self.vllm.holds.bytes
             if each.phase not in highest or at.bytes > highest[each.phase].bytes:
                 highest[each.phase] = at
             live = {kind: live[kind] + each.net[kind] for kind in STORAGE_KINDS}
@@ -155,13 +155,12 @@ class Found:
 def predict(
     cfg: Config, model: Any, rank: int | None = None, known: Grows | None = None, limit: float = math.inf,
     answers: int | None = None,
-) -> Calls:  # fmt: skip
+) -> Calls[Found]:  # fmt: skip
     """Rehearse a few layers, and tell all others from them, or all layers if they differ.
 
     `rank` is the one that holds most if it is not given, and `known` says how many layers were enough at another
     length. Where all layers must be rehearsed, a build that needs more bytes than `limit` is enough. `answers` are the
-    tokens of each answer of pairs that share their prompt; None: nothing is shared. A task of `children.at_once`; the
-    result is a `Found`.
+    tokens of each answer of pairs that share their prompt; None: nothing is shared.
     """
     ranks = fullest(cfg) if rank is None else [rank]
     layers = int(model.num_hidden_layers)
@@ -213,18 +212,17 @@ def fullest(cfg: Config) -> list[int]:
 
 def predict_fuller(
     cfg: Config, model: Any, first: int, known: Grows | None, limit: float, answers: int | None = None
-) -> Calls:
-    """Predict the rank that holds most, or one that holds more bytes than `limit`, and `first` before the others.
-
-    Which one it is may change with the length. A task of `children.at_once`; the result is a `Found`.
-    """
+) -> Calls[Found]:
+    """Predict the rank that holds most, or one that holds more bytes than `limit`, and `first` before the others: which
+    one it is may change with the length."""
     fuller: Found | None = None
     for rank in sorted(fullest(cfg), key=lambda rank: rank != first):
-        outcome: Found = yield from predict(cfg, model, rank, known, answers=answers)
+        outcome = yield from predict(cfg, model, rank, known, answers=answers)
         if fuller is None or outcome.prediction.peak.bytes > fuller.prediction.peak.bytes:
             fuller = outcome
         if outcome.prediction.peak.bytes > limit:
             break
+    assert fuller is not None
     return fuller
 
 
@@ -238,11 +236,9 @@ def alike(cfg: Config) -> bool:
     return ENGINES[cfg.engine.name.value].sharded and not cfg.engine.overrides
 
 
-def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers: int | None = None) -> Calls:
-    """Predict the same run at another length, from one rehearsal where that is enough.
-
-    Of ranks that differ, one that holds more bytes than `limit` is enough. The result is a `Found`.
-    """
+def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers: int | None = None) -> Calls[Found]:
+    """Predict the same run at another length, from one rehearsal where that is enough. Of ranks that differ, one that
+    holds more bytes than `limit` is enough."""
     grows, rank = before.grows, before.prediction.rank
     if grows is not None and not any(isinstance(each, Line) for each in grows.growth):
         (log,) = yield from rehearsals([plan_of(cfg, model, rank, grows.layers, answers)])
@@ -252,7 +248,7 @@ def predict_again(cfg: Config, model: Any, before: Found, limit: float, answers:
     return (yield from predict_fuller(cfg, model, rank, grows, limit, answers))
 
 
-def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls:
+def rehearsals(plans: Iterable[RehearsalPlan]) -> Calls[Sequence[Log]]:
     """Rehearse in processes of their own, which are forked with what others learned."""
     logs: Sequence[Log] = yield [(rehearse, (plan,)) for plan in plans]
     for log in logs:

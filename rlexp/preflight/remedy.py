@@ -37,18 +37,13 @@ class Taken:
         return self.outcome is not None and self.outcome.prediction.fits_devices(limit)
 
 
-def first_that_fits(cfg: Config, model: Any) -> Calls:
+def first_that_fits(cfg: Config, model: Any) -> Calls[Taken]:
     """Return the run with the engine that it takes, and with fewer tokens in a micro-batch than usual if it does not
-    fit else, and nobody said how many.
-
-    A task of `children.at_once`; the result is a `Taken`.
-    """
+    fit else, and nobody said how many."""
     fewer = [each for _, each in changes.fewer_tokens(cfg)] if cfg.train.max_tokens_per_micro_batch is None else []
     limit = room(cfg)
-    taken: Taken = yield from _first_engine(cfg, model, predicted=bool(fewer))
-    if not fewer:
-        return taken
-    if taken.outcome is None or taken.fits(limit):  # None: what is built is too large by itself
+    taken = yield from _first_engine(cfg, model, predicted=bool(fewer))
+    if not fewer or taken.outcome is None or taken.fits(limit):  # None: what is built is too large by itself
         return taken
     taken = yield from _first_engine(fewer[-1], model, predicted=True)
     if not taken.fits(limit):
@@ -60,11 +55,9 @@ def first_that_fits(cfg: Config, model: Any) -> Calls:
     return next((each for each in several if each.fits(limit)), taken)
 
 
-def _first_engine(cfg: Config, model: Any, *, predicted: bool) -> Calls:
-    """Return the run with the engine that was named, or with engine=auto the first that fits, or the smallest.
-
-    A named one is `predicted` only on request. A task of `children.at_once`; the result is a `Taken`.
-    """
+def _first_engine(cfg: Config, model: Any, *, predicted: bool) -> Calls[Taken]:
+    """Return the run with the engine that was named, which is `predicted` only on request; or with engine=auto the
+    first that fits, or the smallest."""
     named, limit = cfg.engine.chosen is None, room(cfg)
     if named and not predicted:
         return Taken(cfg)
@@ -133,10 +126,10 @@ def in_another_training(change: Change) -> str:
     return f"With {change.words} it would fit ({size(change.prediction.peak.bytes)}), but {OTHERWISE}. "
 
 
-def changes_of(taken: Taken, asked: Prediction, model: Any) -> list[Change]:
+def changes_of(taken: Taken, asked: Prediction, model: Any, rank: int | None = None) -> Calls[list[Change]]:
     """Predict each single change of a run whose prediction is `asked`."""
     options = list(singles(taken.cfg, engines=taken.chosen is None, short=asked.short))
-    results = tried([cfg for _, cfg in options], model, room(taken.cfg))
+    results = yield [attempt(cfg, model, room(taken.cfg), rank) for _, cfg in options]
     return [Change.of(words, result) for (words, _), result in zip(options, results, strict=True)]
 
 
@@ -145,22 +138,21 @@ def tried(options: Sequence[Config], model: Any, limit: float = math.inf) -> lis
     return at_once([attempt(cfg, model, limit) for cfg in options])
 
 
-def attempt(cfg: Config, model: Any, limit: float, rank: int | None = None) -> Calls:
-    """Predict a configuration, or return the error. A task of `children.at_once`.
+def attempt(cfg: Config, model: Any, limit: float, rank: int | None = None) -> Calls[Result]:
+    """Predict a configuration, or return the error.
 
     A build that alone needs more bytes than `limit` may be the whole answer. `rank` is the one that holds most if it is
     not given.
     """
     try:
         cfg = yield from laid_out(cfg, model)
-        outcome: Found = yield from predict(cfg, model, rank, limit=limit)
+        return (yield from predict(cfg, model, rank, limit=limit))
     except Exception as error:
         return error
-    return outcome
 
 
-def laid_out(cfg: Config, model: Any) -> Calls:
-    """Replace parallel.layout=auto by the layout that it takes. A task of `children.at_once`."""
+def laid_out(cfg: Config, model: Any) -> Calls[Config]:
+    """Replace parallel.layout=auto by the layout that it takes."""
     if cfg.parallel.layout is not LayoutName.auto:
         return cfg
     choice = yield from choosing(cfg, heads_in(model.to_dict()))

@@ -1,31 +1,36 @@
-"""What preflight prints, and what it writes as JSON."""
+"""What preflight prints, now and then while it works and at its end, and what it writes as JSON."""
 
 from __future__ import annotations
 
+import sys
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rlexp.base.byte_counts import GIB, size
 from rlexp.base.durations import duration
+from rlexp.base.printable import fitted
 from rlexp.config.checks.micro_batches import batch_in_words, micro_batches
 from rlexp.config.gpu_descriptions import described
 from rlexp.config.hardware import NAMES
 from rlexp.config.schema import Checkpointing, Config
 from rlexp.config.schema.cadence import plural
 from rlexp.config.vllm_memory import KEY, uses_vllm
-from rlexp.preflight.answer import Answer
+from rlexp.preflight.answer import Answer, steps_of_epoch
 from rlexp.preflight.changes import OTHERWISE, PRECOMPUTE, SLEEP, Change, needed, offloads, seconds, trains_otherwise
+from rlexp.preflight.children import Call
 from rlexp.preflight.communicators import beside
-from rlexp.preflight.epoch import steps_of_epoch
 from rlexp.preflight.host import KINDS, HostBytes, told_short
 from rlexp.preflight.longest_that_fits import ANSWERS, Longest
-from rlexp.preflight.predict import Peak, Prediction
+from rlexp.preflight.predict import Prediction
 from rlexp.preflight.rehearsal.log import STORAGE_KINDS
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
+from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
 from rlexp.preflight.rehearsal.sharding import in_words
 from rlexp.preflight.vllm import VllmShare
 from rlexp.training.train.examples import longest_in_words
 
+EVERY = 5.0  # seconds between two lines of progress
 CHECKPOINTING = {
     Checkpointing.none: "",
     Checkpointing.full: ", activation checkpointing",
@@ -100,8 +105,9 @@ def _memory(prediction: Prediction) -> Iterator[str]:
     heads = [*(HEADS[STORAGE_KINDS.index(kind)] for kind in kinds), "total"]
     yield f"  {'':9}" + "".join(f"{head:>8}" for head in heads)
     for phase in PHASES:
-        if phase in prediction.peaks:
-            yield f"  {phase:9}" + _row(prediction.peaks[phase], kinds, unit)
+        if (peak := prediction.peaks.get(phase)) is not None:
+            held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
+            yield f"  {phase:9}" + "".join(f"{each / unit:8.2f}" if each else f"{'':>8}" for each in held)
 
 
 def _vllm(vllm: VllmShare) -> Iterator[str]:
@@ -147,11 +153,6 @@ def _host(host: HostBytes) -> Iterator[str]:
         if count := host.by_kind[kind]:
             yield f"  {kind:35}{count / GIB:9,.2f}{', assumed: it refuses no run' if kind in host.assumed else ''}"
     yield f"  {'total':35}{host.bytes / GIB:9,.2f}{known}"
-
-
-def _row(peak: Peak, kinds: Sequence[str], unit: int) -> str:
-    held = [*(peak.by_kind[kind] for kind in kinds), peak.bytes]
-    return "".join(f"{each / unit:8.2f}" if each else f"{'':>8}" for each in held)
 
 
 def _verdict(answer: Answer) -> Iterator[str]:
@@ -288,15 +289,9 @@ def _work(answer: Answer) -> Iterator[str]:
         yield f"    of these       {took:.3g} s generate a rollout and {scored.took:.3g} s score it"
         if vllm is not None:
             yield f"    vLLM            {vllm.seconds:.3g} s to generate, an estimate from what it reads for each token"
-    yield from _waiting(answer)
-
-
-def _waiting(answer: Answer) -> Iterator[str]:
-    """Say where the host waits for the device."""
     inside = answer.prediction.counts("data", "forward", "reference", "backward").syncs.total()
-    syncs = answer.prediction.counts().syncs
-    yield f"  host waits      {syncs.total()} times a step, {inside} of them in micro-batches"
-    for place, count in sorted(syncs.items(), key=lambda item: (-item[1], item[0])):
+    yield f"  host waits      {counts.syncs.total()} times a step, {inside} of them in micro-batches"
+    for place, count in sorted(counts.syncs.items(), key=lambda item: (-item[1], item[0])):
         yield f"    {count:>4} × {place}"
 
 
@@ -315,9 +310,12 @@ def plain(answer: Answer) -> dict[str, Any]:
         "vllm": None if asked.vllm is None else asked.vllm.plain(),
         "host_bytes": {} if asked.host is None else dict(asked.host.by_kind),
         "host_room_bytes": None if asked.host is None else asked.host.limit,
-        "longest": {str(size): _plain_longest(longest) for size, longest in answer.rings.items()},
+        "longest": {str(size): {"refused": longest} if isinstance(longest, str) else longest.plain()
+                    for size, longest in answer.rings.items()},
         "longest_sharing": {str(size): longest.plain() for size, longest in answer.sharing.items()},
-        "changes": {each.words: _plain_change(each) for each in answer.changes},
+        "changes": {each.words: {"refused": each.refused} if each.prediction is None else
+                    {"peak_gib": each.prediction.peak.bytes / GIB, "estimated_seconds": seconds(each.prediction)}
+                    for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
         "remedy": None if others else words,
         "remedy_of_other_weights": words if others else None,
@@ -332,14 +330,35 @@ def plain(answer: Answer) -> dict[str, Any]:
             "estimated_launching_seconds": counts.launching,
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
-    }
+    }  # fmt: skip
 
 
-def _plain_longest(longest: Longest | str) -> dict[str, Any]:
-    return {"refused": longest} if isinstance(longest, str) else longest.plain()
+class Progress:
+    """Says what is rehearsed. It is asked at least once a second, and seldom has something to say."""
+
+    def __init__(self, since: float) -> None:
+        self.since = self.last = since
+
+    def __call__(self, running: Sequence[Call], done: int) -> None:
+        now = time.monotonic()
+        if now - self.last < EVERY:
+            return
+        self.last = now
+        line = f"rehearses {doing(running)}; {done} done, {duration(now - self.since)} so far"
+        sys.stderr.write(fitted(f"rlexp preflight: {line}\n", sys.stderr))
+        sys.stderr.flush()
 
 
-def _plain_change(change: Change) -> dict[str, Any]:
-    if change.prediction is None:
-        return {"refused": change.refused}
-    return {"peak_gib": change.prediction.peak.bytes / GIB, "estimated_seconds": seconds(change.prediction)}
+def doing(running: Sequence[Call]) -> str:
+    """Name the calls that run, the first of each kind."""
+    return ", and ".join(dict.fromkeys(map(named_call, running)))
+
+
+def named_call(call: Call) -> str:
+    _, args = call
+    plan = next((each for each in args if isinstance(each, RehearsalPlan)), None)
+    if plan is None:
+        return "other rings"
+    cfg = plan.cfg
+    layers = "all layers" if plan.layers is None else f"{plan.layers} layers"
+    return f"{cfg.engine.name.value}, a ring of {cfg.parallel.ring_size}, {cfg.data.max_length:,} tokens ({layers})"

@@ -15,9 +15,8 @@ import torch
 
 from rlexp.base.byte_counts import GIB, size
 from rlexp.base.host_memory import host_memory
-from rlexp.config.schema import Config, Device
+from rlexp.config.schema import Config, Device, with_values
 from rlexp.config.vllm_memory import KEY, Holding, held_by_vllm, requests, share_of_sampling, uses_vllm
-from rlexp.config.with_values import with_values
 from rlexp.preflight.rehearsal.rates import Rates
 from rlexp.training.model.loading import random_model
 
@@ -26,31 +25,16 @@ _counted: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
-class Rollout:
-    """What a rank draws, and the rates at which it does."""
+class VllmShare:
+    """vLLM's share of a device, beside a rank's own tensors, and what the rank draws with it."""
 
+    holds: Holding
     answers: int
     prompts: int
     new: int  # tokens of an answer
     read: int  # tokens of a prompt
     parameters: int
     rates: Rates
-
-    def seconds(self, holds: Holding) -> float:
-        """Estimate the seconds of a rollout whose answers are all as long as they may be."""
-        at_once = min(self.answers, max(holds.at_once, 1))
-        keys = at_once * holds.token * (self.read + self.new / 2)
-        step = self.rates.operator(2 * self.parameters * at_once, int(holds.weights + keys))
-        reading = self.rates.operator(2 * self.parameters * self.prompts * self.read, holds.weights)
-        return reading + math.ceil(self.answers / at_once) * self.new * step
-
-
-@dataclass(frozen=True)
-class VllmShare:
-    """vLLM's share of a device, beside a rank's own tensors."""
-
-    holds: Holding
-    rollout: Rollout
     room: int  # bytes of the device that a rank may take
     memory: int  # bytes of the device
     auto: bool  # the share is what training leaves
@@ -58,13 +42,14 @@ class VllmShare:
     on_cpu: bool
     kept: int = 0  # bytes that `auto` leaves free too: more is assumed to lie beside tensors than the reserve has
 
-    def in_phase(self, phase: str) -> int:
-        """Return the bytes that vLLM holds in a phase."""
-        return 0 if self.sleeps and phase != "rollout" else self.holds.bytes
-
     @property
     def seconds(self) -> float:
-        return self.rollout.seconds(self.holds)
+        """The estimated seconds of a rollout whose answers are all as long as they may be."""
+        at_once = min(self.answers, max(self.holds.at_once, 1))
+        keys = at_once * self.holds.token * (self.read + self.new / 2)
+        step = self.rates.operator(2 * self.parameters * at_once, int(self.holds.weights + keys))
+        reading = self.rates.operator(2 * self.parameters * self.prompts * self.read, self.holds.weights)
+        return reading + math.ceil(self.answers / at_once) * self.new * step
 
     def left(self, most: int) -> float:
         """Return the share of the GPU that is left, in whole percents, beside so many bytes of the rank's own."""
@@ -120,12 +105,10 @@ def share_of(cfg: Config, model: Any) -> VllmShare | None:
     memory = machine.total if machine is not None else int(gib * GIB)
     parameters, answers = count_parameters(model), requests(cfg)
     new = cfg.rollout.max_new_tokens
-    rollout = Rollout(
-        answers=answers, prompts=-(-answers // cfg.rollout.n_samples), new=new, read=cfg.data.max_length - new,
-        parameters=parameters, rates=Rates.of(cfg, cfg.parallel.ring_size),
-    )  # fmt: skip
     return VllmShare(
-        held_by_vllm(cfg, model.to_dict(), parameters, memory), rollout, room(cfg), memory,
+        held_by_vllm(cfg, model.to_dict(), parameters, memory),
+        answers=answers, prompts=-(-answers // cfg.rollout.n_samples), new=new, read=cfg.data.max_length - new,
+        parameters=parameters, rates=Rates.of(cfg, cfg.parallel.ring_size), room=room(cfg), memory=memory,
         auto=isinstance(cfg.rollout.vllm_memory, str), sleeps=cfg.rollout.vllm_sleep, on_cpu=on_cpu,
     )  # fmt: skip
 

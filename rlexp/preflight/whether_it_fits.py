@@ -15,7 +15,6 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +26,12 @@ from rlexp.config.load import from_plain
 from rlexp.config.schema import Config, HardwareConfig, HFModelConfig, LayoutName, Preflight
 from rlexp.config.vllm_memory import samples_apart
 from rlexp.launch.stops import end_with_parent
+from rlexp.preflight import quietly
 from rlexp.preflight.fastest_layout import fastest
-from rlexp.preflight.quiet import quietly
 
 
 class TimeUp(BaseException):
     """The time for a rehearsal is over."""
-
-
-@dataclass(frozen=True)
-class Question:
-    cfg: Config
-    fitting: bool  # else only the layout is asked for
-    seconds: float  # for the prediction
-    helping: float  # seconds for finding changes that would help; 0: none are asked for
 
 
 def main() -> int:
@@ -49,42 +40,46 @@ def main() -> int:
     os.dup2(2, 1)  # whatever torch or DeepSpeed print is no answer
     quietly()
     plain = json.load(sys.stdin)
-    question = Question(from_plain(plain.pop("cfg")), **plain)
-    answer = judge(question)
+    answer = judge(from_plain(plain.pop("cfg")), **plain)
     with os.fdopen(out, "w", encoding="utf-8") as file:
         json.dump(answer, file)
     return 0
 
 
-def judge(question: Question) -> dict[str, Any]:
-    """Answer a question; a rehearsal that fails is an answer too."""
+def judge(cfg: Config, *, fitting: bool, seconds: float, helping: float) -> dict[str, Any]:
+    """Answer within so many seconds; a rehearsal that fails is an answer too. Without `fitting` only the layout is
+    asked for. `helping` are the seconds for finding changes that would help; 0: none are asked for."""
     answer: dict[str, Any] = {}
     try:
-        with within(question.seconds):
-            helped = predicted(question, answer)
+        with within(seconds):
+            helped = predicted(cfg, answer, fitting=fitting)
     except TimeUp:
-        return answer | {"why": f"it took longer than {question.seconds:g} seconds."}
+        return answer | {"why": f"it took longer than {seconds:g} seconds."}
     except UserError as error:
         return answer | {"why": first_line(error)}
     except Exception as error:
         return answer | {"why": f"the rehearsal failed ({type(error).__name__}: {first_line(error)})."}
-    if helped is not None and question.helping:
+    if helped is not None and helping:
         try:
-            with within(question.helping):
+            with within(helping):
                 answer["remedy"] = helped()
         except TimeUp:
             known = answer.get("remedy", "")
-            answer["remedy"] = f"No change that fits was found in {question.helping:g} seconds. {known}"
+            answer["remedy"] = f"No change that fits was found in {helping:g} seconds. {known}"
         except Exception as error:
             answer["remedy"] = f"No change that fits was found ({type(error).__name__}: {first_line(error)}). "
     return answer
 
 
-def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] | None:
+def predicted(cfg: Config, answer: dict[str, Any], *, fitting: bool) -> Callable[[], str] | None:
     """Put the layout and the prediction into the answer. If the run does not fit, return what finds a remedy."""
-    cfg, heads = with_rates(question.cfg), heads_of(question.cfg.model)
+    # The rates of a common GPU where those of its own are not known: they rank changes, and decide nothing.
+    known = {key: value for key, value in vars(cfg.hardware).items()
+             if value or key in ("memory_gib", "reserve_gib")}  # fmt: skip
+    cfg = dataclasses.replace(cfg, hardware=HardwareConfig(**(described(TYPICAL) | known)))
+    heads = heads_of(cfg.model)
     sampling = samples_apart(cfg) and cfg.launch.preflight is Preflight.auto
-    if not question.fitting and heads is not None and not sampling:  # no need to load transformers
+    if not fitting and heads is not None and not sampling:  # no need to load transformers
         answer |= of_layout(fastest(cfg, heads))
         return None
     from rlexp.preflight.vllm import too_little_to_sample
@@ -102,15 +97,15 @@ def predicted(question: Question, answer: dict[str, Any]) -> Callable[[], str] |
         return None
     if cfg.parallel.layout is LayoutName.auto:
         answer |= of_layout(fastest(cfg, heads_in(model.to_dict())))
-    return fitting(cfg, model, answer) if question.fitting else None
+    return in_memory(cfg, model, answer) if fitting else None
 
 
-def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str] | None:
+def in_memory(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str] | None:
     from rlexp.preflight import remedy, report
     from rlexp.preflight.changes import trains_otherwise
     from rlexp.preflight.children import at_once
     from rlexp.preflight.host import told_short
-    from rlexp.preflight.other_reference import refuse_unlike_reference
+    from rlexp.preflight.rehearsal.layers import refuse_unlike_reference
     from rlexp.preflight.rehearsal.rehearse import preload
     from rlexp.preflight.vllm import room
 
@@ -140,7 +135,7 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
     answer["table"] = report.table(asked)
 
     def helped() -> str:
-        singles = remedy.changes_of(taken, asked, model)
+        (singles,) = at_once([remedy.changes_of(taken, asked, model)])
         answer["table"] += report.changed([*taken.others, *singles], asked)
         answer["remedy"] = remedy.otherwise(singles, limit)  # if the time is up
         change = remedy.cheapest(taken, asked, singles, model)
@@ -151,13 +146,6 @@ def fitting(cfg: Config, model: Any, answer: dict[str, Any]) -> Callable[[], str
         return f"The cheapest change that fits: {change.words} ({size(change.prediction.peak.bytes)}). "
 
     return helped
-
-
-def with_rates(cfg: Config) -> Config:
-    """Return the configuration with the rates of a common GPU where those of its own are not known: they rank changes,
-    and decide nothing."""
-    known = {key: value for key, value in vars(cfg.hardware).items() if value or key in ("memory_gib", "reserve_gib")}
-    return dataclasses.replace(cfg, hardware=HardwareConfig(**(described(TYPICAL) | known)))
 
 
 @contextlib.contextmanager

@@ -36,7 +36,11 @@ def recipe(options: argparse.Namespace) -> int:
             raise ConfigError(f"--copy={options.copy}: copies one recipe. Name it: NAME --copy FILE.")
         sys.stdout.write(listing())
         return 0
-    text = text_of(file_of(options.name))
+    known = experiments()
+    if options.name not in known:
+        near = suggestion(options.name, list(known))
+        raise ConfigError(f"{options.name}: no such recipe.{near} Recipes: {', '.join(known)}.")
+    text = text_of(known[options.name][-1])
     if options.copy is None:
         sys.stdout.write(printable_lines(text))
         return 0
@@ -73,13 +77,6 @@ def summary(file: Path) -> str:
             break
         lines.append(text)
     return " ".join(lines).partition(". ")[0].rstrip(".:")
-
-
-def file_of(name: str) -> Path:
-    known = experiments()
-    if name not in known:
-        raise ConfigError(f"{name}: no such recipe.{suggestion(name, list(known))} Recipes: {', '.join(known)}.")
-    return known[name][-1]
 
 
 def text_of(file: Path) -> str:

@@ -22,9 +22,8 @@ from rlexp.config.explain import explain
 from rlexp.config.paths import conf_dir
 from rlexp.config.schema import Config
 from rlexp.launch import preflight_check, rank_reports, run_folder, stops, watch
-from rlexp.launch.failure import report_of
 from rlexp.launch.joining import RankSpec, join, leave_world, prepare_environment
-from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, run_ranks
+from rlexp.launch.local import PRELOAD, Interrupted, RankFailed, report_of, run_ranks
 from rlexp.launch.rank_progress import before_steps, once_asked
 from rlexp.launch.slurm import meeting
 
@@ -209,7 +208,7 @@ def _leave(spec: RankSpec, run_dir: Path | None, error: BaseException) -> NoRetu
             run_folder.close(run_dir, "stopped", str(error))
         os._exit(error.exit_code)
     stops.ignore_stops()  # the launcher ends all ranks when one is gone; this one reports first, then ends by itself
-    report = report_of(spec.rank, error)
+    report = report_of(spec.rank, error, time.time())
     sys.stderr.write(f"rlexp: rank {spec.rank}: {report.text.rstrip()}\n")
     sys.stderr.flush()
     if (known := meeting.run_dir()) is not None:  # the batch script judges the reports of all ranks

@@ -30,17 +30,13 @@ EVERY = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    options = parse(argv)
-    return exit_code(lambda: status(options))
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = CommandParser("rlexp.status", __doc__)
     parser.add_argument("folder", metavar="FOLDER", help="a sweep, a run, or a folder of runs")
     parser.add_argument("--watch", action="store_true", help="repeat until all jobs have ended, with progress bars")
     parser.add_argument("--every", type=float, metavar="SECONDS", help=f"how often --watch looks; default: {EVERY:g}")
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    return exit_code(lambda: status(options))
 
 
 def status(options: argparse.Namespace) -> int:

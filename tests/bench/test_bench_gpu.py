@@ -379,7 +379,7 @@ def test_a_row_is_predicted(tmp_path: Path) -> None:
     chosen = [Option("torch", "true", "none")]
     code = (
         "from pathlib import Path; from bench import gpu_longest; "
-        "from rlexp.preflight.quiet import quietly; quietly(); "
+        "from rlexp.preflight import quietly; quietly(); "
         f"gpu_longest.predict_longest([gpu_longest.Option('torch', 'true', 'none')], Path({str(tmp_path / 's')!r}), "
         f"words={TINY!r}, processes=1)"
     )

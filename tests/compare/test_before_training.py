@@ -14,7 +14,7 @@ from rlexp.compare.comparison import lengths, speed, step_seconds
 from rlexp.compare.divergence import taken
 from rlexp.config.identity import changes
 from rlexp.run_files.metrics_jsonl import columns_of
-from rlexp.status.tail import _curve
+from rlexp.status.view import _curve
 
 ROWS = [
     {"step": step, "train/loss": 1.0, "train/tokens": 100, "train/step_seconds": seconds}

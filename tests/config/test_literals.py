@@ -15,8 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rlexp.config import load
 from rlexp.config.explain import explain
-from rlexp.config.literals import literal, literals
-from rlexp.config.options import quoted
+from rlexp.config.options import literal, literals, quoted
 from rlexp.config.schema import Config
 from rlexp.convert.experiment import scalar
 

@@ -11,6 +11,7 @@ from rlexp.base.byte_counts import GIB, MIB
 from rlexp.base.errors import ConfigError
 from rlexp.base.host_memory import HostMemory
 from rlexp.config import vllm_memory
+from rlexp.config.checks.layout import described
 from rlexp.config.elsewhere import compose_elsewhere, composed_for
 from rlexp.config.identity import curve_keys
 from rlexp.config.load import compose_config
@@ -163,7 +164,7 @@ def test_on_cpu_a_whole_rollout_fits() -> None:
     wanted = token * (32 * 256 + 128)
     share = share_on_cpu(on_cpu(), HOST)
     assert wanted <= int(share * HOST.total) < wanted + 2 * HOST.total / 1e6
-    assert held_by_vllm(on_cpu(), dict(vllm_memory._described(on_cpu().model) or {}), 0, HOST.total).keys == wanted
+    assert held_by_vllm(on_cpu(), dict(described(on_cpu().model) or {}), 0, HOST.total).keys == wanted
     two = share_on_cpu(on_cpu(ranks=2), HOST)
     assert int(two * HOST.total) < wanted
 

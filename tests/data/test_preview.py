@@ -21,12 +21,11 @@ from rlexp.config.schema import HFModelConfig
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data import draw, page, rings
 from rlexp.data.__main__ import main
-from rlexp.data.answer import preview
+from rlexp.data.answer import preview, sample_of, special_ids
 from rlexp.data.facts import Piece, Preview, RowPart, plain
 from rlexp.data.lengths import lengths_of
-from rlexp.data.samples import sample_of, special_ids
 from rlexp.data.sharing import hashes
-from rlexp.data.visible import visible
+from rlexp.data.tables import visible
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
 from rlexp.training.dealer.deal import unit_of

@@ -11,12 +11,12 @@ import torch
 from rlexp.config.elsewhere import compose_elsewhere
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
+from rlexp.preflight import quietly
 from rlexp.preflight.children import at_once
 from rlexp.preflight.predict import Prediction, plan_of, predict
-from rlexp.preflight.quiet import quietly
 from rlexp.preflight.rehearsal.log import passes
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, count, rehearse
-from rlexp.preflight.whether_it_fits import Question, judge
+from rlexp.preflight.whether_it_fits import judge
 from rlexp.training.model.loading import load_config
 from tests.helpers.paths import FILES
 from tests.helpers.ranks import on_ranks
@@ -72,7 +72,7 @@ def parted(_spec: RankSpec, function: Callable[..., Any], args: tuple[Any, ...])
 def judged(cfg: Config, helping: float = 0) -> dict[str, Any]:
     """Return what a launcher is told of whether a run fits."""
     quietly()
-    return judge(Question(cfg, fitting=True, seconds=200, helping=helping))
+    return judge(cfg, fitting=True, seconds=200, helping=helping)
 
 
 def fast(*engines: str) -> list[Any]:

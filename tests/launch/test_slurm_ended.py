@@ -17,7 +17,7 @@ import pytest
 
 from rlexp.base.errors import UserError
 from rlexp.launch import rank_reports, run_folder
-from rlexp.launch.failure import report_here
+from rlexp.launch.local import report_here
 from rlexp.launch.rank_reports import RankReport
 from rlexp.launch.slurm import ended, traces
 from rlexp.launch.slurm.ended import main

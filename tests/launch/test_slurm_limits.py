@@ -7,10 +7,9 @@ import signal
 
 import pytest
 
-from rlexp.launch.slurm import limits, traces
+from rlexp.launch.slurm import queue, traces
 from rlexp.launch.slurm.launcher import own_environment
-from rlexp.launch.slurm.limits import Partition, exceeded
-from rlexp.launch.slurm.queue import Known, seconds_of
+from rlexp.launch.slurm.queue import Known, Partition, exceeded, seconds_of
 from rlexp.launch.slurm.verdict import Verdict
 
 PARTITIONS = [
@@ -40,11 +39,11 @@ def test_a_job_that_could_never_start_is_refused(changed: dict, said: str | None
 
 
 def test_sinfos_lines() -> None:
-    assert limits._read("main*|1-00:00:00|2|16+|16000|gpu:a100:4(S:0-1),gpu:8") == Partition(
+    assert queue.partition_in("main*|1-00:00:00|2|16+|16000|gpu:a100:4(S:0-1),gpu:8") == Partition(
         "main", True, 86400.0, 2, 16, 16000, 12
     )
-    assert limits._read("cpu|infinite|2|16|16000|(null)").gpus == 0
-    assert limits._read("a|infinite|2|16|16000|gpu:a100:no_consume:4").gpus == 4
+    assert queue.partition_in("cpu|infinite|2|16|16000|(null)").gpus == 0
+    assert queue.partition_in("a|infinite|2|16|16000|gpu:a100:no_consume:4").gpus == 4
     assert [seconds_of(text) for text in ("UNLIMITED", "3:04", "1-02:03:04")] == [None, 184.0, 93784.0]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rlexp.long_pairs.question import ask, wrong
+from rlexp.long_pairs.lengths import ask, wrong
 from rlexp.training.model.loading import byte_tokenizer
 from tests.helpers import warm
 from tests.helpers.paths import ROOT

@@ -33,7 +33,7 @@ def model(layers: int, tokens: int = 1) -> Log:
 
 
 def peaks(found: Sequence[Pass]) -> list[int]:
-    return [each.rise // MIB for each in found]
+    return [sum(each.highest.values()) // MIB for each in found]
 
 
 def test_the_peak_is_found_where_it_moves_to() -> None:
@@ -73,9 +73,9 @@ def test_peaks_behind_and_between_layers_that_differ_are_found() -> None:
     found = grown(growth, 36)
     (whole,) = passes(uneven(40))[1:]
     assert sum(sum(each.net.values()) for each in found) == sum(uneven(40).sizes)
-    assert Prediction(found, 40, 1).peak.bytes == whole.rise
+    assert Prediction(found, 40, 1).peak.bytes == sum(whole.highest.values())
     few = grown(growth_of(uneven(3), uneven(4), lines=True), 0)
-    assert Prediction(few, 4, 1).peak.bytes == passes(uneven(4))[1].rise
+    assert Prediction(few, 4, 1).peak.bytes == sum(passes(uneven(4))[1].highest.values())
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,7 @@ def search(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[fit.Longest, 
 
         monkeypatch.setattr(fit, "predict_again", again)
         monkeypatch.setattr("rlexp.preflight.children.gc.collect", lambda: 0)  # before a fork, and here is none
-        ((_, longest),) = at_once([fit.predict_and_fit(fit.with_length(CFG, start), None, slope, memory.at(start))], 1)
+        (longest,) = at_once([fit.fit_from(fit.with_length(CFG, start), None, memory.at(start), slope)], 1)
         return longest, tried
 
     return searched
@@ -104,7 +104,7 @@ def test_the_longest_fits_on_the_rank_that_is_fuller_there(monkeypatch: pytest.M
     monkeypatch.setattr(predict, "predict", predicted)
     start = fit.with_length(CFG, 8192)
     asked = dataclasses.replace(ranks[7].at(8192), prediction=dataclasses.replace(ranks[7].at(8192).prediction, rank=7))
-    ((_, longest),) = at_once([fit.predict_and_fit(start, None, 0.0, asked)], 1)
+    (longest,) = at_once([fit.fit_from(start, None, asked)], 1)
     least = min(memory.longest for memory in ranks.values())
     assert least == ranks[6].longest
     assert longest.tokens <= least
@@ -161,7 +161,8 @@ def test_no_pair_is_tried_that_has_no_room_for_its_answers(granule: int) -> None
 def both(cfg: Config) -> tuple[fit.Longest, fit.Longest]:
     """Find the longest sequence, and the longest pair that shares its prompt."""
     model = load_config(cfg.model, cfg.data.max_length)
-    ((asked, longest),) = at_once([fit.predict_and_fit(cfg, model)], 2)
+    (asked,) = at_once([predict.predict(cfg, model)], 2)
+    (longest,) = at_once([fit.fit_from(cfg, model, asked)], 2)
     (sharing,) = at_once([fit.fit_sharing(cfg, model, longest, asked)], 2)
     return longest, sharing
 

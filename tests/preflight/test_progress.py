@@ -10,9 +10,9 @@ import pytest
 
 from rlexp.base.durations import duration
 from rlexp.config.elsewhere import compose_elsewhere
-from rlexp.preflight import progress
+from rlexp.preflight import report
+from rlexp.preflight.answer import rows_at_hand, steps_of_epoch
 from rlexp.preflight.children import Calls, at_once
-from rlexp.preflight.epoch import rows_at_hand, steps_of_epoch
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan, rehearse
 
 GPUS = ("hardware=h100", "launch.nproc=2", "parallel=ring2", "engine=zero2")
@@ -25,7 +25,7 @@ def test_a_line_every_five_seconds_says_what_is_rehearsed(
     monkeypatch.setattr("time.monotonic", lambda: clock[0])
     cfg = compose_elsewhere([*GPUS, "data.max_length=4096"])
     call = (rehearse, (RehearsalPlan(cfg, None, 0, 3),))
-    said = progress.Progress(90.0)
+    said = report.Progress(90.0)
     for seconds in range(100, 112):
         clock[0] = float(seconds)
         said([call, call], seconds - 100)
@@ -33,7 +33,7 @@ def test_a_line_every_five_seconds_says_what_is_rehearsed(
         f"rlexp preflight: rehearses zero2, a ring of 2, 4,096 tokens (3 layers); {done} done, {at} s so far"
         for at, done in ((10, 0), (15, 5), (20, 10))
     ]
-    assert progress.doing([(len, ("a text",))]) == "other rings"
+    assert report.doing([(len, ("a text",))]) == "other rings"
 
 
 def test_calls_are_watched_while_they_run() -> None:

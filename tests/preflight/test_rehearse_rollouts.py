@@ -16,7 +16,7 @@ from transformers import LlamaConfig
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once, smaller
-from rlexp.preflight.rehearsal.stand_ins import fuses
+from rlexp.preflight.rehearsal.rehearse import fuses
 from tests.helpers.ranks import on_ranks
 from tests.helpers.rehearsals import ENGINES, alone, counted, elsewhere, rehearsed, stretched
 

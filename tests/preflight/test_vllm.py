@@ -20,7 +20,7 @@ from rlexp.launch import preflight_check
 from rlexp.preflight import report
 from rlexp.preflight.answer import Answer
 from rlexp.preflight.changes import singles
-from rlexp.preflight.longest_that_fits import _longest, with_length
+from rlexp.preflight.longest_that_fits import fit_from, with_length
 from rlexp.preflight.predict import Found, Prediction, predict
 from rlexp.preflight.rehearsal.log import CACHE, VLLM
 from rlexp.preflight.vllm import count_parameters, room, share_of, too_little_to_sample
@@ -176,15 +176,15 @@ def test_the_seconds_are_those_of_what_it_reads(found: Found) -> None:
     prediction, _ = shared(found, "rollout.vllm_memory=0.3")
     vllm = prediction.vllm
     assert vllm is not None
-    holds, rates = vllm.holds, vllm.rollout.rates
+    holds, rates = vllm.holds, vllm.rates
     assert holds.at_once >= 32
     step = (holds.weights + 32 * holds.token * (200 - 64 + 32)) / rates.memory
-    reading = 2 * vllm.rollout.parameters * 8 * (200 - 64) / rates.products
+    reading = 2 * vllm.parameters * 8 * (200 - 64) / rates.products
     assert vllm.seconds == pytest.approx(64 * step + max(reading, holds.weights / rates.memory))
-    slow = dataclasses.replace(vllm.rollout, rates=dataclasses.replace(rates, products=1e6))  # arithmetic counts
-    assert slow.seconds(holds) == pytest.approx(2 * vllm.rollout.parameters * (8 * (200 - 64) + 64 * 32) / 1e6)
+    slow = dataclasses.replace(vllm, rates=dataclasses.replace(rates, products=1e6))  # arithmetic counts
+    assert slow.seconds == pytest.approx(2 * vllm.parameters * (8 * (200 - 64) + 64 * 32) / 1e6)
     one_by_one = dataclasses.replace(holds, bytes=holds.least)
-    assert vllm.rollout.seconds(one_by_one) > 20 * 64 * holds.weights / rates.memory
+    assert dataclasses.replace(vllm, holds=one_by_one).seconds > 20 * 64 * holds.weights / rates.memory
     without = dataclasses.replace(prediction, vllm=None)
     assert prediction.seconds == pytest.approx(without.seconds + vllm.seconds)
 
@@ -215,7 +215,7 @@ def _searched(cfg: Config, model: Any, again: Any) -> Any:
 
     before, module.predict_again = module.predict_again, predict_again
     try:
-        task = _longest(cfg, model, again(cfg), 0.0)
+        task = fit_from(cfg, model, again(cfg), 0.0)
         while True:
             next(task)
     except StopIteration as end:

@@ -27,11 +27,10 @@ from rich.console import Console
 from rlexp.launch.rank_progress import Whereabouts
 from rlexp.launch.slurm.queue import Known
 from rlexp.launch.sweep import Job
-from rlexp.status import draw, tail
+from rlexp.status import draw, view
 from rlexp.status.__main__ import main
-from rlexp.status.alive import Locks
 from rlexp.status.state import Evidence, legible, state_of
-from rlexp.status.view import StatusView
+from rlexp.status.view import Locks, StatusView
 from tests.conftest import Shell
 from tests.helpers import warm
 
@@ -388,7 +387,7 @@ def test_a_reason_is_read_without_its_traceback() -> None:
 def test_the_end_of_a_curve(tmp_path: Path) -> None:
     """Read a curve while it is written: half a line, lines that are not rows, and a score many rows before the end."""
     path = tmp_path / "metrics.jsonl"
-    assert tail.read(path) == tail.Curve()
+    assert view.read_curve(path) == view.Curve()
     row = {
         "train/loss": 0.5,
         "train/tokens": 8,
@@ -399,9 +398,9 @@ def test_the_end_of_a_curve(tmp_path: Path) -> None:
     lines = [json.dumps({"step": n} | row) for n in range(1, 1001)]
     lines[9] = json.dumps({"step": 10, "train/objective/scores": 0.75} | row)
     path.write_text("\n".join(lines) + "\nnot a row\n" + '{"step": 1001, "train/lo', encoding="utf-8")
-    assert tail.read(path) == tail.Curve(1000, 0.5, 0.75, 32.0, 0.25)
+    assert view.read_curve(path) == view.Curve(1000, 0.5, 0.75, 32.0, 0.25)
     path.write_text(json.dumps({"step": 1, "train/step_seconds": 2.0}) + "\n", encoding="utf-8")
-    assert tail.read(path) == tail.Curve(1, None, None, None, 2.0)
+    assert view.read_curve(path) == view.Curve(1, None, None, None, 2.0)
 
 
 def test_a_hundred_long_runs_are_read_at_once(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
+from pathlib import Path
 
 from rlexp.base import engine_facts
 from rlexp.base.engine_facts import ENGINES
@@ -12,26 +14,25 @@ from rlexp.config import sizes
 from rlexp.config.checks.adapter import check_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.deepspeed import check_overrides
-from rlexp.config.checks.evaluation import check_evaluation
-from rlexp.config.checks.files import check_baseline
+from rlexp.config.checks.files import expanded
 from rlexp.config.checks.kernel import check_kernel
 from rlexp.config.checks.layout import check_layout, heads_of
 from rlexp.config.checks.loss import check_loss
-from rlexp.config.checks.micro_batches import check_micro_batches
+from rlexp.config.checks.micro_batches import OF_SHARING, check_micro_batches
 from rlexp.config.checks.model import check_pretrained
 from rlexp.config.checks.reference import check_reference
 from rlexp.config.checks.rewards import check_reward
-from rlexp.config.checks.rollout import check_rollout, minibatches
 from rlexp.config.checks.rope import with_rope_settled
 from rlexp.config.checks.rules import Check, refuse_broken
-from rlexp.config.checks.sharing import check_sharing
+from rlexp.config.checks.vllm import check_vllm
 from rlexp.config.hardware import visible_gpus
 from rlexp.config.schema import Checkpointing, Collectives, Config, Decay, Device, LaunchConfig, LoggerName
 from rlexp.config.schema.bounds import check_bounds
-from rlexp.config.schema.cadence import BEFORE_END, save_cadence, seconds
-from rlexp.config.schema.data import RowsDataConfig
-from rlexp.config.schema.data_sources import check_sources
+from rlexp.config.schema.cadence import BEFORE_END, eval_cadence, save_cadence, seconds
+from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
+from rlexp.config.schema.data_sources import check_sources, has_held_out
 from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
+from rlexp.config.schema.rollouts import RolloutEngine, RolloutMode
 from rlexp.config.vllm_memory import check_vllm_memory
 
 MOST_RANKS = 512  # on one machine
@@ -128,21 +129,27 @@ def check(cfg: Config, *, here: bool = True, reads_rows: bool = True) -> None:
             f"logger={name.value}: the package {name.value} is not installed. Install it with "
             f"`pip install -e '.[{name.value}]'` in a checkout, or use logger=wandb or logger=none."
         )
-    if cfg.logger.baseline is not None:
-        check_baseline("logger.baseline", cfg.logger.baseline)
+    if (baseline := cfg.logger.baseline) is not None:  # only the folder around it must exist: it may be about to begin
+        folder = expanded("logger.baseline", baseline)
+        if not os.path.isdir(folder.parent) or os.path.isfile(folder):
+            raise ConfigError(f"logger.baseline={baseline}: no such run folder. Give another run's folder; relative "
+                              f"paths start at {Path.cwd()}.")  # fmt: skip
     if isinstance(cfg.data, RowsDataConfig):
         check_sources(cfg.data, reads_rows=reads_rows)
     _check_model(cfg.model, here=here)
     heads = heads_of(cfg.model)
     check_backend(cfg, heads, here=here)
     check_layout(cfg, heads)
-    check_sharing(cfg)
+    if cfg.data.share_prefix:  # it is asked for
+        refuse_broken(OF_SHARING, cfg)
     check_kernel(cfg, heads, here=here)
     check_adapter(cfg, here=here)
     check_reference(cfg, here=here)
     with_rope_settled(cfg)  # or refuse it
     check_vllm_memory(cfg)
-    check_rollout(cfg, here=here)
+    refuse_broken(OF_SAMPLES if cfg.loss.draws else WITHOUT_SAMPLES, cfg)
+    if cfg.loss.draws and cfg.rollout.engine is RolloutEngine.vllm:
+        check_vllm(cfg, here=here)
     check_loss(cfg)
     check_evaluation(cfg)
     check_reward(cfg)
@@ -264,3 +271,81 @@ def _check_model(model: ModelConfig, *, here: bool) -> None:
                 )
         case HFModelConfig():
             check_pretrained(model, here=here)
+
+
+def check_evaluation(cfg: Config) -> None:
+    eval_cadence(cfg.train.eval_every)
+    if cfg.train.eval_every is not None:
+        refuse_nothing_held_out(cfg, f"train.eval_every={cfg.train.eval_every}", "leave train.eval_every out")
+    if cfg.eval.before_training:
+        refuse_nothing_held_out(cfg, "eval.before_training=true", "leave it out")
+    bounds = cfg.eval.buckets
+    setting = f"eval.buckets=[{','.join(map(str, bounds))}]"
+    if bounds and (min(bounds) < 1 or any(one >= other for one, other in itertools.pairwise(bounds))):
+        fit = sorted({each for each in bounds if each > 0}) or [512, 2048]
+        raise ConfigError(
+            f"{setting}: must be numbers of tokens that ascend, each at least 1. Use eval.buckets="
+            f"[{','.join(map(str, fit))}]."
+        )
+    if bounds and cfg.loss.draws:
+        raise ConfigError(
+            f"{setting}: divides answers that the rows give, and loss={cfg.loss.name} generates its own. Leave it out."
+        )
+
+
+def refuse_nothing_held_out(cfg: Config, asked: str, otherwise: str) -> None:
+    match cfg.data:
+        case RowsDataConfig() as rows:
+            held_out = has_held_out(rows)
+        case SyntheticDataConfig(eval_size=size) | ArithmeticDataConfig(eval_size=size):
+            held_out = size > 0
+        case _:
+            held_out = False
+    if not held_out:
+        raise ConfigError(
+            f"{asked}: there is no held-out data. Give data.eval_path=FILE, data.eval_split=NAME (data=hf) or "
+            f"data.eval_size=N, or {otherwise}."
+        )
+
+
+def _pipelined(cfg: Config) -> bool:
+    return cfg.rollout.mode is RolloutMode.pipelined
+
+
+WITHOUT_SAMPLES = (
+    Check("data", lambda cfg: isinstance(cfg.data, ArithmeticDataConfig),
+          "has prompts and no answers, and loss={loss.name} is trained on answers. Use data=synthetic or data=jsonl, "
+          "or a loss that generates its own samples (loss=ppo, loss=grpo, …)."),
+    Check("rollout.mode", lambda cfg: cfg.rollout.sampling_ranks or _pipelined(cfg),
+          "loss={loss.name} generates no samples. Leave it out, or use a loss that does (loss=ppo, loss=grpo, …)."),
+)  # fmt: skip
+OF_SAMPLES = (
+    Check("rollout.stop", lambda cfg: "" in cfg.rollout.stop,
+          "has an empty text, which would end every answer. Leave it out."),
+    Check("rollout.max_new_tokens", lambda cfg: cfg.rollout.max_new_tokens >= cfg.data.max_length,
+          "leaves no room for a prompt in data.max_length={data.max_length}, which counts both. Raise data.max_length, "
+          "or lower rollout.max_new_tokens."),
+    Check("rollout.micro_batch_tokens",
+          lambda cfg: cfg.rollout.micro_batch_tokens and cfg.rollout.micro_batch_tokens < cfg.data.max_length,
+          "must hold one sample at least, and data.max_length={data.max_length}. Raise the first, or lower the "
+          "second."),
+    Check("rollout.sampling_ranks", lambda cfg: _pipelined(cfg) and not cfg.rollout.sampling_ranks,
+          "rollout.mode=pipelined needs at least 1 rank that only samples. Use rollout.sampling_ranks=1, or "
+          "rollout.mode=colocated."),
+    Check("rollout.sampling_ranks", lambda cfg: not _pipelined(cfg) and cfg.rollout.sampling_ranks,
+          "rollout.mode={rollout.mode.value} needs all ranks to sample and to train. Use rollout.sampling_ranks=0, or "
+          "rollout.mode=pipelined."),
+    Check("checkpoint.best_metric",
+          lambda cfg: cfg.checkpoint.keep_best and cfg.checkpoint.best_metric == "eval/loss",
+          "loss={loss.name} has no loss on held-out prompts, so there is no best. Use "
+          "checkpoint.best_metric=eval/objective/scores with checkpoint.best=max."),
+    Check("data.drop_last", lambda cfg: not cfg.data.drop_last,
+          "a rollout always has rollout.batch_size prompts. Leave data.drop_last=true, and choose rollout.batch_size "
+          "so that it divides the number of prompts."),
+)  # fmt: skip
+
+
+def minibatches(cfg: Config) -> int:
+    if not cfg.loss.draws:
+        return 1
+    return sizes.minibatches(cfg.rollout.batch_size, cfg.rollout.n_samples, cfg.train.batch_size)

@@ -57,15 +57,6 @@ def check_model_path(key: str, path: str) -> None:
         )
 
 
-def check_baseline(key: str, path: str) -> None:
-    """Only the folder around it must exist: the run itself may be about to begin."""
-    folder = expanded(key, path)
-    if not os.path.isdir(folder.parent) or os.path.isfile(folder):
-        raise ConfigError(
-            f"{key}={path}: no such run folder. Give another run's folder; relative paths start at {Path.cwd()}."
-        )
-
-
 def expanded(key: str, path: str) -> Path:
     try:
         return Path(path).expanduser()

@@ -8,8 +8,7 @@ from rlexp.base.errors import ConfigError
 from rlexp.base.kernel_needs import NEEDS, able, built, fits, installed, takes
 from rlexp.config.checks.layout import Heads
 from rlexp.config.hardware import gpu_generations
-from rlexp.config.schema import Config, Device, KernelName
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Config, Device, KernelName, Precision
 
 
 def tokens_of_rank(cfg: Config) -> int:

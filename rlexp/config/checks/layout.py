@@ -17,7 +17,7 @@ from typing import Any
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.rules import Check, refuse_broken
-from rlexp.config.schema import BackendName, Config, LayoutName, TransportName
+from rlexp.config.schema import BackendName, Config, LayoutName, TransportName, with_values
 from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
@@ -135,7 +135,7 @@ def _fitting(heads: Heads | None, ring: int, most: int) -> int:
 
 def heads_of(model: ModelConfig) -> Heads | None:
     """Return the model's heads, or None for a hub model or a GGUF file: ranks learn them when they load it."""
-    if isinstance(model, TinyModelConfig):
+    if isinstance(model, TinyModelConfig):  # whose layers are alike
         return Heads(model.heads, model.kv_heads, model.hidden_size // model.heads, (model.window,))
     config = described(model)
     return None if config is None else heads_in(config)
@@ -152,7 +152,11 @@ def experts_in(model: ModelConfig) -> str | None:
 
 
 def described(model: ModelConfig) -> dict[str, Any] | None:
-    """Read the config.json of a model in a folder. A GGUF file has its own, which only ranks read."""
+    """Read the config.json of a model in a folder, and write that of model=tiny. A GGUF file has its own, which only
+    ranks read."""
+    if isinstance(model, TinyModelConfig):
+        return {"num_hidden_layers": model.layers, "num_attention_heads": model.heads, "sliding_window": model.window,
+                "num_key_value_heads": model.kv_heads, "hidden_size": model.hidden_size}  # fmt: skip
     if not isinstance(model, HFModelConfig) or model.gguf is not None:
         return None
     return plain_json.mapping_in(Path(model.path).expanduser() / "config.json")
@@ -165,8 +169,9 @@ def of_text(described: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def number_in(fields: Mapping[str, object], *names: str) -> int:
-    """Return the first of these fields that is a number, and not 0; 0 without one."""
-    return next((value for name in names if isinstance(value := fields.get(name), int) and value), 0)
+    """Return the first of these fields that is a whole number greater than 0; 0 without one."""
+    values = (value for value in map(fields.get, names) if isinstance(value, int) and not isinstance(value, bool))
+    return next((value for value in values if value > 0), 0)
 
 
 def heads_in(described: Mapping[str, Any]) -> Heads | None:
@@ -226,8 +231,7 @@ def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
 def with_layout(cfg: Config, choice: Choice) -> Config:
     """Return the configuration with the layout that was chosen, and why."""
     inner = choice.ulysses_size if choice.layout is LayoutName.hybrid else None
-    parallel = dataclasses.replace(cfg.parallel, layout=choice.layout, ulysses_size=inner, chosen=choice.reason)
-    return dataclasses.replace(cfg, parallel=parallel)
+    return with_values(cfg, "parallel", layout=choice.layout, ulysses_size=inner, chosen=choice.reason)
 
 
 def near(cfg: Config, ranks: int) -> bool:

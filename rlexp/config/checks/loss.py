@@ -56,7 +56,14 @@ def check_loss(cfg: Config) -> None:
         case PolicyLossConfig():
             refuse_broken((*OF_POLICY, *(OF_CRITIC if isinstance(cfg.loss, PPOConfig) else ())), cfg)
         case PreferenceConfig() as loss:
-            _check_modifiers(loss)
+            given = {"wpo": loss.wpo, "ld_alpha": loss.ld_alpha < 1, "margin_weight": loss.margin_weight > 0}
+            for leaf in [leaf for leaf, asked in given.items() if asked and leaf not in loss.fits]:
+                able = [f"loss={name}" for name, kind in KINDS["loss"].items()
+                        if issubclass(kind, PreferenceConfig) and leaf in kind.fits]  # fmt: skip
+                raise ConfigError(
+                    f"loss.{leaf}={as_typed(getattr(loss, leaf))}: has no meaning for loss={loss.name}. Leave it out, "
+                    f"or use one of the losses that it fits: {', '.join(able)}."
+                )
             refuse_broken(OF_PAIRS, cfg)
             loss_terms(loss)
         case UnpairedConfig():
@@ -67,16 +74,3 @@ def check_loss(cfg: Config) -> None:
             f"data.unpair=true: makes two single answers of each pair, and loss={cfg.loss.name} is trained on "
             f"{ROWS_OF[cfg.loss.rows]}. Leave it out, or use a loss on single answers: {fit}."
         )
-
-
-def _check_modifiers(loss: PreferenceConfig) -> None:
-    """Refuse modifiers that have no meaning for the loss."""
-    given = {"wpo": loss.wpo, "ld_alpha": loss.ld_alpha < 1, "margin_weight": loss.margin_weight > 0}
-    for leaf, asked in given.items():
-        if asked and leaf not in loss.fits:
-            fit = [f"loss={name}" for name, kind in KINDS["loss"].items()
-                   if issubclass(kind, PreferenceConfig) and leaf in kind.fits]  # fmt: skip
-            raise ConfigError(
-                f"loss.{leaf}={as_typed(getattr(loss, leaf))}: has no meaning for loss={loss.name}. Leave it out, or "
-                f"use one of the losses that it fits: {', '.join(fit)}."
-            )

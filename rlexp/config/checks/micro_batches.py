@@ -1,4 +1,4 @@
-"""How much is computed at once: a number of samples, or of tokens."""
+"""How much is computed at once, a number of samples or of tokens; and whether what sequences share is computed once."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.rules import Check, refuse_broken
-from rlexp.config.schema import AUTO, Config, Device
+from rlexp.config.schema import AUTO, BackendName, Config, Device
 from rlexp.config.schema.row_kinds import SIDES
 
 # Tokens of a rank that keep its device busy, where nobody says how many: with fewer, what a forward pass costs apart
@@ -142,3 +142,18 @@ def check_micro_batches(cfg: Config) -> None:
     if cfg.train.max_tokens_per_micro_batch is not None:
         where = f"a ring of {ring}" if ring > 1 else "one rank"
         refuse_broken(RULES, cfg, ring=where, longest=longest_sample(cfg))
+
+
+OF_SHARING = (
+    Check("data.share_prefix", lambda cfg: not cfg.data.packing,
+          "data.packing=false pads every sequence to the longest, as a batch whose sequences are all apart. Use "
+          "data.packing=true, or data.share_prefix=false."),
+    Check("data.share_prefix", lambda cfg: cfg.parallel.backend is not BackendName.native,
+          "parallel.backend={parallel.backend.value} attends inside a library that knows single sequences only. Use "
+          "parallel.backend=native, or data.share_prefix=false."),
+)  # fmt: skip
+
+
+def shares(cfg: Config) -> bool:
+    """Say whether a run's sequences share what they can."""
+    return cfg.data.share_prefix is not False and not any(rule.broken(cfg) for rule in OF_SHARING)

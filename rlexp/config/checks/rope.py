@@ -3,7 +3,6 @@ starts."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from rlexp.config.checks.adapter import MERGED
 from rlexp.config.checks.layout import described
 from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.rope import TINY, Positions, beyond, parsed, positions_in, settled
-from rlexp.config.schema import Config, HFModelConfig, LoraConfig, ModelConfig, TinyModelConfig
+from rlexp.config.schema import Config, HFModelConfig, LoraConfig, ModelConfig, TinyModelConfig, with_values
 
 
 def with_rope_settled(cfg: Config) -> Config:
@@ -24,7 +23,7 @@ def with_rope_settled(cfg: Config) -> Config:
         return cfg
     for model in _models(cfg):
         yarn = settled(yarn, _known(model), cfg.data.max_length, named(model))
-    return dataclasses.replace(cfg, model=dataclasses.replace(cfg.model, rope=str(yarn)))
+    return with_values(cfg, "model", rope=str(yarn))
 
 
 def _models(cfg: Config) -> list[ModelConfig]:

@@ -10,7 +10,7 @@ directly above it. docs/keys.md is made of these comments.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from types import ModuleType
 from typing import Any
@@ -397,6 +397,12 @@ class Config:
     logger: LoggerConfig = field(default_factory=LoggerConfig)  # where metrics are shown
     # the GPUs for which a run is predicted; 0: as this machine's GPU
     hardware: HardwareConfig = field(default_factory=HardwareConfig)
+
+
+def with_values(cfg: Config, group: str, **values: Any) -> Config:
+    """Return the same configuration with other values in one of its groups."""
+    changed: dict[str, Any] = {group: replace(getattr(cfg, group), **values)}
+    return replace(cfg, **changed)
 
 
 def _kinds(module: ModuleType, base: type) -> dict[str, type]:

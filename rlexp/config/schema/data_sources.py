@@ -13,8 +13,8 @@ from rlexp.base.file_hashes import files_of
 from rlexp.config.checks.files import check_rows, check_rows_or_name, expanded
 from rlexp.config.schema.bounds import check_bounds
 from rlexp.config.schema.data import HFDataConfig, JsonlDataConfig, RowsDataConfig, SourceConfig
-from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
+from rlexp.config.schema.value_kinds import typed_entry
 
 # of rows, by which data.columns names columns
 FIELDS = ("prompt", "chosen", "rejected", "completion", "label", "messages", "text", "answer", "input", "system",

@@ -9,9 +9,9 @@ from typing import Any, cast
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.bounds import as_typed, check_bounds
-from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
 from rlexp.config.schema.losses import ALL_MODIFIERS, LossConfig, MPOConfig, PreferenceConfig
+from rlexp.config.schema.value_kinds import typed_entry
 
 OF_THE_SUM = ("sft_weight", *ALL_MODIFIERS)  # keys of the whole loss, not of a term
 TERMS = [

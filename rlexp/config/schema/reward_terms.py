@@ -10,9 +10,9 @@ from omegaconf import MISSING
 
 from rlexp.base.errors import ConfigError
 from rlexp.config.schema import KINDS
-from rlexp.config.schema.entries import typed_entry
 from rlexp.config.schema.keys import suggestion
 from rlexp.config.schema.rollouts import RewardConfig, SumRewardConfig
+from rlexp.config.schema.value_kinds import typed_entry
 
 KINDS_OF_TERMS = {name: kind for name, kind in KINDS["reward"].items() if kind is not SumRewardConfig}
 

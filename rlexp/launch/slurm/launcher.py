@@ -22,9 +22,8 @@ from rlexp.config.schema.launcher_keys import SlurmJobs
 from rlexp.launch import run_folder
 from rlexp.launch.planning import Planned, Refusal, done, refuse
 from rlexp.launch.slurm import key_checks, queue
-from rlexp.launch.slurm.limits import exceeded, kinds, partitions
 from rlexp.launch.slurm.meeting import RUN_DIR
-from rlexp.launch.slurm.queue import Known
+from rlexp.launch.slurm.queue import Known, exceeded, kinds, partitions
 from rlexp.launch.submitting import Submitting, resources
 from rlexp.launch.sweep import Sweep
 
@@ -94,8 +93,10 @@ class SlurmLauncher(Submitting):
         except (FailedJobError, FailedSubmissionError, OSError) as error:
             if taken := self._taken(sweep, jobs):
                 return taken
+            lines = [each.strip() for each in str(error).splitlines() if "sbatch: error" in each or "slurm_" in each]
+            why = " ".join(lines) or queue.last_line(str(error))
             for planned in jobs:
-                planned.refusal = Refusal("failed", f"Slurm did not accept it: {_sbatch_said(str(error))}")
+                planned.refusal = Refusal("failed", f"Slurm did not accept it: {why}")
                 refuse(sweep, planned.job, planned.refusal)
             return {}
         for planned, job in zip(jobs, handed, strict=True):
@@ -128,23 +129,21 @@ class SlurmLauncher(Submitting):
         return queue.recall([job]).get(job)
 
     def recover(self, planned: Planned) -> str | None:
+        from submitit.core.utils import DelayedSubmission, JobPaths
+
         if planned.job.token is None:
             return None
         token, _, place = planned.job.token.partition(".")
         job = next((each for each in queue.named(token) if each.partition("_")[2] in (place, "")), None)
-        if job is not None:
-            self._give(planned, job)
-        return job
-
-    def _give(self, planned: Planned, job: str) -> None:
-        """Write what the job's ranks run, if the launcher died before submitit did. Ranks wait a minute for it."""
-        from submitit.core.utils import DelayedSubmission, JobPaths
-
-        place = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(place) as temporary:
+        if job is None:
+            return None
+        # Write what the job's ranks run, if the launcher died before submitit did. Ranks wait a minute for it.
+        file = Path(JobPaths(self.params["submitit_folder"], job_id=job).submitted_pickle)
+        if not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(file) as temporary:
                 DelayedSubmission(self, *self.arguments(planned)).dump(temporary)
+        return job
 
     def withdraw(self, job: str) -> None:
         with contextlib.suppress(queue.Silent):  # the refusal is printed in any case
@@ -171,7 +170,7 @@ class SlurmLauncher(Submitting):
             names = ", ".join(planned.job.label for planned in size)
             text = self._batch(where, size, "rlexp-TOKEN").text(len(size))
             sys.stdout.write(f"# {len(size)} job{'s' * (len(size) > 1)}: {names}\n{text}\n")
-        run_folder.drop_multirun(where)
+        run_folder.drop_if_empty(where, "multirun.yaml")
         return [done() for _ in jobs]
 
 
@@ -194,8 +193,3 @@ def by_resources(jobs: Sequence[Planned]) -> list[list[Planned]]:
     for planned in jobs:
         sizes.setdefault(json.dumps(resources(planned), sort_keys=True, default=str), []).append(planned)
     return list(sizes.values())
-
-
-def _sbatch_said(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if "sbatch: error" in line or "slurm_" in line]
-    return " ".join(lines) or queue.last_line(text)

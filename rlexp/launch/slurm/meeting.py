@@ -69,7 +69,13 @@ def meet(rank: int, world_size: int, timeout: float, interface: str | None) -> T
         store = TCPStore(_resolved(host), int(port), world_size, timeout=patience, wait_for_workers=False)
     store.set(f"here/{rank}", "")
     if rank == 0:
-        _wait_for_all(store, world_size, began + timeout, timeout)
+        missing = [*range(world_size)]
+        while missing := [each for each in missing if not store.check([f"here/{each}"])]:
+            if time.monotonic() > began + timeout:
+                raise UserError(
+                    f"{listed(missing)} did not join the rendezvous within launch.timeout_seconds={timeout:g}."
+                )
+            time.sleep(POLL)
         place.unlink(missing_ok=True)
     return store
 
@@ -154,11 +160,3 @@ def _hear(place: Path, timeout: float) -> str:
         f"{place}: rank 0 did not join the rendezvous within launch.timeout_seconds={timeout:g}. It failed before, or "
         f"the folder is not on a file system that all nodes share."
     )
-
-
-def _wait_for_all(store: TCPStore, world_size: int, deadline: float, timeout: float) -> None:
-    missing = [*range(world_size)]
-    while missing := [rank for rank in missing if not store.check([f"here/{rank}"])]:
-        if time.monotonic() > deadline:
-            raise UserError(f"{listed(missing)} did not join the rendezvous within launch.timeout_seconds={timeout:g}.")
-        time.sleep(POLL)

@@ -1,4 +1,5 @@
-"""Ask Slurm about jobs: its queue, and its accounting where there is one. A missing answer is never guessed."""
+"""Ask Slurm about jobs and nodes: its queue, its accounting where there is one, and whether a job can ever start. A
+missing answer is never guessed."""
 
 from __future__ import annotations
 
@@ -6,8 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from rlexp.base.errors import ConfigError, UserError
 
@@ -65,8 +68,13 @@ def look(jobs: Sequence[str]) -> dict[str, Known]:
     arrays = sorted({job.partition("_")[0] for job in jobs})
     text = ask("squeue", "--noheader", "--array", "--states=all", f"--jobs={','.join(arrays)}",
                "--format=%i|%T|%r|%L|%N")  # fmt: skip
-    known = (_queued(line) for line in text.splitlines() if line.count("|") >= 4)
-    return {each.job: each for each in known if each.job in jobs}
+    queued = {}
+    for line in text.splitlines():
+        if line.count("|") >= 4:
+            job, state, reason, left, nodes = line.split("|")[:5]
+            seconds_left = seconds_of(left) if state == "RUNNING" else None
+            queued[job] = Known(job, state, "" if reason == "None" else reason, seconds_left, nodes)
+    return {job: known for job, known in queued.items() if job in jobs}
 
 
 def recall(jobs: Sequence[str]) -> dict[str, Known]:
@@ -103,12 +111,6 @@ def named(comment: str) -> list[str]:
     return [job for job, _, note in (line.partition("|") for line in text.splitlines()) if note.strip() == comment]
 
 
-def _queued(line: str) -> Known:
-    job, state, reason, left, nodes = line.split("|")[:5]
-    seconds_left = seconds_of(left) if state == "RUNNING" else None
-    return Known(job, state, "" if reason == "None" else reason, seconds_left=seconds_left, nodes=nodes)
-
-
 def seconds_of(text: str) -> float | None:
     """Read a duration as Slurm writes it: `1-02:03:04`, `02:03:04` or `03:04`. None for UNLIMITED and INVALID."""
     days, _, clock = text.rpartition("-")
@@ -141,3 +143,77 @@ def ask(command: str, *args: str, patience: float = PATIENCE) -> str:
 def last_line(text: str) -> str:
     lines: Iterable[str] = (line.strip() for line in text.splitlines())
     return next((line for line in reversed([*lines]) if line), "")
+
+
+@dataclass(frozen=True)
+class Partition:
+    """A partition, or one of its kinds of node."""
+
+    name: str
+    default: bool
+    seconds: float | None  # its time limit
+    nodes: int
+    cpus: int
+    memory_mb: int
+    gpus: int
+
+
+def partitions() -> list[Partition]:
+    """Return one entry for each kind of node in each partition."""
+    text = ask("sinfo", "--noheader", "--exact", "--format=%P|%l|%D|%c|%m|%G")
+    return [partition_in(line) for line in text.splitlines() if line.count("|") >= 5]
+
+
+def partition_in(line: str) -> Partition:
+    name, limit, nodes, cpus, memory, gres = line.split("|")[:6]
+    gpus = sum(int(count) for count in re.findall(r"gpu(?::[^:,(]+)*:(\d+)", gres))
+    count, cores, mb = (int(re.sub(r"\D.*", "", number) or 0) for number in (nodes, cpus, memory))
+    return Partition(name.rstrip("*"), name.endswith("*"), seconds_of(limit), count, cores, mb, gpus)
+
+
+def kinds(all_partitions: Sequence[Partition], wanted: str | None) -> list[Partition]:
+    """Return the kinds of node in the wanted partitions, or in the cluster's default partition."""
+    names = names_of(wanted)
+    return [each for each in all_partitions if (each.name in names if names else each.default)]
+
+
+def names_of(wanted: str | None) -> list[str]:
+    return [name.strip() for name in wanted.split(",")] if wanted else []
+
+
+def exceeded(params: Mapping[str, Any], all_partitions: Sequence[Partition]) -> str | None:
+    """Return why a job of this size would wait for ever, with the key to change; None if it fits."""
+    wanted = params.get("partition")
+    for name in names_of(wanted):
+        if not any(each.name == name for each in all_partitions):
+            return (
+                f"hydra.launcher.partition={wanted}: this cluster has no partition {name}. It has "
+                f"{', '.join(sorted({each.name for each in all_partitions}))}."
+            )
+    ours = kinds(all_partitions, wanted)
+    if not ours:  # no default partition: sbatch will say so
+        return None
+    nodes: Counter[str] = Counter()  # of each partition, since a job runs in one
+    for each in ours:
+        nodes[each.name] += each.nodes
+    where = f"partition {'/'.join(sorted(nodes))}"
+    tasks = int(params["tasks_per_node"])
+    gpus = params.get("gpus_per_node") or 0
+    on_gpus = "launch.nproc={asked}" if gpus >= tasks else f"launch.nproc={tasks} on {{asked}} GPUs"  # ranks share them
+    for asked, has, template in (
+        (gpus, max(each.gpus for each in ours), on_gpus +
+         ": no node of {where} has so many GPUs; the largest has {has}. Take fewer on more nodes "
+         "(launch.nodes), another partition, or launch.device=cpu."),
+        (tasks * int(params["cpus_per_task"]), max(each.cpus for each in ours),
+         "launch.nproc × launch.rank_cpus={asked}: no node of {where} has so many processors; the largest has {has}. "
+         "Take more nodes, or a smaller launch.rank_cpus."),
+        (int((params.get("mem_gb") or 0) * 1024), max(each.memory_mb for each in ours),
+         "launch.nproc × launch.rank_memory_gb: {asked} MB are more than a node of {where} has ({has} MB)."),
+        (int(params["nodes"]), max(nodes.values()), "launch.nodes={asked}: {where} has {has} nodes."),
+        (float(params["timeout_min"]) * 60, max(each.seconds or float("inf") for each in ours),
+         "launch.time_limit: {asked:g} s are more than {where} allows ({has:g} s). Give less: a run that is not done "
+         "then continues in the same job, started again."),
+    ):  # fmt: skip
+        if asked > has:
+            return template.format(asked=asked, has=has, where=where)
+    return None

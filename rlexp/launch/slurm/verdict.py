@@ -64,7 +64,9 @@ def judge(facts: Facts) -> Verdict:
     if killed_here := [report for report in facts.reports if report.killed]:
         return _again(facts, "retry", _told(facts, killed_here[0]))
     if facts.node_failed or facts.nodes_answer is False:
-        return _again(facts, "lost", _lost(facts))
+        first = rank_reports.first_of(facts.reports) if facts.reports else None
+        detail = f". See {_log(facts, 0)}" if first is None else f": {_told(facts, first)}"
+        return _again(facts, "lost", f"a node or its network was lost{detail}")
     if hung := rank_reports.waited_for(facts.reports, facts.world_size, facts.run_dir, facts.log):
         return _again(facts, "retry", hung)
     if killed is not None:
@@ -78,11 +80,6 @@ def judge(facts: Facts) -> Verdict:
     if facts.reports:  # every rank lost the others and could report it
         return _again(facts, "retry", _told(facts, rank_reports.first_of(facts.reports)))
     return _again(facts, "retry", f"srun ended with code {facts.code}, and no rank said why. See {_log(facts, 0)}")
-
-
-def _lost(facts: Facts) -> str:
-    detail = f": {_told(facts, rank_reports.first_of(facts.reports))}" if facts.reports else f". See {_log(facts, 0)}"
-    return f"a node or its network was lost{detail}"
 
 
 def _failed(facts: Facts, reason: str) -> Verdict:

@@ -1,4 +1,5 @@
 """A device without memory or kernels: tensors on it have shape, dtype and place, and torch treats it as an accelerator.
+Its ranks send nothing.
 
 torch lets Python define a device (`PrivateUse1`). Under `FakeTensorMode` its tensors need no kernels, and unlike fake
 CUDA tensors they need no build of torch for CUDA, even in the backward pass. A tensor of the host in an operator of the
@@ -9,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
@@ -21,17 +24,12 @@ NAME = "rehearsed"
 
 @functools.cache
 def rehearsed_device() -> torch.device:
-    """Register the device, once for this process."""
-    _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
-    _register_copies()
-    return torch.device(NAME, 0)
-
-
-def _register_copies() -> None:
-    """Give the device the two operators by which `torch.tensor(…, device=…)` copies from the host.
+    """Register the device, once for this process, with the two operators by which `torch.tensor(…, device=…)` copies
+    from the host.
 
     torch turns all modes off there. What the two make becomes a fake tensor as soon as the modes are on again.
     """
+    _setup_privateuseone_for_python_backend(NAME, backend_module=Accelerator())
     library = torch.library.Library("aten", "IMPL")
 
     def empty_strided(size: Sequence[int], stride: Sequence[int], *, dtype: Any = None, **_: Any) -> Any:  # noqa: ARG001
@@ -40,6 +38,7 @@ def _register_copies() -> None:
     library.impl("empty_strided", empty_strided, "PrivateUse1")
     library.impl("_copy_from", lambda _source, target, _non_blocking=False: target, "PrivateUse1")
     _LIBRARIES.append(library)
+    return torch.device(NAME, 0)
 
 
 _LIBRARIES: list[Any] = []  # a library's operators go when it does
@@ -75,21 +74,12 @@ class Accelerator:
     _only = Stream()
     set_device = synchronize = manual_seed = manual_seed_all = set_rng_state = empty_cache = _nothing
 
-    def is_initialized(self) -> bool:
-        return True
-
-    is_available = is_initialized
+    is_initialized = is_available = staticmethod(lambda: True)
+    current_device = memory_allocated = staticmethod(lambda _device=None: 0)
+    device_count = staticmethod(lambda: 1)
 
     def _is_in_bad_fork(self) -> bool:
         return False
-
-    def current_device(self, _device: Any = None) -> int:
-        return 0
-
-    memory_allocated = current_device
-
-    def device_count(self) -> int:
-        return 1
 
     def get_rng_state(self, _device: Any = None) -> torch.Tensor:
         return torch.zeros(16, dtype=torch.uint8)
@@ -130,6 +120,25 @@ def replaced(holder: Any, **functions: Any) -> Iterator[None]:
     finally:
         for name, function in before.items():
             setattr(holder, name, function)
+
+
+@contextlib.contextmanager
+def joined(rank: int, ranks: int) -> Iterator[None]:
+    """Make this process a rank of a world in which nothing is sent."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    name = rehearsed_device().type
+    before = os.environ.get("LOCAL_RANK")
+    os.environ["LOCAL_RANK"] = "0"
+    dist.init_process_group(f"cpu:fake,{name}:fake", rank=rank, world_size=ranks, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        if before is None:
+            del os.environ["LOCAL_RANK"]
+        else:
+            os.environ["LOCAL_RANK"] = before
 
 
 @contextlib.contextmanager

@@ -62,11 +62,6 @@ class CountedKernel(BlockKernel):
             self.log.attended(operations * number * heads * size, by)
 
 
-def pairs(call: Call) -> int:
-    """Count the pairs of a query and a key that it sees."""
-    return by_length(call).total()
-
-
 def by_length(call: Call) -> Counter[int]:
     """Count the pairs by the tokens of the causal sequence whose queries see as many keys."""
     counts: Counter[int] = Counter()

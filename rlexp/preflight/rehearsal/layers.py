@@ -1,4 +1,4 @@
-"""After how many layers a model's layers are alike again."""
+"""After how many layers a model's layers are alike again, and whether those of a reference are like the policy's."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any
 
 import torch
 
-from rlexp.training.model.loading import random_model
+from rlexp.base.errors import ConfigError
+from rlexp.config.checks.layout import heads_in
+from rlexp.config.checks.reference import model_of_reference
+from rlexp.config.schema import Config, HFModelConfig
+from rlexp.training.model.loading import load_config, random_model
 from rlexp.training.model.small import listed
 
 FEWEST = 2  # layers of the smallest rehearsal
@@ -70,3 +74,25 @@ def _kinds(config: Any) -> list[Any]:
     lists = [value for _, value in sorted(listed(config).items())]
     shapes = [[(name, tuple(each.shape)) for name, each in layer.named_parameters()] for layer in layers]
     return [([each[place] for each in lists], shapes[place]) for place in range(count)]
+
+
+def refuse_unlike_reference(cfg: Config, model: Any) -> None:
+    """Refuse a reference model that is built otherwise than the policy.
+
+    All layers are told from a few of both models together, so they must be the same.
+    """
+    if cfg.reference.path is None:
+        return
+    assert isinstance(cfg.model, HFModelConfig)
+    other = load_config(model_of_reference(cfg), cfg.data.max_length)
+    if _shapes(other) != _shapes(model) or heads_in(other.to_dict()) != heads_in(model.to_dict()):
+        raise ConfigError(
+            f"reference.path={cfg.reference.path}: its layers are not those of model.path={cfg.model.path}, and only "
+            f"a reference model like the policy is rehearsed. Leave reference.path out to learn what the run needs "
+            f"without it."
+        )
+
+
+def _shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    with torch.device("meta"):
+        return {name: tuple(each.shape) for name, each in random_model(config, 2).named_parameters()}

@@ -85,7 +85,7 @@ class Log:
     numbers: list[int] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     sections: list[Section] = field(default_factory=list)
-    clock: DeviceClock = field(default_factory=lambda: DeviceClock(None))
+    clock: DeviceClock = field(default_factory=DeviceClock)
     kinds: dict[int, str] = field(default_factory=dict)  # of the storages that are known for what they are
     received: set[int] = field(default_factory=set)  # storages into which the model received what others sent
     modules: dict[int, str] = field(default_factory=dict)  # in whose forward pass a storage was made
@@ -144,7 +144,7 @@ class Log:
         counts.flops += flops
         counts.bytes += size
         counts.seconds += self.clock.operator(flops, size)
-        counts.launching += self.clock.launch
+        counts.launching += self.clock.rates.launch
 
     def attended(self, flops: int, by: Attending | None = None) -> None:
         """Count the arithmetic of an attention kernel; its launch and its bytes are counted with its operator."""
@@ -180,10 +180,6 @@ class Pass:
     highest: dict[str, int]  # where the sum is largest
     net: dict[str, int]  # at the end
     counts: Counts
-
-    @property
-    def rise(self) -> int:
-        return sum(self.highest.values())
 
     def plus(self, other: Pass, times: int) -> Pass:
         """Add a multiple of another pass."""

@@ -15,15 +15,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from rlexp.config.checks.micro_batches import fullest_micro_batch, longest_lengths, scoring_at_once
 from rlexp.config.schema import Config
 from rlexp.config.schema.reward_terms import RewardTerm, reward_terms
-from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig
-from rlexp.config.vllm_memory import uses_vllm
-from rlexp.preflight.rehearsal.drawn_by_vllm import GivenDrawer
+from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig, RolloutConfig
+from rlexp.config.vllm_memory import AT_ONCE, uses_vllm
 from rlexp.preflight.rehearsal.log import CACHE, Log
 from rlexp.preflight.rehearsal.mode import Counting, Rehearsing
 from rlexp.training.dataset.sampler import Batch
@@ -31,11 +31,14 @@ from rlexp.training.model.decoding import Decoding, KeyValues
 from rlexp.training.model.loading import random_reward_model
 from rlexp.training.model.placing import Placing, put_all
 from rlexp.training.model.reward_model import RewardModel
-from rlexp.training.rollout.deal import Draws, Request
+from rlexp.training.rollout.choose import choose
+from rlexp.training.rollout.deal import Draws, Request, Weights
 from rlexp.training.rollout.experience import Host
 from rlexp.training.rollout.rewards.weighted import Rewards
 from rlexp.training.rollout.sampling import Drawer, Drawn
 from rlexp.training.rollout.scoring import RingRewardModel, Scorer, Sequences
+from rlexp.training.rollout.vllm.chooser import ELEMENTS, Notes
+from rlexp.training.rollout.vllm.weights import BUCKET
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.surroundings import UNPROBED, Unprobed, ring_reward_model
@@ -70,7 +73,11 @@ class LongestSamples(Unprobed):
         self.short = isinstance(mode, Rehearsing)
 
     def rewards(self, cfg: RewardConfig) -> Rewards:
-        return constant_rewards(cfg)
+        """Judge every sample alike by rules and functions of its text; reward models run."""
+        terms = reward_terms(cfg)
+        own = [Constant(term.name) for term in terms if not isinstance(term.cfg, ModelRewardConfig)]
+        models = [term for term in terms if isinstance(term.cfg, ModelRewardConfig)]
+        return Rewards(own, models, {term.name: term.weight for term in terms})
 
     def reward_model(self, run: TrainingRun, term: RewardTerm) -> RingRewardModel:
         return longest_reward_model(run, term, log=self.mode.log, made=self.judging)
@@ -202,6 +209,45 @@ class ShortDrawer(LoggedDrawer):
         return [(at, half), (until, half)]
 
 
+class GivenDrawer:
+    """Gives samples, as long as they may be. `most` is how many it returns, and `None` stands for all of them."""
+
+    def __init__(
+        self, *, vocabulary: int, most: int | None, cfg: RolloutConfig, device: torch.device, dtype: np.dtype[Any],
+        **_: Any,
+    ) -> None:  # fmt: skip
+        self._vocabulary, self._most = vocabulary, most
+        self._cfg, self._device, self._dtype = cfg, device, dtype
+        self._notes = Notes(cfg.max_new_tokens, device)
+
+    def renew(self, weights: Weights) -> None:
+        """Hold weights until there are enough to be copied together."""
+        held: list[Tensor] = []
+        for _, weight in weights():
+            held.append(weight)
+            if sum(each.nbytes for each in held) >= BUCKET:
+                held.clear()
+
+    def draw(self, micro_batches: Iterable[Sequence[Request]], rollout: int) -> Iterator[list[Sample]]:  # noqa: ARG002
+        requests = [request for part in micro_batches for request in part]
+        self._choose(min(len(requests), AT_ONCE))
+        yield [self._sample(request) for request in requests[: self._most]]
+
+    def _choose(self, rows: int) -> None:
+        """Choose a token for each row. The logits are vLLM's."""
+        for row in range(rows):
+            self._notes.line_of(row)
+        size = max(1, min(rows, ELEMENTS // self._vocabulary))
+        logits_BV = torch.empty(1, self._vocabulary, device=self._device).expand(size, self._vocabulary)
+        choose(logits_BV, torch.zeros(size, dtype=torch.float64, device=self._device), self._cfg)
+        self._notes.clear()
+
+    def _sample(self, request: Request) -> Sample:
+        answer = np.zeros(self._cfg.max_new_tokens, dtype=np.int32)
+        behaviour = np.ones(len(answer), dtype=self._dtype)
+        return Sample(**vars(request), answer=answer, behaviour=behaviour, stopped=False, text="")
+
+
 # ---- scoring ----
 
 
@@ -255,14 +301,6 @@ def _unlike(sample: CreditedSample, number: int, length: int) -> CreditedSample:
 
 
 # ---- rewards ----
-
-
-def constant_rewards(cfg: RewardConfig) -> Rewards:
-    """Judge every sample alike by rules and functions of its text; reward models run."""
-    terms = reward_terms(cfg)
-    own = [Constant(term.name) for term in terms if not isinstance(term.cfg, ModelRewardConfig)]
-    models = [term for term in terms if isinstance(term.cfg, ModelRewardConfig)]
-    return Rewards(own, models, {term.name: term.weight for term in terms})
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,10 @@ class Memo:
             return self._make(known.recipe, args), known.cost
 
     def learn(self, place: Place, args: Any, made: Any, cost: Cost) -> None:
-        known = KnownCost(self._learn(args, made), cost)
+        several = isinstance(made, list | tuple)
+        recipes = [self._recipe(args, each) for each in (made if several else [made])]
+        recipe = None if None in recipes else ("several", type(made), recipes) if several else recipes[0]
+        known = KnownCost(recipe, cost)
         if place not in KNOWN:
             self.learned[place] = KNOWN[place] = known
 
@@ -129,13 +132,6 @@ class Memo:
                 needed = (arg.storage_offset() + offset) * arg.element_size() + end
                 return recipe[-1] in self.plain and needed <= arg.untyped_storage().nbytes()
         return True
-
-    def _learn(self, args: Any, made: Any) -> Recipe | None:
-        """Return how to make such results again; None if they cannot be made."""
-        if isinstance(made, list | tuple):
-            recipes = [self._recipe(args, each) for each in made]
-            return None if any(each is None for each in recipes) else ("several", type(made), recipes)
-        return self._recipe(args, made)
 
     def _recipe(self, args: Any, made: Any) -> Recipe | None:
         if made is None:

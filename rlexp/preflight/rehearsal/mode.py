@@ -52,8 +52,10 @@ class Counting(LiveTensors):
             if each is not FakeTensor and wraps(each):
                 return NotImplemented
         made = self.counted(func, args, kwargs or {})
-        if func is aten.copy_.default and args[0].device.type != args[1].device.type:
-            self.label_streamed(args[0])
+        across = func is aten.copy_.default and args[0].device.type != args[1].device.type
+        if across and calling_line().startswith("rlexp/training/engine/streamed.py"):
+            # A copy of weights of the host, which the reference has in the place of its own on the device.
+            self.log.label(self.number_of(args[0]), REFERENCE)
         return made
 
     def counted(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -68,20 +70,11 @@ class Counting(LiveTensors):
         elif operators.launches(func):
             self.log.computed(operators.flops(func, args), operators.moved_bytes(args, kwargs, made))
 
-    def label_streamed(self, tensor: Tensor) -> None:
-        """Label a copy of weights of the host, which the reference has in the place of its own on the device."""
-        if calling_line().startswith("rlexp/training/engine/streamed.py"):
-            self.log.label(self.number_of(tensor), REFERENCE)
-
-    def count_group(self, func: Any, args: Any) -> None:
-        """Note which group a collective or a message of the device goes over."""
-        if (called := operators.called(func, args)) is not None:
-            name, source = called
-            group = operators.group_of(args)
-            self.log.groups.setdefault(group.group_name, RankGroup(group.size())).note(name, source)
-
     def count_sent(self, func: Any, args: Any) -> None:
-        self.count_group(func, args)
+        """Note what a collective or a message of the device sends, and over which group."""
+        if (called := operators.called(func, args)) is not None:
+            group = operators.group_of(args)
+            self.log.groups.setdefault(group.group_name, RankGroup(group.size())).note(*called)
         if (sending := operators.sent(func, args)) is not None:
             self.log.counts.sent[sending[0]] += sending[1]
             if operators.group_of(args).group_name not in self.watched:
@@ -160,7 +153,10 @@ class Rehearsing(Counting):
         if func is aten.equal.default:
             return self._asked(given[0], torch.bool)
         made = self._called(func, given, args, kwargs)
-        _forget_numbers(made)
+        for each in operators.tensors((made,)):
+            # Fake tensors keep the numbers of an empty tensor that is copied to the device, and then compute with them.
+            if isinstance(each, FakeTensor) and each.device.type == NAME:
+                each.constant = None
         self.see(made)
         cost = self.cost(func, given, args, kwargs, made) if self._here(given, made) else Cost()
         self._pay(cost)
@@ -225,21 +221,11 @@ def _waits(func: Any, given: list[Tensor], args: Any, kwargs: Any, made: Any) ->
         return "a copy" if len(across) > 1 and not goes_on else ""
     if func is aten.lift_fresh.default:
         return "a tensor made of Python's numbers"
-    if func.namespace == "aten" and operators.launches(func) and not _takes_scalars(func):
+    # A tensor of the host that is one number is an argument of such a kernel, and is not copied.
+    takes_scalars = torch.Tag.pointwise in func.tags and func._schema.name != "aten::where"
+    if func.namespace == "aten" and operators.launches(func) and not takes_scalars:
         return "a copy of an argument" if any(each.device.type == "cpu" for each in given) else ""
     return ""
-
-
-def _forget_numbers(made: Any) -> None:
-    """Fake tensors keep the numbers of an empty tensor that is copied to the device, and then compute with them."""
-    for each in operators.tensors((made,)):
-        if isinstance(each, FakeTensor) and each.device.type == NAME:
-            each.constant = None
-
-
-def _takes_scalars(func: Any) -> bool:
-    """Say whether a tensor of the host that is one number is an argument of the kernel and is not copied."""
-    return torch.Tag.pointwise in func.tags and func._schema.name != "aten::where"
 
 
 _INNER = ("/torch/", "/typing_extensions.py", "/rlexp/preflight/", "/metrics/live_tensors.py")  # they are no place

@@ -72,27 +72,29 @@ def called(func: Any, args: Any) -> tuple[str, int | None] | None:
     return ("barrier", None) if func._schema.name == "c10d::barrier" else None
 
 
+# By operator: the collective, the place of the tensors that count, how often a rank sends as much as each other one has
+# of them, and whether that is a share.
+_SENT = {
+    **dict.fromkeys(("allreduce", "allreduce_coalesced"), ("all_reduce", 0, 2, True)),
+    **dict.fromkeys(("allgather", "allgather_base", "allgather_into_tensor_coalesced"), ("all_gather", 1, 1, False)),
+    **dict.fromkeys(("reduce_scatter", "reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
+                    ("reduce_scatter", 1, 1, True)),
+    **dict.fromkeys(("alltoall_base", "alltoall"), ("all_to_all", 1, 1, True)),
+    "broadcast": ("broadcast", 0, 1, True),
+}  # fmt: skip
+
+
 def sent(func: Any, args: Any) -> tuple[str, int] | None:
     """Return a collective's name and the bytes that this rank sends, by the usual algorithms; None for others."""
-    if func.namespace != "c10d":
-        return None
     name = func._schema.name.partition("::")[2].strip("_")
+    if func.namespace == "c10d" and name == "send":
+        return name, _bytes(args[0])
+    if func.namespace != "c10d" or name not in _SENT:
+        return None
+    collective, place, times, shares = _SENT[name]
     ranks = group_of(args).size()
-    others = ranks - 1
-    match name:
-        case "send":
-            return name, _bytes(args[0])
-        case "allreduce" | "allreduce_coalesced":
-            return "all_reduce", 2 * _bytes(args[0]) * others // ranks
-        case "allgather" | "allgather_base" | "allgather_into_tensor_coalesced":
-            return "all_gather", _bytes(args[1]) * others
-        case "reduce_scatter" | "reduce_scatter_base" | "reduce_scatter_tensor_coalesced":
-            return "reduce_scatter", _bytes(args[1]) * others // ranks
-        case "alltoall_base" | "alltoall":
-            return "all_to_all", _bytes(args[1]) * others // ranks
-        case "broadcast":
-            return name, _bytes(args[0]) * others // ranks
-    return None
+    size = times * _bytes(args[place]) * (ranks - 1)
+    return collective, size // ranks if shares else size
 
 
 def received(func: Any, args: Any) -> list[Tensor]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,7 @@ from typing import Any
 from rlexp.base.kernel_rates import speed
 from rlexp.config.checks.layout import near
 from rlexp.config.gpu_descriptions import described, peak_flops
-from rlexp.config.schema import Collectives, Config, Device, HardwareConfig
-from rlexp.config.schema.models import Precision
+from rlexp.config.schema import Collectives, Config, Device, HardwareConfig, Precision
 
 # Shares of the peak that long kernels reach, on a GPU that has not been measured. Round numbers.
 PRODUCTS, ATTENTION, MEMORY, LINKS = 0.7, 0.5, 0.8, 0.75
@@ -82,6 +82,7 @@ class Rates:
 # A core of a common machine, and what two ranks exchange through memory or a network. Round numbers.
 OF_A_CORE = Rates(products=5e10, attention=5e10, memory=1e10, link=0.0, launch=0.0, shortest=1e-5)
 BETWEEN_PROCESSES, BETWEEN_MACHINES = 2e9, 1e9
+UNTIMED = Rates(math.inf, math.inf, math.inf, math.inf, launch=0.0, peak=math.inf)  # nothing takes any time
 THROUGH_THE_HOST = 1e9  # of each rank, where gloo carries what GPUs exchange. A round number
 
 
@@ -105,19 +106,15 @@ def measured_rates(hardware: HardwareConfig) -> dict[str, float]:
 class DeviceClock:
     """The time of a device and of its link, which works beside it."""
 
-    rates: Rates | None
+    rates: Rates = UNTIMED
     now: float = 0.0
     link_free: float = 0.0
 
-    @property
-    def launch(self) -> float:
-        return self.rates.launch if self.rates else 0.0
-
     def operator(self, flops: int, size: int) -> float:
-        return self._spend(self.rates.operator(flops, size) if self.rates else 0.0)
+        return self._spend(self.rates.operator(flops, size))
 
     def attending(self, flops: int, by: Attending | None = None) -> float:
-        return self._spend(self.rates.attending(flops, by) if self.rates else 0.0)
+        return self._spend(self.rates.attending(flops, by))
 
     def _spend(self, seconds: float) -> float:
         self.now += seconds
@@ -125,8 +122,7 @@ class DeviceClock:
 
     def send(self, size: int, rate: float | None = None) -> float:
         """Put bytes on the link behind those that are on it; return when they have arrived."""
-        if self.rates is not None:
-            self.link_free = max(self.link_free, self.now) + size / (rate or self.rates.link)
+        self.link_free = max(self.link_free, self.now) + size / (rate or self.rates.link)
         return self.link_free
 
     def wait(self, until: float) -> float:

@@ -8,8 +8,7 @@ from itertools import chain
 import numpy as np
 
 from rlexp.config.checks.layout import Heads
-from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample
-from rlexp.config.checks.sharing import shares
+from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample, shares
 from rlexp.config.schema import Config
 from rlexp.training.dataset.views import lengths_of
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of

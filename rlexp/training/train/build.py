@@ -17,8 +17,8 @@ from rlexp.config.adapter_folder import read_adapter
 from rlexp.config.checks.backend import check_backend
 from rlexp.config.checks.kernel import check_kernel, tokens_of_rank
 from rlexp.config.checks.layout import Choice, choose, heads_in, windows_in
+from rlexp.config.checks.micro_batches import shares
 from rlexp.config.checks.reference import check_heads, model_of_reference
-from rlexp.config.checks.sharing import shares
 from rlexp.config.schema import (
     BackendName,
     Config,

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rlexp.base.errors import CheckpointError
-from rlexp.config.checks.micro_batches import at_once
+from rlexp.config.checks.micro_batches import at_once, shares
 from rlexp.config.checks.reference import model_of_reference
-from rlexp.config.checks.sharing import shares
 from rlexp.config.identity import ENDING, identity
 from rlexp.config.load import to_plain
 from rlexp.config.schema import LoraConfig, ModelConfig

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rlexp.config.checks import layout as chosen
 from rlexp.config.load import compose_config
 from rlexp.config.schema import LayoutName, TransportName
-from rlexp.preflight.rehearsal.kernel_cost import pairs
+from rlexp.preflight.rehearsal.kernel_cost import by_length
 from rlexp.training.dealer.packing import pack_sequences, shard_pack
 from rlexp.training.ring.kernels import Plain
 from rlexp.training.ring.layouts import get_layout
@@ -65,7 +65,7 @@ def test_zigzag_has_the_same_work_at_every_step(size, units) -> None:
     segments = forest((units * 2 * size,), size)
     for rank in range(size):
         plan = get_layout("zigzag").plan(segments, Ring(rank, tuple(range(size))), Plain())
-        own, *others = ([*map(pairs, step)] for step in plan.steps)
+        own, *others = ([by_length(call).total() for call in step] for step in plan.steps)
         assert own == [2 * units * (2 * units + 1) // 2]
         assert others == [[2 * units * units]] * (size - 1)
 
@@ -80,7 +80,7 @@ def test_the_work_of_a_layout_is_that_of_the_plans(which, lengths, window) -> No
     for ring in rings(size):
         plan = layout.plan(segments, ring, Plain(), window)
         shared, around = (layout.shared(size), plan.around) if name in ("ulysses", "hybrid") else (1, plan)
-        assert work[ring.rank] == sum(pairs(call) for step in around.steps for call in step) / shared
+        assert work[ring.rank] == sum(by_length(call).total() for step in around.steps for call in step) / shared
 
 
 @pytest.mark.parametrize("name", TRAVELLING)

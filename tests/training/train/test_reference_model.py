@@ -17,7 +17,7 @@ from rlexp.config.identity import identity
 from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
-from rlexp.preflight.other_reference import refuse_unlike_reference
+from rlexp.preflight.rehearsal.layers import refuse_unlike_reference
 from rlexp.training.model.loading import load_config
 from rlexp.training.train.build import build, models_of
 from rlexp.training.train.step import train_step
