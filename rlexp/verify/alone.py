@@ -73,6 +73,8 @@ def alone_rank(_spec: RankSpec, job: AloneJob) -> Recording:
 class Alone:
     """A model that is stepped in one process. Its gradients and weights of each step go to files."""
 
+    batch = "train batch"
+
     def __init__(self, job: AloneJob) -> None:
         self.job, self.cfg, self.given = job, job.cfg, job.given
         self.files, self.sides = TensorFiles(job.folder), sides_of(job.cfg)
@@ -148,7 +150,7 @@ class Alone:
 
     def put_batch(self, scene: Scene, order: Sequence[int], examples: Mapping[int, TokenExample]) -> None:
         """Say which examples a train batch has, and which of their tokens are trained on."""
-        scene.put("train batch", ("order",), np.array(order))
+        scene.put(self.batch, ("order",), np.array(order))
         scene.put("dealt", ("units",), np.arange(len(order)))
         for sample in order:
             scene.put("taken", (sample,), 1)

@@ -82,6 +82,8 @@ class DrawnRollout:
 class AloneSamples(Alone):
     """The policy and its critic, stepped in one process, and the model that the policy is compared with."""
 
+    batch = "samples of the train batch"
+
     def __init__(self, job: AloneJob) -> None:
         super().__init__(job)
         cfg = job.cfg
@@ -181,9 +183,11 @@ class AloneSamples(Alone):
         self.rollouts[number] = made
         return True
 
-    def complete(self, scene: Scene, samples: Sequence[DrawnSample], count: int) -> bool:
+    def complete(
+        self, scene: Scene, samples: Sequence[DrawnSample], count: int, name: str = "ranks that hold a sample"
+    ) -> bool:
         for place in range(count):
-            scene.put("ranks that hold a sample", (place, ANSWER), 1)
+            scene.put(name, (place, ANSWER), 1)
         return [sample.place for sample in samples] == [*range(count)]
 
     def answered(
@@ -281,10 +285,12 @@ class AloneSamples(Alone):
             return
         scene = Scene("held-out answers", self.job.steps)
         self.recording.scenes.append(scene)
-        if not self.complete(scene, self.given.answers, self.job.held_out):
+        if not self.complete(scene, self.given.answers, self.job.held_out, "answer to a held-out prompt"):
             return
         indices = [*range(self.job.held_out)]
         made = self.answered(scene, self.given.answers, indices, -1)
+        for place, (prompt, sample) in enumerate(zip(self.given.held_out, self.given.answers, strict=False)):
+            scene.put("tokens of a sample", (place, ANSWER), np.concatenate((prompt.prompt, sample.answer)))
         for place, behaviour in enumerate(self.drawn(scene, made.examples, indices, 1, HELD_OUT)):
             scene.put("scored: behaviour", (place, ANSWER), behaviour)
         last = self.recording.steps()[-1]

@@ -81,6 +81,7 @@ def of_sums(quantity: str, stage: str, folder: str) -> Requirement:
 
 TO_THE_LOSS = ("number of trained tokens", "margin", "label", "mean of the trained tokens", "carried",
                "log-ratio of a mismatched answer")  # fmt: skip
+DUE = Requirement("rollout", DATA, TRAIN)
 OF_DTYPE, STOPPED = "precision of the parameters", "the run refuses to step"
 
 CHECKS: tuple[Requirement, ...] = (
@@ -96,6 +97,7 @@ CHECKS: tuple[Requirement, ...] = (
     # a rollout
     Requirement("prompts", DATA, DATASET),
     Requirement("ranks that hold a sample", DATA, ROLLOUT),
+    Requirement("answer to a held-out prompt", DATA, TRAIN),
     Requirement("prompt of a sample", DATA, TRAIN),
     Requirement("prompt's tokens", DATA, DATASET),
     Requirement("answer", DATA, ROLLOUT),
@@ -103,8 +105,9 @@ CHECKS: tuple[Requirement, ...] = (
     Requirement("text of an answer", DATA, ROLLOUT),
     Requirement("end of an answer", DATA, ROLLOUT),
     # a step
-    Requirement("rollout", DATA, TRAIN),
+    DUE,
     Requirement("train batch", DATA, DATASET),
+    Requirement("samples of the train batch", DATA, TRAIN),
     Requirement("dealt", DATA, DEALER),
     Requirement("taken", DATA, TRAIN),
     Requirement("answers to other prompts", DATA, TRAIN),

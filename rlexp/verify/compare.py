@@ -16,6 +16,7 @@ from rlexp.config.schema.row_kinds import EXAMPLE
 from rlexp.run_files.curve_distance import OWN
 from rlexp.verify.checks import (
     CHECKS,
+    DUE,
     FLOAT64,
     METER,
     MODEL,
@@ -79,6 +80,10 @@ class TwoRuns:
         meant = {scene.name: scene for scene in self.wanted.scenes}
         for scene in self.got.scenes:
             if scene.name not in meant:
+                had = {each.name for each in self.got.scenes}
+                missing = next((each for each in self.wanted.scenes if each.name not in had), None)
+                if missing is not None:  # another rollout or step was due
+                    yield Deviation(DUE, scene.step, missing.name, "is not there", "is there")
                 return
             yield from self.of_scene(scene, meant[scene.name])
         got, wanted = (each.stopped or "everything is finite" for each in (self.got, self.wanted))

@@ -162,6 +162,7 @@ def array(tensor: Tensor) -> Array:
 class Recorder(Sink, Watch):
     """Fills a recording; `now` is the micro-batch whose loss is computed, or was computed last."""
 
+    batch = "train batch"
     held_out_rows: tuple[str, ...] = ()
     looked_on: Any  # the step that has loaded a micro-batch last
 
@@ -217,7 +218,7 @@ class Recorder(Sink, Watch):
         steps = self.recording.steps()
         for scene in steps:
             planned = task.batch(scene.step)
-            scene.put("train batch", ("order",), np.array(planned.indices))
+            scene.put(self.batch, ("order",), np.array(planned.indices))
         if self.recording.rank == 0:
             taken = [scene for scene in steps if scene.marks]
             lrs = [scene.row["train/learning_rate"] for scene in taken if "train/learning_rate" in scene.row]

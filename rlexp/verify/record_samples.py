@@ -26,6 +26,7 @@ KNOWN = ("old", "behaviour", "reference", "advantages", "old_values", "returns",
 class SampleRecorder(Recorder):
     """Knows which rollout is drawn, and what its samples are worth."""
 
+    batch = "samples of the train batch"
     configured: PolicyLoss  # the loss that the configuration names, apart from the task's
     outcomes: Mapping[str, Array]  # that the last rollout's credit was computed from, and the credit
 
@@ -56,7 +57,9 @@ class SampleRecorder(Recorder):
         super().end_run(task)
         if self.job.held_out:
             scene = Scene("held-out answers", self.job.cfg.train.stop_after or 0)
-            put_samples(scene, self.recording.answers)
+            put_samples(scene, self.recording.answers, "answer to a held-out prompt")
+            for sample in self.recording.answers:
+                scene.put("tokens of a sample", (sample.place, ANSWER), sample.example.sequence(ANSWER))
             self.recording.scenes.append(scene)
 
     def held(self, step: Any, batch: Any) -> tuple[list[Key], list[int], str]:  # noqa: ARG002
@@ -112,19 +115,19 @@ class SampleRecorder(Recorder):
         self.scene.expect("loss handed to the engine", where, float(loss.detach()), self.meant)
 
 
-def put_samples(scene: Scene, samples: list[DrawnSample]) -> None:
-    """Put down what is known of drawn samples."""
+def put_samples(scene: Scene, samples: list[DrawnSample], name: str = "ranks that hold a sample") -> None:
+    """Put down what is known of drawn samples, and under a `name` that they are there."""
     for sample in samples:
         key = (sample.place, ANSWER)
-        facts = {"ranks that hold a sample": 1, "prompt of a sample": sample.index, "prompt's tokens": sample.prompt,
+        facts = {name: 1, "prompt of a sample": sample.index, "prompt's tokens": sample.prompt,
                  "answer": sample.answer, "text of an answer": sample.text, "end of an answer": sample.stopped,
                  "score": sample.score, "counts": sample.counts}  # fmt: skip
         facts |= {f"reward {name}": value for name, value in sample.terms.items()}
         facts |= {f"scored: {name}": getattr(sample, name)
                   for name in ("behaviour", "old", "reference", "values", "advantages", "returns")}  # fmt: skip
-        for name, value in facts.items():
+        for fact, value in facts.items():
             if value is not None:
-                scene.put(name, key, value)
+                scene.put(fact, key, value)
 
 
 def drawn_of(sample: ScoredSample) -> DrawnSample:

@@ -253,7 +253,14 @@ def _scene_of(parts: Sequence[Scene]) -> Scene:
 
 
 # Over the ranks.
-ADDED_UP = ("taken", "part of the loss", "sequence tokens", "shared tokens", "ranks that hold a sample")
+ADDED_UP = (
+    "taken",
+    "part of the loss",
+    "sequence tokens",
+    "shared tokens",
+    "ranks that hold a sample",
+    "answer to a held-out prompt",
+)
 LARGEST = ("placed tokens", "micro-batches")
 
 

@@ -211,7 +211,7 @@ LOSS_FAULTS = (
         TRAIN, *of("sft")),
     one("sft: the entropy of other tokens", "model.fused.plain:read_logits", with_other_entropies,
         "log-probabilities", MODEL, *of("sft")),
-    one("reward: read one token early", "train.sequence_sums:here", one_token_early, "log-probabilities", MODEL,
+    one("reward: read one token early", "train.sequence_sums:here", one_token_early, "log-probabilities", TRAIN,
         *of("reward")),
     one("reward: the loss is given no margins", ROWS_TASK + "RowsStep.values", given_no_margins, "loss", TRAIN,
         *of("reward")),
