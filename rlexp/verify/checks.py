@@ -30,12 +30,13 @@ class Allowed:
     norm: float  # the gradient's norm, given the gradient
     updated: tuple[float, float]  # the weights, given the gradient: relative to the step, and to the weights
     metric: tuple[float, float]  # relative to the value and so much more: one that is only rounding weighs little
+    chain: float  # the derivative by each token, which follows from that by what the loss is given
     formula: float  # what the formula of a policy loss makes of given tokens, in the run's own numbers
     kept: float  # values that are kept for each token, in the run's own numbers, relative to the largest
 
 
-FLOAT64 = Allowed(logp=1e-11, loss=1e-12, gradient=1e-11, weights=1e-12, given=1e-12, norm=1e-12, formula=1e-12,
-                  kept=1e-12, updated=(1e-9, 1e-15), metric=(1e-9, 0.01))  # fmt: skip
+FLOAT64 = Allowed(logp=1e-11, loss=1e-12, gradient=1e-11, weights=1e-12, given=1e-12, norm=1e-12, chain=1e-12,
+                  formula=1e-12, kept=1e-12, updated=(1e-9, 1e-15), metric=(1e-9, 0.01))  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,7 @@ CHECKS: tuple[Requirement, ...] = (
     Requirement("derivative of the loss handed to the engine", LOSS, TRAIN, "given"),
     Requirement("mark of the last micro-batch", LOSS, TRAIN),
     Requirement("loss of the train batch", LOSS, TRAIN, "loss", 1e-300, gauge="loss"),
-    slopes("derivative by *", GRADIENT, TRAIN, "chain"),
+    replace(slopes("derivative by *", GRADIENT, TRAIN, "chain"), bound="chain"),
     Requirement("gradient", GRADIENT, ENGINE, trial="gradient"),
     Requirement("the same bits on all ranks", GRADIENT, ENGINE),
     Requirement("learning rate", OPTIMIZER, TRAIN, "given", 1e-300),

@@ -34,7 +34,8 @@ CRITIC = ("values", "scored: values")
 
 # For what is exact; log-probabilities and gradients are bounded by `QUANTITIES` instead.
 OWN = replace(
-    FLOAT64, logp=math.inf, loss=math.inf, gradient=math.inf, weights=math.inf, norm=1e-5, formula=1e-5, kept=2.0**-22,
+    FLOAT64, logp=math.inf, loss=math.inf, gradient=math.inf, weights=math.inf, norm=1e-5, chain=1e-5, formula=1e-5,
+    kept=2.0**-22,
     updated=(1e-3, 2.0**-23),  # the optimizer works in float32 in both
     metric=(math.inf, 0.01),
 )  # fmt: skip
@@ -267,6 +268,8 @@ def rounding_of_token(precision: Precision) -> float:
     return FLOAT64.logp if precision is Precision.fp64 else QUANTITIES[0].units[precision] * UNIT[precision]
 
 
-def border(precision: Precision) -> float:
-    """How far rounding moves a border between two tokens."""
-    return math.expm1(2 * rounding_of_token(precision))
+def beside_float64(cfg: Config, run: Recording, meant: Recording) -> TwoRuns:
+    """A run beside float64. Of rows, the derivative by a token is float64's own: the gradient's bound holds it."""
+    allowed = OWN if cfg.loss.draws else replace(OWN, chain=math.inf)
+    border = math.expm1(2 * rounding_of_token(cfg.train.precision))  # by which rounding moves that of two tokens
+    return TwoRuns(cfg, run, meant, allowed, border=border)

@@ -355,8 +355,7 @@ class Verifier:
 
     def _own_precision(self) -> None:
         from rlexp.verify.again import Parts, parts_rank
-        from rlexp.verify.compare import TwoRuns
-        from rlexp.verify.precision import OWN, border, given_parts, measure, of_drawn
+        from rlexp.verify.precision import beside_float64, given_parts, measure, of_drawn
         from rlexp.verify.recording import TensorFiles
 
         cfg, name, result = self.cfg, self.precision, self.result
@@ -367,7 +366,7 @@ class Verifier:
             forget(self.right)
             right = self.right = self.alone("its samples, by transformers alone", exact(cfg), ran, own=True)
             self._note(right, name)
-        pair = TwoRuns(cfg, ran, right, allowed=OWN, border=border(cfg.train.precision))
+        pair = beside_float64(cfg, ran, right)
         deviation = next(pair.differences(), None)
         if deviation is None:
             result.measured, deviation = measure(cfg, ran, floor, right, scores=result.scores)
@@ -389,8 +388,7 @@ class Verifier:
 
     def swapped_own(self, deviation: Deviation) -> Failure:
         """A difference that is there in the run's own precision alone."""
-        from rlexp.verify.compare import TwoRuns
-        from rlexp.verify.precision import OWN, border, measure
+        from rlexp.verify.precision import beside_float64, measure
 
         cfg, until = self.cfg, deviation.step
 
@@ -402,8 +400,7 @@ class Verifier:
                 whole, self.plan = self.plan, dataclasses.replace(self.plan, steps=until, held_out=0)
                 right = self.alone("its samples, by transformers alone", exact(form), other, own=True)
                 self.plan = whole
-            beside = TwoRuns(form, other, right, allowed=OWN, border=border(cfg.train.precision))
-            if next(beside.differences(), None) is not None:
+            if next(beside_float64(form, other, right).differences(), None) is not None:
                 return True
             return measure(form, other, other, right, scores=self.result.scores)[1] is not None
 

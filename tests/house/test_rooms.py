@@ -12,13 +12,13 @@ import pytest
 
 from tests.helpers.imports import PACKAGE, PAGE, PICTURE, circles, imports_of, layers_of, module_of, upward, wrong_rows
 
-ONLY_HERE = {"deepspeed": "training/engine", "wandb": "training/sinks", "wandb_workspaces": "dashboard",
+ONLY_HERE = {"deepspeed": "training/engine", "wandb": "training/sinks", "wandb_workspaces": "dashboard/__main__",
              "trackio": "training/sinks", "vllm": "training/rollout", "transformers": "training/model",
              "hydra": "config", "rich": "status"}  # fmt: skip
 # `verify` holds the product to transformers alone, so it goes round the product's own door to it.
 # Both commands that draw for the terminal use rich.
 BESIDE = {"hydra": {"launch", "run", "__main__"}, "transformers": {"verify"}, "rich": {"status/__main__", "data"},
-          "wandb": {"dashboard"}}  # fmt: skip
+          "wandb": {"dashboard/__main__"}}  # fmt: skip
 BY_TORCH = {"Counting._should_skip_dynamo", "Accelerator._is_in_bad_fork", "Staged._start_coalescing",
             "Staged._end_coalescing"}  # fmt: skip
 
