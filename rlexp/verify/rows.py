@@ -89,7 +89,7 @@ def masks(tokenizer: Any, example: TokenExample, side: str, answer: Messages) ->
     trained = bare(tokenizer, example.answers[side][example.masks[side]])
     rest = bare(tokenizer, example.answers[side][~example.masks[side]])
     for message in answer:
-        text = squeezed(str(message["content"]))
+        text = stripped(tokenizer, str(message["content"]))
         own = message["role"] == ASSISTANT
         yield "turns that are trained on", text in trained, own or (text in trained and text not in rest)
 
@@ -99,7 +99,7 @@ def written(tokenizer: Any, prompt: str | Messages, answer: str | Messages, *, t
     if not templated:
         if not isinstance(prompt, str) or not isinstance(answer, str):
             raise Other("messages that no chat template writes")
-        return squeezed(prompt), squeezed(prompt + answer)
+        return stripped(tokenizer, prompt), stripped(tokenizer, prompt + answer)
     asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     replied = [{"role": ASSISTANT, "content": answer}] if isinstance(answer, str) else answer
     calls = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
@@ -115,10 +115,6 @@ def bare(tokenizer: Any, tokens: Array) -> str:
 def stripped(tokenizer: Any, text: str) -> str:
     for special in sorted(set(tokenizer.all_special_tokens), key=len, reverse=True):
         text = text.replace(special, "")
-    return squeezed(text)
-
-
-def squeezed(text: str) -> str:
     return "".join(text.split())
 
 
