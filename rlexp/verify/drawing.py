@@ -60,7 +60,7 @@ def strayed(
     apart, doubtful = [], 0
     for start in range(0, len(tokens_n), rows):
         here = slice(start, start + rows)
-        logps_nV = (head(hidden_nE[here]) / cfg.temperature).log_softmax(-1)
+        logps_nV = (head(hidden_nE[here]).double() / cfg.temperature).log_softmax(-1)
         one, few = _of_rows(logps_nV, tokens_n[here].unsqueeze(-1), numbers_n[here].unsqueeze(-1), cfg, rounding)
         apart.append(one)
         doubtful += few
