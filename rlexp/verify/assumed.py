@@ -57,12 +57,12 @@ Way = tuple[str, str, dict[str, Any]]  # name and words of an assumption, and wh
 class Assumed:
     """The plain model of a run, and the samples of one rollout. Log-probabilities are those of all tokens in a row."""
 
-    def __init__(self, cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | None) -> None:
+    def __init__(self, cfg: Config, samples: Sequence[Drawn], number: int, ran: Path) -> None:
         self.cfg, self.samples, self.number = cfg, samples, number
         self.device = torch.device("cuda" if cfg.launch.device is Device.cuda else "cpu")
         self.tokenizer = load_tokenizer(cfg)
         self.model = load(cfg, self.device)
-        self.files = None if ran is None else TensorFiles(ran)
+        self.files = TensorFiles(ran)
         self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         self.drew = rules.drawn_after(cfg, number)  # the steps whose weights drew the rollout, and score it
         self.scored = number * rules.steps_each(cfg)
@@ -76,10 +76,10 @@ class Assumed:
         """Give the model the weights after a step."""
         if self.weights == (how.step, how.dtype, how.rounded):
             return
-        names = [] if self.files is None or not how.step else self.files.names("weights", how.step)
+        names = self.files.names("weights", how.step) if how.step else []
         for name, parameter in self.model.named_parameters():
             weight = self.start[name]
-            if self.files is not None and name in names:
+            if name in names:
                 weight = torch.from_numpy(self.files.read("weights", how.step, name).astype(np.float64))
             weight = weight.to(self.device, how.dtype)
             parameter.data = weight.bfloat16().to(how.dtype) if how.rounded else weight
@@ -193,7 +193,7 @@ class Assumed:
         """Yield the weights of other rollouts, the nearest first."""
         each = rules.steps_each(self.cfg)
         for other in sorted({number * each for number in range(self.number + 1)} - {step}, key=lambda s: abs(s - step)):
-            if other and (self.files is None or not self.files.names("weights", other)):
+            if other and not self.files.names("weights", other):
                 continue
             age = (step - other) // each
             which = f"after optimizer step {other}" if other else "that training started from"

@@ -57,8 +57,9 @@ def strayed(
 ) -> Strayed:
     """Compare drawn tokens with those that their numbers choose, from the hidden state before each."""
     rows = max(1, ROWS // head.weight.shape[0])
-    pieces = zip(*(each.split(rows) for each in (hidden_nE, tokens_n, numbers_n)), strict=True)
-    apart, doubtful = zip(*(_of_rows(head(hidden), *each, cfg, rounding) for hidden, *each in pieces), strict=True)
+    pieces = zip(hidden_nE.split(rows), tokens_n.split(rows), numbers_n.split(rows), strict=True)
+    parts = [_of_rows(head(hidden), tokens, numbers, cfg, rounding) for hidden, tokens, numbers in pieces]
+    apart, doubtful = zip(*parts, strict=True)
     return Strayed(torch.cat(apart).cpu().numpy(), sum(doubtful))
 
 

@@ -1,9 +1,6 @@
-"""Fit the verification into memory, by leaving out the model's last layers if need be.
+"""Fit the verification into memory, by leaving out the model's last layers if need be: as few as possible.
 
-In float64 every rank, and the reference, holds seven numbers per parameter (weight, reference model, gradient, two
-moments and two temporary copies) and the activations of one micro-batch. All must fit into 0.7 of the free memory. If
-they do not, as few of the last layers as possible are left out; at least two stay, and a pretrained model keeps the
-real weights of its first layers. Width and vocabulary never change. A model of which two layers do not fit is refused.
+docs/verify_inside.md says what is counted. Width and vocabulary never change.
 """
 
 from __future__ import annotations
@@ -40,7 +37,8 @@ from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 
-NUMBERS = 7  # float64 numbers of a rank per parameter
+# float64 numbers of a rank per parameter: weight, reference model, gradient, two moments and two temporary copies
+NUMBERS = 7
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
 FILES_OF_DRAWN = 3  # of drawn samples: also the second reference's
 FILES = 2  # recorded runs whose gradients and weights are on disk at once
@@ -90,9 +88,19 @@ def free_on_host() -> int:
     return memory.available
 
 
+def _prepared(cfg: Config) -> Config:
+    """Let the model, and the one in reference.path, be ordinary folders or hub names, with the policy's new tokens."""
+    reference = cfg.reference
+    if reference.path is not None:
+        other = prepared(model_of_reference(cfg))
+        assert isinstance(other, HFModelConfig)
+        reference = dataclasses.replace(reference, path=other.path, revision=other.revision)
+    return dataclasses.replace(cfg, model=prepared(cfg.model), reference=reference)
+
+
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
-    cfg = dataclasses.replace(cfg, model=prepared(cfg.model), reference=_prepared_reference(cfg))
+    cfg = _prepared(cfg)
     examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
     train = examples.train
     sampler = sampler_of(cfg, cfg.loss.rows, len(train), examples.mixture)
@@ -114,7 +122,14 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
         if need <= SHARE * free:
             break
     else:
-        raise ModelError(_refusal(cfg, layers, parameters, need, free))
+        ranks = cfg.parallel.world_size
+        other = "verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else "a smaller model"
+        raise ModelError(
+            f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
+            f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, but "
+            f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a "
+            f"smaller data.max_length or train.micro_batch_size, a machine with more memory, or {other}."
+        )
     _refuse_small_disk(cfg, parameters, steps, folder)
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
@@ -126,15 +141,6 @@ def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
     inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
     parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
     return dataclasses.replace(cfg, parallel=parallel, model=plan.model, reference=plan.reference)
-
-
-def _prepared_reference(cfg: Config) -> ReferenceConfig:
-    """Return what is compared with as an ordinary folder or hub name, which gets the policy's new tokens."""
-    if cfg.reference.path is None:
-        return cfg.reference
-    model = prepared(model_of_reference(cfg))
-    assert isinstance(model, HFModelConfig)
-    return dataclasses.replace(cfg.reference, path=model.path, revision=model.revision)
 
 
 def _length_of(cfg: Config, example: Example) -> int:
@@ -184,21 +190,6 @@ def _parameters(cfg: Config, config: Any) -> int:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
     return int(model.num_parameters())
-
-
-def _own_critic(cfg: Config) -> bool:
-    return isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
-
-
-def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) -> str:
-    ranks = cfg.parallel.world_size
-    other = ", or verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else ", or a smaller model"
-    return (
-        f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
-        f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, but "
-        f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a smaller "
-        f"data.max_length or train.micro_batch_size, a machine with more memory{other}."
-    )
 
 
 def _own_critic(cfg: Config) -> bool:

@@ -56,8 +56,8 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Token:
-    """A token whose two log-probabilities part."""
+class Parting:
+    """The first token whose two log-probabilities part."""
 
     place: int  # its sample's place in the rollout
     at: int  # in the answer
@@ -77,7 +77,7 @@ class Side:
     words: str
     tried: Sequence[Tried] = ()  # the nearest first
     blind: Sequence[str] = ()  # assumptions that change less than rounding does
-    first: Token | None = None  # the first token that nothing explains
+    first: Parting | None = None  # the first token that nothing explains
 
     @property
     def normal(self) -> bool:
@@ -114,13 +114,11 @@ def gap_rank(
     return diagnosed(cfg, samples, number, ran, prompts)
 
 
-def diagnosed(
-    cfg: Config, samples: Sequence[Drawn], number: int, ran: Path | None, prompts: Mapping[int, Drawn]
-) -> Gap:
+def diagnosed(cfg: Config, samples: Sequence[Drawn], number: int, ran: Path, prompts: Mapping[int, Drawn]) -> Gap:
     """Say how far the two models lie apart in the samples of rollout `number`, and why.
 
-    `ran` has the run's weights after each step; without it all weights are those that training starts from. `prompts`
-    are those that native code has taken, by their places in the data set.
+    `ran` has the run's weights after each step. `prompts` are those that native code has taken, by their places in the
+    data set.
     """
     old = [np.asarray(each.old) for each in samples]
     some = samples[:: max(1, sum(map(len, old)) // MOST)]  # evenly chosen
@@ -239,7 +237,7 @@ class Judge:
             + (f". As near are {' and '.join(also)}" if also else "")
         )  # fmt: skip
 
-    def _first(self, given: Array, step: int) -> Token:
+    def _first(self, given: Array, step: int) -> Parting:
         """Return the first token that rounding does not explain."""
         meant = self.assumed.logps(self.assumed.configured(step))
         apart = np.abs(given - meant)
@@ -248,7 +246,7 @@ class Judge:
             parting = apart == apart.max()
         first = int(parting.argmax())
         places = [(sample.place, at) for sample in self.assumed.samples for at in range(len(sample.answer))]
-        return Token(*places[first], float(given[first]), float(meant[first]), int(parting.sum()), len(given))
+        return Parting(*places[first], float(given[first]), float(meant[first]), int(parting.sum()), len(given))
 
     def strayed(self) -> tuple[int, int]:
         """Count the tokens that their numbers do not choose, whatever rounding does, and those in doubt."""

@@ -28,6 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError
 from rlexp.config.chat_templates import end_of, template_text
+from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig, NoAdapterConfig, TinyModelConfig
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer
@@ -58,11 +59,7 @@ def of_reference(cfg: Config) -> Config:
     from, which a new adapter does not change."""
     if isinstance(cfg.adapter, LoraConfig) and (cfg.adapter.path is None or cfg.reference.path is not None):
         cfg = dataclasses.replace(cfg, adapter=NoAdapterConfig())
-    if cfg.reference.path is None:
-        return cfg
-    assert isinstance(cfg.model, HFModelConfig)
-    other = dataclasses.replace(cfg.model, path=cfg.reference.path, revision=cfg.reference.revision)
-    return dataclasses.replace(cfg, model=other)
+    return cfg if cfg.reference.path is None else dataclasses.replace(cfg, model=model_of_reference(cfg))
 
 
 def of_critic(cfg: Config, device: torch.device) -> Any:
@@ -177,7 +174,8 @@ def _pin_angles(model: nn.Module, max_length: int) -> None:
         kind = getattr(module, "rope_type", None)
         if kind in ("dynamic", "longrope"):
             table, factor = ROPE_INIT_FUNCTIONS[kind](module.config, None, seq_len=max_length)
-            module.inv_freq, module.attention_scaling, module.rope_type = table, factor, "default"
+            for name, value in (("inv_freq", table), ("attention_scaling", factor), ("rope_type", "default")):
+                setattr(module, name, value)
 
 
 @torch.no_grad()
@@ -191,14 +189,12 @@ def _refuse_other_head(model: Any, device: torch.device) -> None:
         raise ModelError(f"{type(model).__name__}: does more to its logits than its head, so it cannot be verified.")
 
 
-def answer_logps(
-    model: Any, example: TokenExample, side: str, device: torch.device, temperature: float = 1.0
-) -> tuple[Tensor, ...]:
+def answer_logps(model: Any, example: TokenExample, side: str, device: torch.device) -> tuple[Tensor, ...]:
     """Log-probability of each trained token of the answer, the mean logit there, and log Σ p², entropy and hits, each
     (n,), from one sequence alone."""
     tokens_T = torch.from_numpy(example.sequence(side)).to(device)
     with precise(torch.float64):
-        values = logps_of(model, hidden_states(model.base_model, tokens_T), tokens_T, len(example.prompt), temperature)
+        values = logps_of(model, hidden_states(model.base_model, tokens_T), tokens_T, len(example.prompt), 1.0)
     trained_n = torch.from_numpy(example.trained(side)).to(device)
     return tuple(each[trained_n] for each in values)
 

@@ -89,9 +89,8 @@ class Judges:
             return None
         changed = int((np.stack(others) != one).any(0).sum())
         if changed:
-            self.given[term.name] = (
-                f"{cfg.function} answers otherwise when it is asked again ({changed} of {len(one)} answers)"
-            )
+            why = f"answers otherwise when it is asked again ({changed} of {len(one)} answers)"
+            self.given[term.name] = f"{cfg.function} {why}"
             return None
         differ = np.flatnonzero(one != by_run).tolist()
         if differ:
@@ -102,10 +101,8 @@ class Judges:
                 self.notes[term.name] = f"asked about each answer alone: {error}"
                 return one
             if not np.array_equal(alone, one[places]):
-                self.notes[term.name] = (
-                    f"asked about each answer alone, {cfg.function} says otherwise: what it says depends on what it is "
-                    f"asked together with"
-                )
+                why = "says otherwise: what it says depends on what it is asked together with"
+                self.notes[term.name] = f"asked about each answer alone, {cfg.function} {why}"
         return one
 
     @torch.no_grad()
