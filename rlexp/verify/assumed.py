@@ -28,30 +28,23 @@ BORDER = 1e-6  # rounding of float32 at a border of top-k, top-p or min-p
 
 
 @dataclass(frozen=True)
-class Read:
-    """How the model reads the samples: with which weights, prompts and positions."""
-
-    step: int  # the weights after this optimizer step
-    prompts: Sequence[Array]
-    moved: Sequence[int]  # by how much the positions of each answer's tokens are moved
-    all_moved: bool = False  # the prompt's, too
-    dtype: torch.dtype = torch.float32
-    rounded: bool = False  # the weights, to bf16
-
-
-@dataclass(frozen=True)
 class Assumption:
-    """How log-probabilities may have come about."""
+    """How log-probabilities may have come about: by which weights, prompts, positions and distribution."""
 
     name: str
     words: str  # that finish "its log-probabilities are …"
-    read: Read
+    step: int  # the weights after this optimizer step
+    prompts: Sequence[Sequence[int]]
+    moved: Sequence[int]  # by how much the positions of each answer's tokens are moved
     temperature: float
+    all_moved: bool = False  # the prompt's positions, too
+    dtype: torch.dtype = torch.float32
+    rounded: bool = False  # the weights, to bf16
     kept: bool = False  # over the tokens that top_k, top_p and min_p leave
     neighbour: int = 0  # of the token before each (-1), or after it (1)
 
 
-Way = tuple[str, str, dict[str, Any]]  # name and words of an assumption, and what changes in how the samples are read
+Way = tuple[str, str, dict[str, Any]]  # an assumption's name and words, and what differs from what is configured
 
 
 class Assumed:
@@ -66,47 +59,50 @@ class Assumed:
         self.start = {name: weight.detach().clone() for name, weight in self.model.named_parameters()}
         self.drew = rules.drawn_after(cfg, number)  # the steps whose weights drew the rollout, and score it
         self.scored = number * rules.steps_each(cfg)
-        self.prompts = [np.asarray(each.prompt) for each in samples]
-        self.weights: tuple[Any, ...] = ()  # which the model has
-        self.last: tuple[Read, list[Tensor]] | None = None  # what was read last, and its hidden states
+        self.prompts = [each.prompt.tolist() for each in samples]
+        self.tokens = [torch.from_numpy(each.answer.astype(np.int64)).to(self.device) for each in samples]
+        self.weights: tuple[Any, ...] = ()  # that the model has
+        self.read: tuple[Any, ...] = ()  # how the samples were read last
+        self.states: list[Tensor] = []  # the hidden states of that
 
     # ---- reading ----
 
-    def weigh(self, how: Read) -> None:
-        """Give the model the weights after a step."""
-        if self.weights == (how.step, how.dtype, how.rounded):
+    def _weigh(self, of: Assumption) -> None:
+        weights = (of.step, of.dtype, of.rounded)
+        if self.weights == weights:
             return
-        names = self.files.names("weights", how.step) if how.step else []
+        names = self.files.names("weights", of.step) if of.step else []
         for name, parameter in self.model.named_parameters():
             weight = self.start[name]
             if name in names:
-                weight = torch.from_numpy(self.files.read("weights", how.step, name).astype(np.float64))
-            weight = weight.to(self.device, how.dtype)
-            parameter.data = weight.bfloat16().to(how.dtype) if how.rounded else weight
-        self.weights = (how.step, how.dtype, how.rounded)
+                weight = torch.from_numpy(self.files.read("weights", of.step, name).astype(np.float64))
+            weight = weight.to(self.device, of.dtype)
+            parameter.data = weight.bfloat16().to(of.dtype) if of.rounded else weight
+        self.weights = weights
 
     @torch.no_grad()
-    def hidden(self, how: Read) -> list[Tensor]:
+    def hidden(self, of: Assumption) -> list[Tensor]:
         """Return the hidden states before each token of the answers, (n, E)."""
-        self.weigh(how)
-        if self.last is None or self.last[0] is not how:
-            states = []
-            for sample, prompt, moved in zip(self.samples, how.prompts, how.moved, strict=True):
-                tokens_T = torch.from_numpy(np.concatenate((prompt, sample.answer)).astype(np.int64)).to(self.device)
+        self._weigh(of)
+        read = (self.weights, of.prompts, of.moved, of.all_moved)
+        if self.read != read:
+            self.read, self.states = read, []
+            for prompt, tokens_n, moved in zip(of.prompts, self.tokens, of.moved, strict=True):
+                tokens_T = torch.cat((torch.tensor(prompt, device=self.device), tokens_n))
                 positions_T = torch.arange(len(tokens_T), device=self.device)
-                positions_T[0 if how.all_moved else len(prompt) :] += moved
-                with precise(how.dtype):
-                    states.append(hidden_states(self.model.base_model, tokens_T, positions_T)[len(prompt) - 1 : -1])
-            self.last = (how, states)
-        return self.last[1]
+                positions_T[0 if of.all_moved else len(prompt) :] += moved
+                with precise(of.dtype):
+                    hidden_TE = hidden_states(self.model.base_model, tokens_T, positions_T)
+                self.states.append(hidden_TE[len(prompt) - 1 : -1])
+        return self.states
 
     @torch.no_grad()
     def logps(self, of: Assumption) -> Array:
         """Return the log-probability of each token; NaN where there is no token beside it."""
-        hidden, head = self.hidden(of.read), self.model.get_output_embeddings()
+        hidden, head = self.hidden(of), self.model.get_output_embeddings()
         rows = max(1, LOGITS // head.weight.shape[0])
         logps = []
-        for hidden_nE, tokens_n in zip(hidden, self.tokens(), strict=True):
+        for hidden_nE, tokens_n in zip(hidden, self.tokens, strict=True):
             pieces = zip(hidden_nE.split(rows), tokens_n.split(rows), strict=True)
             logps_n = torch.cat([self._logps(head(part).double(), tokens, of) for part, tokens in pieces])
             if of.neighbour:
@@ -114,9 +110,6 @@ class Assumed:
                 logps_n[0 if of.neighbour < 0 else -1] = torch.nan
             logps.append(logps_n)
         return torch.cat(logps).cpu().numpy()
-
-    def tokens(self) -> list[Tensor]:
-        return [torch.from_numpy(sample.answer.astype(np.int64)).to(self.device) for sample in self.samples]
 
     def _logps(self, logits_nV: Tensor, tokens_n: Tensor, of: Assumption) -> Tensor:
         logps_nV = (logits_nV / of.temperature).log_softmax(-1)
@@ -131,35 +124,39 @@ class Assumed:
     def configured(self, step: int, dtype: torch.dtype = torch.float32) -> Assumption:
         temperature = self.cfg.rollout.temperature
         words = f"those of the whole distribution at rollout.temperature={temperature:g}"
-        return Assumption(
-            "configured", words, Read(step, self.prompts, [0] * len(self.prompts), dtype=dtype), temperature
-        )
+        return Assumption("configured", words, step, self.prompts, [0] * len(self.prompts), temperature, dtype=dtype)
 
     def all(self, step: int) -> Iterator[Assumption]:
         """Yield every assumption about log-probabilities by the weights after a step; `configured` comes first."""
         right = self.configured(step)
         yield right
-        if right.temperature != 1:
-            twice, set_to = right.temperature**2, f"rollout.temperature={right.temperature:g}"
-            yield replace(right, name="temperature 1", words=f"those of temperature 1, and {set_to}", temperature=1.0)
-            yield replace(right, name="temperature twice", temperature=twice,
-                          words=f"those of temperature {twice:g}, so {set_to} is applied twice")  # fmt: skip
-        unset = {"top_k": 0, "top_p": 1, "min_p": 0}
-        values = {name: getattr(self.cfg.rollout, name) for name in unset}
-        cuts = [f"rollout.{name}={value:g}" for name, value in values.items() if value != unset[name]]
-        if cuts:
-            words = f"those of the tokens that {' and '.join(cuts)} leave, which add up to 1 again"
-            yield replace(right, name="renormalised", words=words, kept=True)
-        yield replace(right, name="token before", words="those of the token before each", neighbour=-1)
-        yield replace(right, name="token after", words="those of the token after each", neighbour=1)
-        for name, words, changes in (*self._positions(), *self._prompts(), *self._older(step)):
-            yield replace(right, name=name, words=words, read=replace(right.read, **changes))
-        yield replace(right, name="weights in bf16", words="those of weights that are rounded to bf16",
-                      read=replace(right.read, rounded=True))  # fmt: skip
+        for name, words, changes in (
+            *self._distributions(),
+            ("token before", "those of the token before each", {"neighbour": -1}),
+            ("token after", "those of the token after each", {"neighbour": 1}),
+            *self._positions(),
+            *self._prompts(),
+            *self._older(step),
+            ("weights in bf16", "those of weights that are rounded to bf16", {"rounded": True}),
+        ):
+            yield replace(right, name=name, words=words, **changes)
+
+    def _distributions(self) -> Iterator[Way]:
+        rollout = self.cfg.rollout
+        twice, set_to = rollout.temperature**2, f"rollout.temperature={rollout.temperature:g}"
+        if rollout.temperature != 1:
+            yield "temperature 1", f"those of temperature 1, and {set_to}", {"temperature": 1.0}
+            words = f"those of temperature {twice:g}, so {set_to} is applied twice"
+            yield "temperature twice", words, {"temperature": twice}
+        cuts = (("top_k", rollout.top_k, 0), ("top_p", rollout.top_p, 1), ("min_p", rollout.min_p, 0))
+        cuts_set = [f"rollout.{name}={value:g}" for name, value, unset in cuts if value != unset]
+        if cuts_set:
+            words = f"those of the tokens that {' and '.join(cuts_set)} leave, which add up to 1 again"
+            yield "renormalised", words, {"kept": True}
 
     def _positions(self) -> Iterator[Way]:
         lengths = np.array([len(prompt) for prompt in self.prompts])
-        whole = lengths + [len(sample.answer) for sample in self.samples]
+        whole = lengths + [len(tokens_n) for tokens_n in self.tokens]
         pads, ones = lengths.max() - lengths, np.ones_like(lengths)
         room = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 60
         for name, words, moved, all_moved in (
@@ -174,19 +171,18 @@ class Assumed:
                 yield name, words, {"moved": moved.tolist(), "all_moved": all_moved}
 
     def _prompts(self) -> Iterator[Way]:
-        begin = self.tokenizer.bos_token_id
-        if begin is not None:
-            has = [prompt[0] == begin for prompt in self.prompts]
-            more = {"prompts": [np.concatenate(([begin], prompt)) for prompt in self.prompts]}
-            if all(has) and min(map(len, self.prompts)) > 1:
-                less = {"prompts": [prompt[1:] for prompt in self.prompts]}
-                yield "no BOS", f"those of prompts without their first token, {begin} (BOS)", less
-                yield "BOS twice", f"those of prompts that begin with {begin} (BOS) twice", more
-            elif not any(has):
-                yield "a BOS", f"those of prompts with a {begin} (BOS) before them, which they do not have", more
+        begin, prompts = self.tokenizer.bos_token_id, self.prompts
+        has = [prompt[0] == begin for prompt in prompts]
+        more = {"prompts": [[begin, *prompt] for prompt in prompts]}
+        if all(has) and min(map(len, prompts)) > 1:
+            less = {"prompts": [prompt[1:] for prompt in prompts]}
+            yield "no BOS", f"those of prompts without their first token, {begin} (BOS)", less
+            yield "BOS twice", f"those of prompts that begin with {begin} (BOS) twice", more
+        elif begin is not None and not any(has):
+            yield "a BOS", f"those of prompts with a {begin} (BOS) before them, which they do not have", more
         if self.tokenizer.chat_template:
-            plain = [np.asarray(self.tokenizer(sample.asked)["input_ids"], dtype=np.int64) for sample in self.samples]
-            if all(map(len, plain)):
+            plain = [list(self.tokenizer(sample.asked)["input_ids"]) for sample in self.samples]
+            if all(plain):
                 yield "no template", "those of the prompts' texts without the chat template", {"prompts": plain}
 
     def _older(self, step: int) -> Iterator[Way]:
@@ -205,9 +201,9 @@ class Assumed:
     def strayed(self, rounding: float) -> tuple[Array, int]:
         """Say by how much each random number lies outside the part that chooses its token, and how many tokens are in
         doubt. The log-probabilities may be off by `rounding`."""
-        hidden, cfg = self.hidden(self.configured(self.drew).read), self.cfg
+        hidden, cfg = self.hidden(self.configured(self.drew)), self.cfg
         head, apart, doubtful = self.model.get_output_embeddings(), [], 0
-        for sample, hidden_nE, tokens_n in zip(self.samples, hidden, self.tokens(), strict=True):
+        for sample, hidden_nE, tokens_n in zip(self.samples, hidden, self.tokens, strict=True):
             place = sample.place % cfg.rollout.n_samples
             numbers = [number_of(cfg.seed, self.number, sample.index, place, at) for at in range(len(tokens_n))]
             numbers_n = torch.tensor(numbers, dtype=torch.float64, device=self.device)

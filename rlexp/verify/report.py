@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rlexp.base.pages import addressed
 from rlexp.base.printable import fitted
@@ -25,9 +25,6 @@ from rlexp.verify import report_gap
 from rlexp.verify.checks import FLOAT64
 from rlexp.verify.profiles import exact, first_step_on_new_weights
 from rlexp.verify.verification import Failure, Met, Verification, refuse, verify
-
-if TYPE_CHECKING:
-    from rlexp.verify.fit_memory import VerifyPlan
 
 WIDTH = 110
 # Rows of the table: title, name in float64, name in the run's own precision, and what is allowed in float64. A large
@@ -59,9 +56,8 @@ def run(cfg: Config, steps: int | None, file: Path | None, *, search: bool = Tru
     result = verify(cfg, steps, print_line, search=search)
     sys.stdout.write(fitted(report(cfg, result)))
     if file is not None:
-        file.write_text(
-            json.dumps(as_json(cfg, result), indent=2, default=attrgetter("value")) + "\n", encoding="utf-8"
-        )
+        text = json.dumps(as_json(cfg, result), indent=2, default=attrgetter("value"))  # an enum's value
+        file.write_text(f"{text}\n", encoding="utf-8")
     return 0 if result.passed else 1
 
 
@@ -99,12 +95,15 @@ def _wrapped(text: str) -> str:
 
 
 def scope(cfg: Config, result: Verification) -> str:
-    return _paragraphs([] if result.plan is None else _scope(cfg, result, result.plan))
+    return _paragraphs(_scope(cfg, result))
 
 
-def _scope(cfg: Config, result: Verification, plan: VerifyPlan) -> Iterator[str]:
+def _scope(cfg: Config, result: Verification) -> Iterator[str]:
     """Say how much of the data the steps have met, what is taken as given, and what the steps could not show."""
-    met, rows, of = result.met, EXAMPLE[cfg.loss.rows], f" of {result.facts['total_steps']}" if result.facts else ""
+    plan, met, rows = result.plan, result.met, EXAMPLE[cfg.loss.rows]
+    if plan is None:
+        return
+    of = f" of {result.facts['total_steps']}" if result.facts else ""
     seen = f", sequences of up to {plan.longest} tokens"
     if met is not None:
         drawn = (
