@@ -8,6 +8,7 @@ Shape letters: T tokens of a sequence, n of its answer, V vocabulary, E width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -198,16 +199,16 @@ class Assumed:
 
     # ---- tokens ----
 
-    def strayed(self, rounding: float) -> tuple[Array, int]:
-        """Say by how much each random number lies outside the part that chooses its token, and how many tokens are in
-        doubt. The log-probabilities may be off by `rounding`."""
-        hidden, cfg = self.hidden(self.configured(self.drew)), self.cfg
-        head, apart, doubtful = self.model.get_output_embeddings(), [], 0
+    def strayed(self, rounding: float) -> tuple[int, int]:
+        """Count the tokens that their random numbers do not choose, and those in doubt, if the log-probabilities may be
+        off by `rounding`."""
+        hidden, cfg, head = self.hidden(self.configured(self.drew)), self.cfg, self.model.get_output_embeddings()
+        count, doubtful = 0, 0
         for sample, hidden_nE, tokens_n in zip(self.samples, hidden, self.tokens, strict=True):
             place = sample.place % cfg.rollout.n_samples
             numbers = [number_of(cfg.seed, self.number, sample.index, place, at) for at in range(len(tokens_n))]
             numbers_n = torch.tensor(numbers, dtype=torch.float64, device=self.device)
             one = strayed(head, hidden_nE, tokens_n, numbers_n, cfg.rollout, rounding)
-            apart.append(one.apart_n)
+            count += int((one.apart_n > math.expm1(2 * rounding)).sum())
             doubtful += one.doubtful
-        return np.concatenate(apart), doubtful
+        return count, doubtful

@@ -136,7 +136,7 @@ def diagnosed(cfg: Config, samples: Sequence[Drawn], number: int, ran: Path, pro
     trained = Side(TRAINED, NORMAL, None, "its log-probabilities are as configured, up to rounding")
     if not judge.least.explains(*_apart(scored, now)):
         trained = judge.side(TRAINED, scored, assumed.scored)
-    strayed, doubtful = judge.strayed() if generates.normal else (0, 0)
+    strayed, doubtful = assumed.strayed(LARGEST * judge.least.largest) if generates.normal else (0, 0)
     return Gap(
         rollout=number + 1, samples=len(samples), tokens=sum(map(len, old)), compared=len(given), precision=precision,
         values=rules.of_gap(old, [each.behaviour for each in samples]), rounding=rounding,
@@ -247,9 +247,3 @@ class Judge:
         first = int(parting.argmax())
         places = [(sample.place, at) for sample in self.assumed.samples for at in range(len(sample.answer))]
         return Parting(*places[first], float(given[first]), float(meant[first]), int(parting.sum()), len(given))
-
-    def strayed(self) -> tuple[int, int]:
-        """Count the tokens that their numbers do not choose, whatever rounding does, and those in doubt."""
-        off = LARGEST * self.least.largest
-        apart, doubtful = self.assumed.strayed(off)
-        return int((apart > np.expm1(2 * off)).sum()), doubtful

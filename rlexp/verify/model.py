@@ -104,9 +104,8 @@ def _scoring(cfg: Config, attention: str) -> Any:
     config.num_labels = 1
     whole = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation=attention)
     setattr(whole, whole.base_model_prefix, model.base_model)
-    whole.score.weight.data.normal_(
-        std=config.initializer_range, generator=torch.Generator().manual_seed(cfg.model.seed)
-    )
+    generator = torch.Generator().manual_seed(cfg.model.seed)
+    whole.score.weight.data.normal_(std=config.initializer_range, generator=generator)
     return whole
 
 
