@@ -36,7 +36,6 @@ from rlexp.training.model.small import first_layers
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from rlexp.verify.profiles import written
 
 # float64 numbers of a rank per parameter: weight, reference model, gradient, two moments and two temporary copies
 NUMBERS = 7
@@ -91,12 +90,12 @@ def free_on_host() -> int:
 
 def _prepared(cfg: Config) -> Config:
     """Let the model, and the one in reference.path, be ordinary folders or hub names, with the policy's new tokens."""
-    ready = dataclasses.replace(cfg, model=prepared(cfg.model))
-    if cfg.reference.path is None:
-        return ready
-    other = prepared(model_of_reference(cfg))
-    assert isinstance(other, HFModelConfig)
-    return written(ready, {"reference.path": other.path, "reference.revision": other.revision})
+    model, reference = prepared(cfg.model), cfg.reference
+    if reference.path is not None:
+        other = prepared(model_of_reference(cfg))
+        assert isinstance(other, HFModelConfig)
+        reference = dataclasses.replace(reference, path=other.path, revision=other.revision)
+    return dataclasses.replace(cfg, model=model, reference=reference)
 
 
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
@@ -140,8 +139,8 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
 def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
     """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
     inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
-    cfg = dataclasses.replace(cfg, model=plan.model, reference=plan.reference)
-    return written(cfg, {"parallel.layout": plan.choice.layout, "parallel.ulysses_size": inner})
+    parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
+    return dataclasses.replace(cfg, parallel=parallel, model=plan.model, reference=plan.reference)
 
 
 def _length_of(cfg: Config, example: Example) -> int:
