@@ -6,7 +6,7 @@ import copy
 import json
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,86 +18,75 @@ from transformers.pytorch_utils import Conv1D
 from rlexp.config.schema import LoraConfig
 
 
-@dataclass(frozen=True)
-class Said:
-    """What makes an adapter: keys of the configuration, or the folder that it goes on from."""
+class Lora:
+    """What makes an adapter: keys of the configuration, or the folder that it continues from."""
 
-    cfg: LoraConfig
-    described: dict[str, Any]  # adapter_config.json
-    saved: dict[str, Tensor]
-
-    @staticmethod
-    def of(cfg: LoraConfig) -> Said:
-        if cfg.path is None:
-            return Said(cfg, {"r": cfg.rank, "lora_alpha": cfg.alpha, "use_rslora": cfg.rslora}, {})
-        folder = Path(cfg.path).expanduser()
-        saved = load_file(folder / "adapter_model.safetensors")
-        return Said(
-            cfg,
-            json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")),
-            {key.removeprefix("base_model.model."): tensor for key, tensor in saved.items()},
-        )
+    def __init__(self, cfg: LoraConfig) -> None:
+        self.cfg = cfg
+        self.keys: dict[str, Any] = {"r": cfg.rank, "lora_alpha": cfg.alpha, "use_rslora": cfg.rslora}
+        self.saved: dict[str, Tensor] = {}
+        if cfg.path is not None:
+            folder = Path(cfg.path).expanduser()
+            self.keys = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+            for key, tensor in load_file(folder / "adapter_model.safetensors").items():
+                self.saved[key.removeprefix("base_model.model.")] = tensor.double()
 
     def adapts(self, name: str) -> bool:
         """Whether a linear layer has an adapter; a folder has the weights of those that have."""
         if self.saved:
             return f"{name}.lora_A.weight" in self.saved
-        return not self.cfg.targets or any(_ends(name, each) for each in self.cfg.targets)
+        return not self.cfg.targets or _named(name, self.cfg.targets)
 
     def whole(self, name: str, module: nn.Module, *, scores: bool) -> bool:
         """Whether a module is trained whole."""
         if self.saved:
             own = [f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)]
             return bool(own) and all(key in self.saved for key in own)
-        return any(_ends(name, each) for each in [*self.cfg.also, *(["score"] if scores else [])])
+        return _named(name, [*self.cfg.also, *(["score"] if scores else [])])
 
-    def rank(self, name: str) -> int:
-        return int(self._of_pattern("rank_pattern", name, self.described["r"]))
-
-    def scale(self, name: str) -> float:
-        rank = self.rank(name)
-        alpha = float(self._of_pattern("alpha_pattern", name, self.described["lora_alpha"]))
-        return alpha / (math.sqrt(rank) if self.described.get("use_rslora") else rank)
-
-    def _of_pattern(self, key: str, name: str, usual: Any) -> Any:
-        found = [value for pattern, value in (self.described.get(key) or {}).items()
-                 if re.match(rf"(.*\.)?({pattern})$", name)]  # fmt: skip
-        return found[0] if found else usual
+    def matrices(self, name: str, base: Any) -> tuple[Tensor, Tensor, float]:
+        """Return the two matrices of a layer's adapter, and the factor of their product."""
+        of_layer = dict(self.keys)
+        for key, patterns in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
+            for pattern, value in reversed((self.keys.get(patterns) or {}).items()):  # the first that matches counts
+                if re.match(rf"(.*\.)?({pattern})$", name):
+                    of_layer[key] = value
+        rank = int(of_layer["r"])
+        scale = float(of_layer["lora_alpha"]) / (math.sqrt(rank) if self.keys.get("use_rslora") else rank)
+        if self.saved:
+            return self.saved[f"{name}.lora_A.weight"], self.saved[f"{name}.lora_B.weight"], scale
+        inputs, outputs = (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
+        first = torch.empty(rank, inputs)
+        nn.init.kaiming_uniform_(first, a=math.sqrt(5))
+        return first.double(), torch.zeros(outputs, rank, dtype=torch.float64), scale
 
 
 class Added(nn.Module):
-    """A linear layer, and the product of two small matrices added to what it says."""
+    """A linear layer, and the product of two small matrices added to its outputs."""
 
-    def __init__(self, base: Any, name: str, said: Said) -> None:
+    def __init__(self, base: nn.Module, first: Tensor, second: Tensor, scale: float) -> None:
         super().__init__()
-        self.base_layer, self.scale, rank = base, said.scale(name), said.rank(name)
-        inputs, outputs = (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
-        # without memory, so that the seed's first numbers are those of the first matrix
-        self.lora_A = nn.ModuleDict({"default": nn.Linear(inputs, rank, bias=False, device="meta")})
-        self.lora_B = nn.ModuleDict({"default": nn.Linear(rank, outputs, bias=False, device="meta")})
-        if said.saved:
-            first, second = (said.saved[f"{name}.{each}.weight"] for each in ("lora_A", "lora_B"))
-        else:
-            first, second = torch.empty(rank, inputs), torch.zeros(outputs, rank)
-            nn.init.kaiming_uniform_(first, a=math.sqrt(5))
+        self.base_layer, self.scale = base, scale
+        self.lora_A, self.lora_B = nn.ModuleDict(), nn.ModuleDict()
         for held, weight in ((self.lora_A, first), (self.lora_B, second)):
-            held["default"].weight = nn.Parameter(weight.double())
+            held["default"] = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")  # draws no numbers
+            held["default"].weight = nn.Parameter(weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        said: Tensor = self.base_layer(x)
-        return said + self.lora_B["default"](self.lora_A["default"](x)) * self.scale
+        outputs: Tensor = self.base_layer(x)
+        return outputs + self.lora_B["default"](self.lora_A["default"](x)) * self.scale
 
 
 class Whole(nn.Module):
     """A module beside which a copy is trained: the copy computes."""
 
-    def __init__(self, module: nn.Module, name: str, said: Said) -> None:
+    def __init__(self, module: nn.Module, saved: Mapping[str, Tensor], name: str) -> None:
         super().__init__()
         self.original_module = module
         self.modules_to_save = nn.ModuleDict({"default": copy.deepcopy(module)})
         for leaf, parameter in self.modules_to_save["default"].named_parameters():
-            if said.saved:
-                parameter.data = said.saved[f"{name}.{leaf}"].double()
+            if saved:
+                parameter.data = saved[f"{name}.{leaf}"]
 
     @property
     def weight(self) -> Any:
@@ -114,28 +103,23 @@ class Whole(nn.Module):
 def adapted(model: Any, cfg: LoraConfig, seed: int, *, trunk_of: str = "", scores: bool = False) -> Any:
     """Put an adapter into a model of float64, and leave nothing else of it trained. `trunk_of` is how the names of a
     trunk's layers begin in the whole model."""
-    said = Said.of(cfg)
+    lora = Lora(cfg)
     head = None if trunk_of else model.get_output_embeddings() or model.score
     model.requires_grad_(False)
-    whole = [name for name, module in model.named_modules() if said.whole(trunk_of + name, module, scores=scores)]
-    names = [name for name, module in model.named_modules()
-             if isinstance(module, nn.Linear | Conv1D) and module is not head and name not in whole]  # fmt: skip
+    modules = dict(model.named_modules())
+    whole = [name for name, module in modules.items() if lora.whole(trunk_of + name, module, scores=scores)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        for name in names:
-            if said.adapts(trunk_of + name):
-                _replace(model, name, Added(model.get_submodule(name), trunk_of + name, said))
+        for name, module in modules.items():
+            linear = isinstance(module, nn.Linear | Conv1D) and module is not head and name not in whole
+            if linear and lora.adapts(trunk_of + name):
+                model.set_submodule(name, Added(module, *lora.matrices(trunk_of + name, module)))
     for name in whole:
-        _replace(model, name, Whole(model.get_submodule(name), trunk_of + name, said))
+        model.set_submodule(name, Whole(modules[name], lora.saved, trunk_of + name))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".default." in name)
     return model
 
 
-def _ends(name: str, wanted: str) -> bool:
-    return name == wanted or name.endswith(f".{wanted}")
-
-
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(model.get_submodule(parent), leaf, module)
+def _named(name: str, names: Sequence[str]) -> bool:
+    return any(f".{name}".endswith(f".{each}") for each in names)

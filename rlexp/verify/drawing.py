@@ -57,18 +57,16 @@ def strayed(
 ) -> Strayed:
     """Compare drawn tokens with those that their numbers choose, from the hidden state before each."""
     rows = max(1, ROWS // head.weight.shape[0])
-    apart, doubtful = [], 0
-    for start in range(0, len(tokens_n), rows):
-        here = slice(start, start + rows)
-        logps_nV = (head(hidden_nE[here]) / cfg.temperature).log_softmax(-1)
-        one, few = _of_rows(logps_nV, tokens_n[here].unsqueeze(-1), numbers_n[here].unsqueeze(-1), cfg, rounding)
-        apart.append(one)
-        doubtful += few
-    return Strayed(torch.cat(apart).cpu().numpy(), doubtful)
+    pieces = zip(hidden_nE.split(rows), tokens_n.split(rows), numbers_n.split(rows), strict=True)
+    parts = [_of_rows(head(hidden), tokens, numbers, cfg, rounding) for hidden, tokens, numbers in pieces]
+    apart, doubtful = zip(*parts, strict=True)
+    return Strayed(torch.cat(apart).cpu().numpy(), sum(doubtful))
 
 
-def _of_rows(logps_nV: Tensor, token_n1: Tensor, number_n1: Tensor, cfg: RolloutConfig, rounding: float
+def _of_rows(logits_nV: Tensor, tokens_n: Tensor, numbers_n: Tensor, cfg: RolloutConfig, rounding: float
              ) -> tuple[Tensor, int]:  # fmt: skip
+    logps_nV = (logits_nV.double() / cfg.temperature).log_softmax(-1)
+    token_n1, number_n1 = tokens_n.unsqueeze(-1), numbers_n.unsqueeze(-1)
     may_nV, must_nV = cut(logps_nV, cfg, rounding)
     probs_nV = logps_nV.exp()
     most_nV, least_nV = (probs_nV * may_nV).cumsum(-1), (probs_nV * must_nV).cumsum(-1)

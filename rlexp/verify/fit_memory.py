@@ -1,9 +1,6 @@
-"""Fit the verification into memory, by leaving out the model's last layers if need be.
+"""Fit the verification into memory, by leaving out the model's last layers if need be: as few as possible.
 
-In float64 every rank, and the reference, holds seven numbers per parameter (weight, reference model, gradient, two
-moments and two temporary copies) and the activations of one micro-batch. All must fit into 0.7 of the free memory. If
-they do not, as few of the last layers as possible are left out; at least two stay, and a pretrained model keeps the
-real weights of its first layers. Width and vocabulary never change. A model of which two layers do not fit is refused.
+docs/verify_inside.md says what is counted. Width and vocabulary never change.
 """
 
 from __future__ import annotations
@@ -11,14 +8,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlexp.base.errors import ModelError
 from rlexp.base.host_memory import host_memory
@@ -30,17 +27,18 @@ from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.training.dataset.sampler import Batch, total_steps
+from rlexp.training.dataset.sampler import total_steps
 from rlexp.training.dealer.deal import unit_of
 from rlexp.training.dealer.of_run import dealer_of
-from rlexp.training.model.loading import load_config, load_tokenizer, random_reward_model
+from rlexp.training.model.loading import load_config, load_tokenizer, quiet, random_reward_model
 from rlexp.training.model.prepared import prepared
 from rlexp.training.model.small import first_layers
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 
-NUMBERS = 7  # float64 numbers of a rank per parameter
+# float64 numbers of a rank per parameter: weight, reference model, gradient, two moments and two temporary copies
+NUMBERS = 7
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
 FILES_OF_DRAWN = 3  # of drawn samples: also the second reference's
 FILES = 2  # recorded runs whose gradients and weights are on disk at once
@@ -68,7 +66,7 @@ class VerifyPlan:
     reference: ReferenceConfig  # its path is a folder that is loaded as it is
 
     @property
-    def said(self) -> str | None:
+    def left_out(self) -> str | None:
         """Say which layers were left out, if any."""
         if self.layers == self.of_layers:
             return None
@@ -79,34 +77,60 @@ class VerifyPlan:
 
 
 def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> VerifyPlan:  # noqa: ARG001
-    free = free_on_gpu() if cfg.launch.device is Device.cuda else free_on_host()
+    free = int(torch.cuda.mem_get_info()[0]) if cfg.launch.device is Device.cuda else free_on_host()
     return plan(cfg, steps, folder, free=free)
+
+
+def free_on_host() -> int:
+    """The memory that is available here, in whichever groups of processes this one is."""
+    memory = host_memory()
+    assert memory is not None  # Linux says it
+    return memory.available
+
+
+def _prepared(cfg: Config) -> Config:
+    """Let the model, and the one in reference.path, be ordinary folders or hub names, with the policy's new tokens."""
+    model, reference = prepared(cfg.model), cfg.reference
+    if reference.path is not None:
+        other = prepared(model_of_reference(cfg))
+        assert isinstance(other, HFModelConfig)
+        reference = dataclasses.replace(reference, path=other.path, revision=other.revision)
+    return dataclasses.replace(cfg, model=model, reference=reference)
 
 
 def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     """Read the data as the run will, so that its errors come first; then choose the number of layers."""
-    cfg = dataclasses.replace(cfg, model=prepared(cfg.model), reference=_prepared_reference(cfg))
+    cfg = _prepared(cfg)
     examples = read_examples(cfg, load_tokenizer(cfg.model), World(0, 1, ALONE))
-    train, held_out = examples.train, examples.held_out
+    train = examples.train
     sampler = sampler_of(cfg, cfg.loss.rows, len(train), examples.mixture)
     each = cfg.rollout.epochs * cfg.rollout.minibatches if cfg.loss.draws else 1  # steps on a batch of the sampler
     steps = min(steps, total_steps(sampler.steps_per_epoch * each, cfg.train.max_steps, cfg.train.epochs))
-    batches = list(sampler.batches(1, -(-steps // each)))
-    seen = [train[index] for batch in batches for index in batch.indices]
-    held_out = held_out[: held_out_of(cfg, len(held_out))]
-    longest = max(length_of(cfg, each) for each in [*seen, *held_out])
+    batches = [[train[index] for index in batch.indices] for batch in sampler.batches(1, -(-steps // each))]
+    # One whole batch and a short one show how held-out values are added up.
+    most = 0 if cfg.train.eval_every is None else cfg.train.batch_size + -(-cfg.train.batch_size // 2)
+    held_out = examples.held_out[:most]
+    longest = max(_length_of(cfg, example) for example in chain(*batches, held_out))
     config = load_config(cfg.model, cfg.data.max_length)
-    full = _layers(config)
-    tokens = _tokens_at_once(cfg, batches, train)
-    count = _counter(config, tokens, cfg)
-    layers = full
-    while layers > LEAST and count(layers)[1] > SHARE * free:
-        layers -= 1
-    parameters, need = count(layers)
-    if need > SHARE * free:
-        raise ModelError(_refusal(cfg, layers, parameters, need, free))
-    files = parameters * (2 if _own_critic(cfg) else 1)
-    _refuse_small_disk(files, steps, folder, FILES_OF_DRAWN if cfg.loss.draws else FILES)
+    full = getattr(config, "num_hidden_layers", None)
+    if not isinstance(full, int):
+        raise ModelError(f"{type(config).__name__}: does not say how many layers it has, so it cannot be verified.")
+    of_parameter, of_layer, of_others = _bytes_needed(cfg, config, _tokens_at_once(cfg, batches))
+    for layers in range(full, min(full, LEAST) - 1, -1):
+        parameters = _parameters(cfg, first_layers(config, layers))
+        need = of_parameter * parameters + of_layer * layers + of_others
+        if need <= SHARE * free:
+            break
+    else:
+        ranks = cfg.parallel.world_size
+        other = "verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else "a smaller model"
+        raise ModelError(
+            f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
+            f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, but "
+            f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a "
+            f"smaller data.max_length or train.micro_batch_size, a machine with more memory, or {other}."
+        )
+    _refuse_small_disk(cfg, parameters, steps, folder)
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
     return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model, cfg.reference)
@@ -119,39 +143,15 @@ def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
     return dataclasses.replace(cfg, parallel=parallel, model=plan.model, reference=plan.reference)
 
 
-def _prepared_reference(cfg: Config) -> ReferenceConfig:
-    """Return what is compared with as an ordinary folder or hub name, which gets the policy's new tokens."""
-    if cfg.reference.path is None:
-        return cfg.reference
-    model = prepared(model_of_reference(cfg))
-    assert isinstance(model, HFModelConfig)
-    return dataclasses.replace(cfg.reference, path=model.path, revision=model.revision)
-
-
-def held_out_of(cfg: Config, there: int) -> int:
-    """The number of held-out examples: one whole batch and a short one show how values are added up."""
-    if cfg.train.eval_every is None:
-        return 0
-    return min(there, cfg.train.batch_size + -(-cfg.train.batch_size // 2))
-
-
-def length_of(cfg: Config, example: Example) -> int:
+def _length_of(cfg: Config, example: Example) -> int:
     """The tokens of an example's longest sequence; of a prompt with the longest answer that may be drawn to it."""
     return example.longest() + (0 if example.answers else cfg.rollout.max_new_tokens)
 
 
-def _layers(config: Any) -> int:
-    layers = getattr(config, "num_hidden_layers", None)
-    if not isinstance(layers, int):
-        raise ModelError(f"{type(config).__name__}: does not say how many layers it has, so it cannot be verified.")
-    return layers
-
-
-def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> int:
+def _tokens_at_once(cfg: Config, batches: Sequence[Sequence[Example]]) -> int:
     """Tokens at once: the largest micro-batch of every replica, and the reference's example."""
-    micro = 0
     if cfg.loss.draws:
-        longest = max(length_of(cfg, train[index]) for batch in batches for index in batch.indices)
+        longest = max(_length_of(cfg, example) for example in chain(*batches))
         most = at_once(cfg)
         trained = (most.samples or cfg.train.batch_size) * (cfg.parallel.dp_size + 1)
         if most.tokens is not None:
@@ -159,67 +159,45 @@ def _tokens_at_once(cfg: Config, batches: list[Batch], train: Sequence[Any]) -> 
         cached = cfg.rollout.micro_batch_size * (cfg.parallel.world_size + cfg.rollout.sampling_ranks)
         return longest * max(trained, -(-cached * OF_CACHE // PER_WIDTH))
     dealer = dealer_of(cfg, heads_of(cfg.model), cfg.parallel.dp_size)
-    for batch in batches:
-        dealt = dealer.deal([unit_of(train[index]) for index in batch.indices])
-        micro = max(micro, *(size.tokens for of_replica in dealt.sizes for size in of_replica))
-    return micro * (cfg.parallel.dp_size + 1)
+    replicas = [sizes for batch in batches for sizes in dealer.deal([*map(unit_of, batch)]).sizes]
+    return max(size.tokens for size in chain(*replicas)) * (cfg.parallel.dp_size + 1)
 
 
-def _counter(config: Any, tokens: int, cfg: Config) -> Callable[[int], tuple[int, int]]:
-    """Return a function from layers to parameters and bytes. On GPUs each rank has a device of its own."""
-    text = config.get_text_config()
-    inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    per_token = PER_WIDTH * int(text.hidden_size) + PER_INNER * inner
+def _bytes_needed(cfg: Config, config: Any, tokens: int) -> tuple[int, int, int]:
+    """Return the bytes for each parameter, for each layer, and for models that keep all layers. On GPUs each rank has a
+    device of its own."""
     ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks  # a rank that only samples holds less
     holders = 2 if cfg.launch.device is Device.cuda else ranks + 1
-    numbers = NUMBERS + (OF_CRITIC if _own_critic(cfg) else 0)
-    other = _of_reward_models(cfg)  # parameters of models that stay whole
-    if cfg.reference.path is not None and cfg.loss.compares:
-        other += _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
-
-    def count(layers: int) -> tuple[int, int]:
-        parameters = _parameters(cfg, first_layers(config, layers))
-        return parameters, 8 * (holders * (numbers * parameters + other) + tokens * layers * per_token)
-
-    return count
-
-
-def _of_reward_models(cfg: Config) -> int:
-    """The parameters of all reward models that score what is drawn."""
-    count = 0
+    whole = 0
     for term in reward_terms(cfg.reward) if cfg.loss.draws else ():
         if isinstance(term.cfg, ModelRewardConfig):
             with torch.device("meta"):
-                model = random_reward_model(term.cfg, term.key, cfg.data.max_length)
-            count += sum(parameter.numel() for parameter in model.parameters())
-    return count
+                whole += random_reward_model(term.cfg, term.key, cfg.data.max_length).num_parameters()
+    if cfg.reference.path is not None and cfg.loss.compares:
+        whole += _parameters(cfg, load_config(model_of_reference(cfg), cfg.data.max_length))
+    text = config.get_text_config()
+    inner = int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    numbers = NUMBERS + (OF_CRITIC if _own_critic(cfg) else 0)
+    return (
+        8 * holders * numbers,
+        8 * tokens * (PER_WIDTH * int(text.hidden_size) + PER_INNER * inner),
+        8 * holders * whole,
+    )
 
 
 def _parameters(cfg: Config, config: Any) -> int:
-    trusted = (
-        {"trust_remote_code": True} if isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code else {}
-    )
+    trusted = isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **trusted)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def _refusal(cfg: Config, layers: int, parameters: int, need: int, free: int) -> str:
-    ranks = cfg.parallel.world_size
-    other = ", or verify the layout with model=tiny" if isinstance(cfg.model, HFModelConfig) else ", or a smaller model"
-    return (
-        f"model={cfg.model.name}: {layers} of its layers with its vocabulary ({parameters:,} parameters) need "
-        f"{gigabytes(need)} to be verified in float64 on {ranks} rank{'s' * (ranks > 1)} and the reference, but "
-        f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a smaller "
-        f"data.max_length or train.micro_batch_size, a machine with more memory{other}."
-    )
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
+    return int(model.num_parameters())
 
 
 def _own_critic(cfg: Config) -> bool:
     return isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
 
 
-def _refuse_small_disk(parameters: int, steps: int, folder: Path, files: int) -> None:
+def _refuse_small_disk(cfg: Config, parameters: int, steps: int, folder: Path) -> None:
+    files = (FILES_OF_DRAWN if cfg.loss.draws else FILES) * (2 if _own_critic(cfg) else 1)
     need, free = 8 * parameters * (2 * steps + 1) * files, shutil.disk_usage(folder).free
     if need > SHARE * free:
         raise ModelError(
@@ -236,32 +214,13 @@ def _cut(model: ModelConfig, layers: int, folder: Path) -> ModelConfig:
         return dataclasses.replace(model, layers=layers)
     assert isinstance(model, HFModelConfig)
     place = folder / "model"
-    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code}
-    if model.revision is not None:
-        options |= {"revision": model.revision}
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()  # no warning about the unused weights of the other layers
-    try:
-        whole = AutoConfig.from_pretrained(model.path, **options)
-        cut = AutoModelForCausalLM.from_pretrained(
-            model.path, config=first_layers(whole, layers), dtype=torch.float32, **options
-        )
+    options: dict[str, Any] = {"trust_remote_code": model.trust_remote_code, "revision": model.revision or "main"}
+    with quiet():  # no warning about the unused weights of the other layers
+        config = first_layers(AutoConfig.from_pretrained(model.path, **options), layers)
+        cut = AutoModelForCausalLM.from_pretrained(model.path, config=config, dtype=torch.float32, **options)
         cut.save_pretrained(place)
-        transformers.AutoTokenizer.from_pretrained(model.path, **options).save_pretrained(place)
-    finally:
-        transformers.logging.set_verbosity(before)
+        AutoTokenizer.from_pretrained(model.path, **options).save_pretrained(place)
     return dataclasses.replace(model, path=str(place), revision=None)
-
-
-def free_on_host() -> int:
-    """The memory that is available here, in whichever groups of processes this one is."""
-    memory = host_memory()
-    assert memory is not None  # Linux says it
-    return memory.available
-
-
-def free_on_gpu() -> int:
-    return int(torch.cuda.mem_get_info()[0])
 
 
 def gigabytes(count: float) -> str:

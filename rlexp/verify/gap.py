@@ -1,22 +1,23 @@
 """Why the model that generates and the model that is trained give tokens different log-probabilities.
 
-`reference/assumed.py` says which log-probabilities the tokens would have under each assumption. Here these are put
-beside those that the samples carry, and the assumption that they agree with is named: rounding alone, or a cause.
+`assumed.py` says which log-probabilities the tokens would have under each assumption. Here these are put beside those
+that the samples carry, and the assumption that they agree with is named: rounding alone, or a cause.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import RankSpec
 from rlexp.verify import rollout_rules as rules
-from rlexp.verify.assumed import Assumed, Said, other_prompts
+from rlexp.verify.assumed import Assumed
 from rlexp.verify.recording import Array, DrawnSample
 
 NORMAL, CAUSE, UNEXPLAINED = "normal", "cause", "unexplained"
@@ -55,8 +56,8 @@ class Tried:
 
 
 @dataclass(frozen=True)
-class Token:
-    """A token whose two log-probabilities part."""
+class Parting:
+    """The first token whose two log-probabilities part."""
 
     place: int  # its sample's place in the rollout
     at: int  # in the answer
@@ -68,15 +69,19 @@ class Token:
 
 @dataclass(frozen=True)
 class Side:
-    """What is found of the log-probabilities of one of the two models."""
+    """What is known of the log-probabilities of one of the two models."""
 
     who: str
     verdict: str
     cause: str | None  # the assumption that explains it, by its name
     words: str
-    tried: Sequence[Tried]  # the nearest first
-    blind: Sequence[str]  # assumptions that change less than rounding does
-    first: Token | None = None  # the first token that nothing explains
+    tried: Sequence[Tried] = ()  # the nearest first
+    blind: Sequence[str] = ()  # assumptions that change less than rounding does
+    first: Parting | None = None  # the first token that nothing explains
+
+    @property
+    def normal(self) -> bool:
+        return self.verdict == NORMAL
 
 
 @dataclass(frozen=True)
@@ -93,54 +98,14 @@ class Gap:
     of_generating: float  # means: how far each side lies from the plain model,
     of_scoring: float
     of_age: float  # and how far training has moved the weights in between
-    sides: Sequence[Side]
-    strayed: int = 0  # tokens that their random numbers do not choose
-    doubtful: int = 0
-    prompts: Sequence[str] = field(default=())  # prompts that are not what the reference tokenizes, in words
+    sides: Sequence[Side]  # of the model that generates, and of the model that is trained
+    strayed: int  # tokens that their random numbers do not choose
+    doubtful: int
+    prompts: Sequence[str]  # prompts that are not what the reference tokenizes, in words
 
     @property
     def normal(self) -> bool:
-        return not self.prompts and not self.strayed and all(side.verdict == NORMAL for side in self.sides)
-
-
-def computing_in(precision: Precision) -> str:
-    """The precision that answers are generated in: vLLM has no float64, in which float32's rounding is the least that
-    is measured too."""
-    return {Precision.fp64: "fp32"}.get(precision, precision.value)
-
-
-def diagnosed(
-    cfg: Config, samples: Sequence[DrawnSample], number: int, ran: Path | None, prompts: Mapping[int, DrawnSample]
-) -> Gap:
-    """Say how far the two models lie apart in the samples of rollout `number`, and why.
-
-    `ran` has the run's weights after each step; without it all weights are those that training starts from. `prompts`
-    are those that native code has taken, by their places in the data set.
-    """
-    old = [_known(sample.old) for sample in samples]
-    values = rules.of_gap(old, [sample.behaviour for sample in samples])
-    some = _some(samples)
-    assumed = Assumed(cfg, some, number, ran)
-    said = assumed.configured()
-    exact, plain = flat(said["fp64"]), flat(said["fp32"])
-    rounding = {name: _rounding(flat(said[name]), exact) for name in ("fp32", "bf16")}
-    given, scored = (flat([each.astype(np.float64) for each in of])
-                     for of in ([s.behaviour for s in some], [_known(s.old) for s in some]))  # fmt: skip
-    now = plain if assumed.scored == assumed.drew else flat(assumed.now())
-    precision = computing_in(cfg.train.precision)
-    judge = Judge(some, rounding, precision)
-    sides = [judge.side(GENERATES, given, assumed.all(assumed.drew))]
-    if not rounding[precision].explains(*_apart(scored, now)):  # else it is what it must be
-        sides.append(judge.side(TRAINED, scored, assumed.all(assumed.scored)))
-    else:
-        sides.append(Side(TRAINED, NORMAL, None, "its log-probabilities are as configured, up to rounding", (), ()))
-    strayed, doubtful = _chosen(assumed, rounding[precision]) if sides[0].verdict == NORMAL else (0, 0)
-    return Gap(
-        rollout=number + 1, samples=len(samples), tokens=sum(map(len, old)), compared=len(given), precision=precision,
-        values=values, rounding=rounding, of_generating=_apart(given, plain)[0], of_scoring=_apart(scored, now)[0],
-        of_age=_apart(now, plain)[0], sides=sides, strayed=strayed, doubtful=doubtful,
-        prompts=list(_prompts(samples, prompts)),
-    )  # fmt: skip
+        return not self.prompts and not self.strayed and all(side.normal for side in self.sides)
 
 
 def gap_rank(
@@ -154,56 +119,59 @@ def gap_rank(
     return diagnosed(cfg, samples, number, ran, prompts)
 
 
-def _known(values: Array | None) -> Array:
-    assert values is not None
-    return values
+def diagnosed(
+    cfg: Config, samples: Sequence[DrawnSample], number: int, ran: Path, prompts: Mapping[int, DrawnSample]
+) -> Gap:
+    """Say how far the two models lie apart in the samples of rollout `number`, and why.
 
-
-def _some(samples: Sequence[DrawnSample]) -> list[DrawnSample]:
-    """Return evenly chosen samples that have `MOST` tokens, or little more."""
-    stride = max(1, sum(len(sample.answer) for sample in samples) // MOST)
-    return list(samples[::stride])
-
-
-def flat(arrays: Sequence[Array]) -> Array:
-    return np.concatenate(arrays)
+    `ran` has the run's weights after each step. `prompts` are those that native code has taken, by their places in the
+    data set.
+    """
+    old = [np.asarray(each.old) for each in samples]
+    some = samples[:: max(1, sum(map(len, old)) // MOST)]  # evenly chosen
+    given, scored = (np.concatenate([getattr(each, name) for each in some]).astype(np.float64)
+                     for name in ("behaviour", "old"))  # fmt: skip
+    assumed = Assumed(cfg, some, number, ran)
+    exact, coarse, plain = (assumed.logps(assumed.configured(assumed.drew, dtype))
+                            for dtype in (torch.float64, torch.bfloat16, torch.float32))  # fmt: skip
+    rounding = {"fp32": Rounding(*_apart(plain, exact)), "bf16": Rounding(*_apart(coarse, exact))}
+    # vLLM has no float64, in which float32's rounding is the least that is measured too.
+    precision = "fp32" if cfg.train.precision is Precision.fp64 else cfg.train.precision.value
+    judge = Judge(assumed, rounding, precision)
+    now = plain if assumed.scored == assumed.drew else assumed.logps(assumed.configured(assumed.scored))
+    generates = judge.side(GENERATES, given, assumed.drew)
+    trained = Side(TRAINED, NORMAL, None, "its log-probabilities are as configured, up to rounding")
+    if not judge.least.explains(*_apart(scored, now)):
+        trained = judge.side(TRAINED, scored, assumed.scored)
+    strayed, doubtful = assumed.strayed(LARGEST * judge.least.largest) if generates.normal else (0, 0)
+    return Gap(
+        rollout=number + 1, samples=len(samples), tokens=sum(map(len, old)), compared=len(given), precision=precision,
+        values=rules.of_gap(old, [each.behaviour for each in samples]), rounding=rounding,
+        of_generating=_apart(given, plain)[0], of_scoring=_apart(scored, now)[0], of_age=_apart(now, plain)[0],
+        sides=[generates, trained], strayed=strayed, doubtful=doubtful, prompts=list(_other_prompts(samples, prompts)),
+    )  # fmt: skip
 
 
 def _apart(one: Array, other: Array) -> tuple[float, float]:
-    gaps = np.abs(one - other)
-    gaps = gaps[~np.isnan(other)]
+    """Return the mean and the largest difference, over the tokens of which `other` says something."""
+    gaps = np.abs(one - other)[~np.isnan(other)]
     return (float(gaps.mean()), float(gaps.max())) if len(gaps) else (np.inf, np.inf)
 
 
-def _tried(said: Said, given: Array, meant: Array) -> Tried:
-    logps = flat(said.logps)
-    mean, largest = _apart(given, logps)
-    median = float(np.nanmedian(np.abs(given - logps)))
-    return Tried(said.name, said.words, mean, median, largest, _apart(meant, logps)[0])
-
-
-def _rounding(rounded: Array, exact: Array) -> Rounding:
-    return Rounding(*_apart(rounded, exact))
-
-
-def _chosen(assumed: Assumed, rounding: Rounding) -> tuple[int, int]:
-    """Count the tokens that their numbers do not choose: outside their part by more than rounding moves a border."""
-    off = LARGEST * rounding.largest
-    apart, doubtful = assumed.strayed(off)
-    return int((flat(apart) > np.expm1(2 * off)).sum()), doubtful
-
-
-def _prompts(samples: Sequence[DrawnSample], prompts: Mapping[int, DrawnSample]) -> Iterator[str]:
+def _other_prompts(samples: Sequence[DrawnSample], prompts: Mapping[int, DrawnSample]) -> Iterator[str]:
     """Say which prompts are not those that native code has taken."""
-    for place, (got, wanted) in other_prompts(samples, prompts).items():
-        length = min(len(got), len(wanted))
-        at = next((n for n in range(length) if got[n] != wanted[n]), length)
-        what = f"sample {place}: its prompt has {len(got)} tokens, the reference's {len(wanted)}"
+    for sample in samples:
+        got, wanted = sample.prompt, prompts.get(sample.index, sample).prompt
+        if np.array_equal(got, wanted):
+            continue
+        what = f"sample {sample.place}: its prompt has {len(got)} tokens, the reference's {len(wanted)}"
         if np.array_equal(got[1:], wanted):
             yield f"{what}: it has a {got[0]} too many at its beginning"
         elif np.array_equal(got, wanted[1:]):
             yield f"{what}: it lacks the first, {wanted[0]}"
         else:
+            length = min(len(got), len(wanted))
+            at = next((n for n in range(length) if got[n] != wanted[n]), length)
             pair = " and ".join(str(each[at]) if at < len(each) else "none" for each in (got, wanted))
             yield f"{what}: they part at token {at} ({pair})"
 
@@ -212,7 +180,7 @@ def _prompts(samples: Sequence[DrawnSample], prompts: Mapping[int, DrawnSample])
 class Judge:
     """Compares given log-probabilities with those of all assumptions."""
 
-    samples: Sequence[DrawnSample]
+    assumed: Assumed
     rounding: dict[str, Rounding]
     precision: str
 
@@ -220,68 +188,69 @@ class Judge:
     def least(self) -> Rounding:
         return self.rounding[self.precision]
 
-    def side(self, who: str, given: Array, said: Iterable[Said]) -> Side:
-        every = [each for each in said if (each.name, self.precision) != (OF_ROUNDING, "bf16")]
-        meant = flat(every[0].logps)  # what is configured comes first
-        tried = [_tried(each, given, meant) for each in every]
-        configured, others = tried[0], tried[1:]
+    def side(self, who: str, given: Array, step: int) -> Side:
+        """Judge log-probabilities that the weights after a step must have given."""
+        meant, *every = self._tried(given, step)
         seen = max(self.least.mean, LEAST * self.rounding["fp32"].mean)
-        telling = [each for each in others if each.effect >= seen]
-        blind = [each.name for each in others if each.effect < seen and each.name not in HARMLESS]
-        ordered = sorted([configured, *telling], key=lambda each: each.mean)
-        for precision in dict.fromkeys((self.precision, "bf16")):
-            candidates = ordered if precision == self.precision else self._coarser(ordered)
-            found = self._found(configured, candidates, self.rounding[precision])
-            if found is not None:
-                normal = found is configured and precision == self.precision
-                cause = None if normal else f"rounding of {precision}" if found is configured else found.name
-                words = self._words(found, configured, ordered, precision)
-                return Side(who, NORMAL if normal else CAUSE, cause, words, ordered, blind)
+        ordered = sorted([meant, *(each for each in every if each.effect >= seen)], key=lambda each: each.mean)
+        blind = [each.name for each in every if each.effect < seen and each.name not in HARMLESS]
+        nearest = next(each for each in ordered if each.name != OF_ROUNDING)
+        # Coarser rounding may explain the nearest: it moves most tokens, and not a few.
+        coarser = [nearest] if nearest.median > self.least.mean else []
+        for precision, candidates in ((self.precision, ordered), ("bf16", coarser)):
+            verdict = self._by_rounding(precision, meant, candidates, ordered)
+            if verdict is not None:
+                return Side(who, *verdict, ordered, blind)
         words = (
             f"none of the tried causes explains its log-probabilities: they differ from what is configured by "
-            f"{configured.mean:.2g} on average. Nearest, by {ordered[0].mean:.2g}, are {ordered[0].words}"
+            f"{meant.mean:.2g} on average. Nearest, by {ordered[0].mean:.2g}, are {ordered[0].words}"
         )
-        return Side(who, UNEXPLAINED, None, words, ordered, blind, self._first(given, meant))
+        return Side(who, UNEXPLAINED, None, words, ordered, blind, self._first(given, step))
 
-    def _coarser(self, ordered: Sequence[Tried]) -> list[Tried]:
-        """Return the nearest, if coarser rounding may explain it: that moves most tokens, and not a few."""
-        nearest = next(each for each in ordered if each.name != OF_ROUNDING)
-        return [nearest] if nearest.median > self.least.mean else []
+    def _tried(self, given: Array, step: int) -> Iterator[Tried]:
+        meant = None
+        for each in self.assumed.all(step):
+            if (each.name, self.precision) == (OF_ROUNDING, "bf16"):
+                continue
+            logps = self.assumed.logps(each)
+            meant = logps if meant is None else meant  # what is configured comes first
+            mean, largest = _apart(given, logps)
+            median = float(np.nanmedian(np.abs(given - logps)))
+            yield Tried(each.name, each.words, mean, median, largest, _apart(meant, logps)[0])
 
-    def _found(self, configured: Tried, ordered: Sequence[Tried], rounding: Rounding) -> Tried | None:
-        """Return the nearest of those that agree up to rounding; what is configured, unless another is much nearer."""
-        fitting = [each for each in ordered if rounding.explains(each.mean, each.largest)]
-        if configured in fitting and fitting[0].mean >= NEARER * configured.mean:
-            return configured
-        return fitting[0] if fitting else None
-
-    def _words(self, found: Tried, configured: Tried, ordered: Sequence[Tried], precision: str) -> str:
-        by = f"{found.mean:.2g} on average (at most {found.largest:.2g})"
+    def _by_rounding(
+        self, precision: str, meant: Tried, candidates: Sequence[Tried], ordered: Sequence[Tried]
+    ) -> tuple[str, str | None, str] | None:
+        """Return verdict, cause and words by the nearest candidate that agrees up to rounding: what is configured,
+        unless another is much nearer."""
         alone = self.rounding[precision]
+        fitting = [each for each in candidates if alone.explains(each.mean, each.largest)]
+        if not fitting:
+            return None
+        best = meant if meant in fitting and fitting[0].mean >= NEARER * meant.mean else fitting[0]
+        by = f"{best.mean:.2g} on average (at most {best.largest:.2g})"
         rounds = f"rounding to {precision} alone makes {alone.mean:.2g} (at most {alone.largest:.2g})"
-        if found is configured and precision == self.precision:
-            return f"its log-probabilities are as configured: they differ by {by}, and {rounds}"
-        if found is configured:
-            return (
+        if best is meant and precision == self.precision:
+            return NORMAL, None, f"its log-probabilities are as configured: they differ by {by}, and {rounds}"
+        if best is meant:
+            return CAUSE, f"rounding of {precision}", (
                 f"it computes more coarsely than {self.precision}: its log-probabilities differ by {by} from what is "
                 f"configured, and {rounds}"
-            )
-        also = [each.words for each in ordered if each is not found and each.mean * NEARER <= found.mean]
-        return (
-            f"its log-probabilities are {found.words}: they differ from these by {by}, where {rounds}; from what is "
-            f"configured by {configured.mean:.2g} (at most {configured.largest:.2g})"
+            )  # fmt: skip
+        also = [each.words for each in ordered if each is not best and each.mean * NEARER <= best.mean]
+        return CAUSE, best.name, (
+            f"its log-probabilities are {best.words}: they differ from these by {by}, where {rounds}; from what is "
+            f"configured by {meant.mean:.2g} (at most {meant.largest:.2g})"
             + (f". As near are {' and '.join(also)}" if also else "")
-        )
+        )  # fmt: skip
 
-    def _first(self, given: Array, meant: Array) -> Token:
+    def _first(self, given: Array, step: int) -> Parting:
         """Return the first token that rounding does not explain."""
+        meant = self.assumed.logps(self.assumed.configured(step))
         apart = np.abs(given - meant)
         parting = apart > LARGEST * self.least.largest
         if not parting.any():
             parting = apart == apart.max()
-        at = int(parting.argmax())
-        lengths = np.cumsum([len(sample.answer) for sample in self.samples])
-        sample = int(np.searchsorted(lengths, at, side="right"))
-        begins = int(lengths[sample]) - len(self.samples[sample].answer)
-        found = float(given[at]), float(meant[at])
-        return Token(self.samples[sample].place, at - begins, *found, int(parting.sum()), len(given))
+        first = int(parting.argmax())
+        places = [(sample.place, at) for sample in self.assumed.samples for at in range(len(sample.answer))]
+        return Parting(*places[first], float(given[first]), float(meant[first]), int(parting.sum()), len(given))

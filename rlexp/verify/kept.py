@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from rlexp.config.checks.micro_batches import at_once, tokens_of_ring
-from rlexp.config.schema import Config, EngineName
+from rlexp.config.schema import Config, EngineName, LayoutName
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.holdings import mark_modules
 from rlexp.preflight.rehearsal.log import Log
@@ -56,6 +56,7 @@ class CountedPass:
         self.mode.see([*engine.policy.parameters(), *engine.policy.buffers()])
         mark_modules(self.log, self.mode, engine.policy, self.settle)
         self.tokens = len(shard.tokens_t)
+        self.log.enter("forward")
 
     def settle(self) -> None:
         """Wait until the transport has let go of what it sent and received."""
@@ -70,7 +71,7 @@ class CountedPass:
             self.mode.__exit__(None, None, None)
             self.mode = None
 
-    def found(self) -> KeptOnRank | None:
+    def result(self) -> KeptOnRank | None:
         """Return what was counted; None if the run never came to a backward pass."""
         self.end()
         phases = {section.phase for section in self.log.sections}
@@ -88,21 +89,21 @@ class CountedEngine:
 
     def forward(self, shard: Shard) -> TokenLogps:
         watch = self._watch
-        if watch.over or watch.mode is not None or not torch.is_grad_enabled():
-            tokens: TokenLogps = self._engine.forward(shard)
-            return tokens
-        watch.begin(self._engine, shard)
-        watch.log.enter("forward")
-        tokens = self._engine.forward(shard)
-        watch.settle()
-        watch.log.enter("loss")
+        first = watch.mode is None and not watch.over and torch.is_grad_enabled()
+        if first:
+            watch.begin(self._engine, shard)
+        tokens: TokenLogps = self._engine.forward(shard)
+        if first:
+            watch.settle()
+            watch.log.enter("loss")
         return tokens
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        if self._watch.mode is not None:
+        counting = self._watch.mode is not None
+        if counting:
             self._watch.log.enter("backward")
         self._engine.backward(loss, last=last)
-        if self._watch.mode is not None:
+        if counting:
             self._watch.log.enter("after")
         self._watch.end()
 
@@ -113,38 +114,30 @@ def alone_rank(spec: RankSpec, cfg: Config, drawn: Samples | None = None) -> tup
     one = alone(cfg)
     watch = CountedPass(one)
     task = task_on(one, drawn, watch.log, steps=1)
-    run = task.run
-    engine = CountedEngine(run.engine, watch)
-    dealer = dataclasses.replace(run.dealer, replicas=cfg.parallel.dp_size)  # the first of so many replicas
-    task.run = dataclasses.replace(run, engine=engine, dealer=dealer)
+    engine: Any = CountedEngine(task.run.engine, watch)
+    dealer = dataclasses.replace(task.run.dealer, replicas=cfg.parallel.dp_size)  # the first of so many replicas
+    task.run = dataclasses.replace(task.run, engine=engine, dealer=dealer)
     step = task.begin(1)
     step.prepared = step.prepare()
-    loss = step.loss(step.load(0), Meter(run.world, run.device))
-    engine.backward(loss, last=False)
+    engine.backward(step.loss(step.load(0), Meter(task.run.world, task.run.device)), last=False)
     leave_world()
-    return watch.found(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
+    return watch.result(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
 
 
 def alone(cfg: Config) -> Config:
     """Return the configuration of one rank, whose first micro-batch is that of the first replica."""
-    layout = type(cfg.parallel.layout).zigzag
-    parallel = dataclasses.replace(
-        cfg.parallel, ring_size=1, world_size=1, dp_size=1, layout=layout, ulysses_size=None
-    )  # fmt: skip
-    train = dataclasses.replace(
-        cfg.train,
-        grad_acc=cfg.train.grad_acc and -(-cfg.train.batch_size // (at_once(cfg).samples or 1)),
-        max_tokens_per_micro_batch=tokens_of_ring(cfg),
-    )
+    parallel = dataclasses.replace(cfg.parallel, ring_size=1, world_size=1, dp_size=1, layout=LayoutName.zigzag,
+                                   ulysses_size=None)  # fmt: skip
+    grad_acc = cfg.train.grad_acc and -(-cfg.train.batch_size // (at_once(cfg).samples or 1))
+    train = dataclasses.replace(cfg.train, grad_acc=grad_acc, max_tokens_per_micro_batch=tokens_of_ring(cfg))
     engine = dataclasses.replace(cfg.engine, name=EngineName.torch, overrides={})
     return dataclasses.replace(cfg, parallel=parallel, train=train, engine=engine)
 
 
 def shared_out(ranks: Sequence[KeptOnRank | None], one: KeptOnRank | None, attention: float) -> Sharding | None:
     """Compare the ranks of a ring with a ring of one, and return the comparison of the rank that keeps most."""
-    found = [
-        compare(each.kept, one.kept, len(ranks), share=each.tokens / one.tokens, attention=attention)
-        for each in ranks
-        if each is not None and one is not None and one.tokens > 0
-    ]
-    return max(found, key=lambda sharding: (len(sharding.whole), sharding.kept), default=None)
+    if one is None or not one.tokens:
+        return None
+    compared = [compare(each.kept, one.kept, len(ranks), share=each.tokens / one.tokens, attention=attention)
+                for each in ranks if each is not None]  # fmt: skip
+    return max(compared, key=lambda sharding: (len(sharding.whole), sharding.kept), default=None)

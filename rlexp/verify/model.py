@@ -28,6 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError
 from rlexp.config.chat_templates import end_of, template_text
+from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig, NoAdapterConfig, TinyModelConfig
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer
@@ -58,11 +59,7 @@ def of_reference(cfg: Config) -> Config:
     from, which a new adapter does not change."""
     if isinstance(cfg.adapter, LoraConfig) and (cfg.adapter.path is None or cfg.reference.path is not None):
         cfg = dataclasses.replace(cfg, adapter=NoAdapterConfig())
-    if cfg.reference.path is None:
-        return cfg
-    assert isinstance(cfg.model, HFModelConfig)
-    other = dataclasses.replace(cfg.model, path=cfg.reference.path, revision=cfg.reference.revision)
-    return dataclasses.replace(cfg, model=other)
+    return cfg if cfg.reference.path is None else dataclasses.replace(cfg, model=model_of_reference(cfg))
 
 
 def of_critic(cfg: Config, device: torch.device) -> Any:
@@ -77,14 +74,13 @@ def of_critic(cfg: Config, device: torch.device) -> Any:
 def load(cfg: Config, device: torch.device, attention: str | None = None, *, scores: bool = False) -> Any:
     """Load the starting model with float64 parameters, rounded as the configuration says, and with its adapter; rotary
     tables stay in float32."""
-    names = [attention] if attention else [own_blocks() if device.type == "cuda" else "sdpa", "eager"]
-    for name in names:
-        try:
-            model = _scoring(cfg, name) if scores else _made(cfg, name)
-            break
-        except ValueError:  # the model does not offer this attention
-            if name == names[-1]:
-                raise
+    make = _scoring if scores else _made
+    try:
+        model = make(cfg, attention or (own_blocks() if device.type == "cuda" else "sdpa"))
+    except ValueError:  # the model does not offer this attention
+        if attention:
+            raise
+        model = make(cfg, "eager")
     dtype = ROUNDED.get(cfg.model.dtype.value, torch.float64) if isinstance(cfg.model, HFModelConfig) else torch.float32
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype).double()
@@ -99,69 +95,56 @@ def load(cfg: Config, device: torch.device, attention: str | None = None, *, sco
 
 def _scoring(cfg: Config, attention: str) -> Any:
     """Make the model with a head for scores: its own, or a row of normal numbers from the seed."""
-    hf = cfg.model if isinstance(cfg.model, HFModelConfig) else None
-    if hf is not None:
-        config = _config(hf)
-        if any("SequenceClassification" in name for name in config.architectures or []):
-            return AutoModelForSequenceClassification.from_pretrained(
-                hf.path,
-                config=config,
-                **_options(hf),
-                **_experts(config),
-                dtype=torch.float64,
-                attn_implementation=attention,
-            )
+    if isinstance(cfg.model, HFModelConfig):
+        described = transformers.AutoConfig.from_pretrained(cfg.model.path, **_options(cfg.model))
+        if any("SequenceClassification" in name for name in described.architectures or []):
+            return _pretrained(AutoModelForSequenceClassification, cfg.model, attention)
     model = _made(cfg, attention)
     config = model.config
     config.num_labels = 1
     whole = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32, attn_implementation=attention)
     setattr(whole, whole.base_model_prefix, model.base_model)
-    weight = torch.empty_like(whole.score.weight)
-    weight.normal_(std=config.initializer_range, generator=torch.Generator().manual_seed(cfg.model.seed))
-    whole.score.weight.data = weight
+    generator = torch.Generator().manual_seed(cfg.model.seed)
+    whole.score.weight.data.normal_(std=config.initializer_range, generator=generator)
     return whole
 
 
 def _made(cfg: Config, attention: str) -> Any:
-    match cfg.model:
-        case TinyModelConfig() as tiny:
-            special = {f"{name}_token_id": place for place, name in enumerate(("bos", "eos", "pad"))}
-            kind, windows = (MistralConfig, {"sliding_window": tiny.window}) if tiny.window else (LlamaConfig, {})
-            config = kind(
-                **windows,
-                vocab_size=3 + 256,
-                hidden_size=tiny.hidden_size,
-                intermediate_size=tiny.intermediate_size,
-                num_hidden_layers=tiny.layers,
-                num_attention_heads=tiny.heads,
-                num_key_value_heads=tiny.kv_heads,
-                max_position_embeddings=2048 if tiny.rope else max(2048, cfg.data.max_length),
-                tie_word_embeddings=False,
-                **special,
-            )
-            _stretch(config, tiny.rope)
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(tiny.seed)
-                return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
-        case HFModelConfig() as hf:
-            transformers.utils.logging.disable_progress_bar()
-            config = _config(hf)
-            return AutoModelForCausalLM.from_pretrained(
-                hf.path,
-                config=config,
-                **_options(hf),
-                dtype=torch.float64,
-                attn_implementation=attention,
-                **_experts(config),
-            )
-        case _:
-            raise AssertionError(cfg.model)
+    if isinstance(cfg.model, HFModelConfig):
+        return _pretrained(AutoModelForCausalLM, cfg.model, attention)
+    tiny = cfg.model
+    assert isinstance(tiny, TinyModelConfig)
+    kind, windows = (MistralConfig, {"sliding_window": tiny.window}) if tiny.window else (LlamaConfig, {})
+    config = kind(
+        **windows,
+        vocab_size=3 + 256,
+        hidden_size=tiny.hidden_size,
+        intermediate_size=tiny.intermediate_size,
+        num_hidden_layers=tiny.layers,
+        num_attention_heads=tiny.heads,
+        num_key_value_heads=tiny.kv_heads,
+        max_position_embeddings=2048 if tiny.rope else max(2048, cfg.data.max_length),
+        tie_word_embeddings=False,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
+    _stretch(config, tiny.rope)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(tiny.seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
 
 
-def _config(hf: HFModelConfig) -> Any:
-    config = transformers.AutoConfig.from_pretrained(hf.path, **_options(hf))
-    _stretch(config, hf.rope)
-    return config
+def _pretrained(factory: Any, model: HFModelConfig, attention: str) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    options = _options(model)
+    config = transformers.AutoConfig.from_pretrained(model.path, **options)
+    _stretch(config, model.rope)
+    if any("experts" in name and value for name, value in vars(config).items()):
+        options["experts_implementation"] = "eager"  # the grouped matrix product has no float64 kernel
+    return factory.from_pretrained(
+        model.path, config=config, dtype=torch.float64, attn_implementation=attention, **options
+    )
 
 
 def _stretch(config: Any, rope: str | None) -> None:
@@ -169,21 +152,13 @@ def _stretch(config: Any, rope: str | None) -> None:
     if rope is None:
         return
     kind, factor, *positions = rope.split(":")
-    config = config.get_text_config()
-    was = dict(config.rope_parameters)
-    before = was.get("original_max_position_embeddings") or config.max_position_embeddings
-    native = int(positions[0]) if positions else before
-    was.pop("attention_factor", None)  # it follows from the factor
-    new = {"rope_type": kind, "factor": float(factor), "original_max_position_embeddings": native}
-    config.rope_parameters = was | new
-    if hasattr(config, "original_max_position_embeddings"):
-        config.original_max_position_embeddings = native
-
-
-def _experts(config: Any) -> dict[str, str]:
-    """Return options of mixtures of experts: the grouped matrix product has no float64 kernel."""
-    experts = any("experts" in name and value for name, value in vars(config).items())
-    return {"experts_implementation": "eager"} if experts else {}
+    config, original = config.get_text_config(), "original_max_position_embeddings"
+    before = {name: value for name, value in config.rope_parameters.items() if name != "attention_factor"}
+    native = int(positions[0]) if positions else before.get(original) or config.max_position_embeddings
+    # `attention_factor` follows from the factor.
+    config.rope_parameters = before | {"rope_type": kind, "factor": float(factor), original: native}
+    if hasattr(config, original):
+        setattr(config, original, native)
 
 
 def _options(model: HFModelConfig) -> dict[str, Any]:
@@ -213,16 +188,14 @@ def _refuse_other_head(model: Any, device: torch.device) -> None:
         raise ModelError(f"{type(model).__name__}: does more to its logits than its head, so it cannot be verified.")
 
 
-def answer_logps(
-    model: Any, example: TokenExample, side: str, device: torch.device, temperature: float = 1.0
-) -> tuple[Tensor, ...]:
+def answer_logps(model: Any, example: TokenExample, side: str, device: torch.device) -> tuple[Tensor, ...]:
     """Log-probability of each trained token of the answer, the mean logit there, and log Σ p², entropy and hits, each
     (n,), from one sequence alone."""
     tokens_T = torch.from_numpy(example.sequence(side)).to(device)
     with precise(torch.float64):
-        said = logps_of(model, hidden_states(model.base_model, tokens_T), tokens_T, len(example.prompt), temperature)
+        values = logps_of(model, hidden_states(model.base_model, tokens_T), tokens_T, len(example.prompt), 1.0)
     trained_n = torch.from_numpy(example.trained(side)).to(device)
-    return tuple(each[trained_n] for each in said)
+    return tuple(each[trained_n] for each in values)
 
 
 def hidden_states(trunk: nn.Module, tokens_T: Tensor, positions_T: Tensor | None = None) -> Tensor:
@@ -241,11 +214,9 @@ def logps_of(model: Any, hidden_TE: Tensor, tokens_T: Tensor, first: int, temper
     """What the model says of each token from the place `first` on, from the hidden state before it."""
     head = model.get_output_embeddings()
     rows = max(1, LOGITS // head.weight.shape[0])
-    parts = []
-    for start in range(first, len(tokens_T), rows):
-        stop = min(start + rows, len(tokens_T))
-        parts.append(checkpoint(_logps, head, hidden_TE[start - 1 : stop - 1], tokens_T[start:stop], temperature,
-                                use_reentrant=False))  # fmt: skip
+    pieces = zip(hidden_TE[first - 1 : -1].split(rows), tokens_T[first:].split(rows), strict=True)
+    parts = [checkpoint(_logps, head, hidden_nE, tokens_n, temperature, use_reentrant=False)
+             for hidden_nE, tokens_n in pieces]  # fmt: skip
     return [torch.cat(each) for each in zip(*parts, strict=True)]
 
 
@@ -253,8 +224,7 @@ def answer_score(model: Any, example: TokenExample, side: str, device: torch.dev
     """The score of one sequence alone, at its last token."""
     tokens_T = torch.from_numpy(example.sequence(side)).to(device)
     with precise(torch.float64):
-        hidden_TE = model.base_model(input_ids=tokens_T.unsqueeze(0), use_cache=False).last_hidden_state.squeeze(0)
-        score: Tensor = model.score(hidden_TE[-1]).squeeze()
+        score: Tensor = model.score(hidden_states(model.base_model, tokens_T)[-1]).squeeze()
     return score
 
 
@@ -275,14 +245,9 @@ def _logps(head: nn.Module, hidden_nE: Tensor, tokens_n: Tensor, temperature: fl
 
 def softmax_attention(q_HTD: Tensor, k_HTD: Tensor, v_HTD: Tensor, scale: float, window: int | None = None) -> Tensor:
     """Causal attention of one sequence, (H, T, D), by a masked softmax over blocks of queries."""
-    heads, length, _ = q_HTD.shape
-    rows = max(1, SCORES // (heads * length))
-    parts = [
-        checkpoint(
-            _softmax_rows, q_HTD[:, start : start + rows], k_HTD, v_HTD, start, scale, window, use_reentrant=False
-        )
-        for start in range(0, length, rows)
-    ]
+    rows = max(1, SCORES // (q_HTD.shape[0] * q_HTD.shape[1]))
+    parts = [checkpoint(_softmax_rows, q_HqD, k_HTD, v_HTD, block * rows, scale, window, use_reentrant=False)
+             for block, q_HqD in enumerate(q_HTD.split(rows, dim=1))]  # fmt: skip
     return torch.cat(parts, dim=1)
 
 

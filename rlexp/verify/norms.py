@@ -12,7 +12,7 @@ from rlexp.verify.recording import Array
 
 
 @dataclass(frozen=True)
-class Size:
+class TensorSize:
     """Norms of a parameter's gradient in the run and in the reference, of their difference, and the factor between."""
 
     name: str
@@ -23,22 +23,22 @@ class Size:
     residue: float  # relative difference that remains without the factor
 
 
-def size_of(got: Array, wanted: Array, name: str) -> Size:
+def size_of(got: Array, wanted: Array, name: str) -> TensorSize:
     ours, theirs = np.asarray(got, np.float64).reshape(-1), np.asarray(wanted, np.float64).reshape(-1)
     size, norm = float(np.linalg.norm(ours)), float(np.linalg.norm(theirs))
     factor = float(ours @ theirs) / (norm * norm) if norm else math.nan
     residue = float(np.linalg.norm(ours - factor * theirs)) / (size or 1.0)
-    return Size(name, size, norm, float(np.linalg.norm(ours - theirs)), factor, residue)
+    return TensorSize(name, size, norm, float(np.linalg.norm(ours - theirs)), factor, residue)
 
 
-def shares(sizes: Sequence[Size]) -> list[float]:
+def shares(sizes: Sequence[TensorSize]) -> list[float]:
     """‖a − b‖ / ‖b‖ of each parameter. A thousandth of the whole gradient is added to ‖b‖, since some gradients are
     nothing but rounding: a softmax does not depend on a bias of the keys."""
     whole = math.sqrt(sum(size.wanted**2 for size in sizes))
     return [size.apart / (size.wanted + 1e-3 * whole or 1.0) for size in sizes]
 
 
-def common_factor(sizes: Sequence[Size]) -> str:
+def common_factor(sizes: Sequence[TensorSize]) -> str:
     """Say so if all gradients are wrong by the same factor."""
     factors = [size.factor for size in sizes if size.wanted]
     if not factors or any(not size.residue < 1e-2 for size in sizes if size.wanted):

@@ -20,7 +20,7 @@ from rlexp.verify.checks import ENGINE as OF_ENGINE
 from rlexp.verify.checks import FLOAT64, GRADIENT, LOGPS, ROLLOUT, Requirement
 from rlexp.verify.checks import LOSS as OF_LOSS
 from rlexp.verify.compare import Deviation, TwoRuns
-from rlexp.verify.norms import Size, common_factor, relative, shares, size_of
+from rlexp.verify.norms import TensorSize, common_factor, relative, shares, size_of
 from rlexp.verify.recording import Array, Key, Recording, Scene, TensorFiles
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
@@ -188,7 +188,7 @@ def _named(held: Measured, quantity: Quantity, got: OfStep, meant: OfStep) -> De
                       note.lstrip("; "))  # fmt: skip
 
 
-def _sizes(a: OfStep, b: OfStep) -> Iterator[Size]:
+def _sizes(a: OfStep, b: OfStep) -> Iterator[TensorSize]:
     for name in b.files.names("gradient", b.number):
         if name in a.files.names("gradient", a.number):
             yield size_of(a.files.read("gradient", a.number, name), b.files.read("gradient", b.number, name), name)

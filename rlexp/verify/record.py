@@ -211,7 +211,7 @@ class Recorder(Sink, Watch):
             recording.stopped = str(error)
             recording.scenes.append(self.scene)
         if self.counted is not None:
-            recording.kept = self.counted.found()
+            recording.kept = self.counted.result()
 
     def end_run(self, task: Task) -> None:
         """Say what each step should have made of the weights, given its gradient; and which batch it was to take."""

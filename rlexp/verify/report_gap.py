@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from rlexp.config.schema import Config
 from rlexp.verify.checks import DATASET, ROLLOUT
-from rlexp.verify.verification import Failure
+from rlexp.verify.verdict import Failure
 
 if TYPE_CHECKING:
     from rlexp.verify.gap import Gap, Side
 
-MOST = 3  # prompts that are named, and assumptions
+MOST = 3  # prompts that are named
 
 
 def in_words(cfg: Config, gap: Gap) -> Iterator[str]:
@@ -35,17 +35,18 @@ def in_words(cfg: Config, gap: Gap) -> Iterator[str]:
         f"from the plain model in float32, the model that generates is {gap.of_generating:.2g} away on average, and "
         f"the model that is trained {gap.of_scoring:.2g}{age}"
     )
-    yield from (f"{_who(cfg, side)}, {side.verdict}: {side.words}" for side in gap.sides)
+    names = (cfg.rollout.engine.value, "the scoring pass")
+    yield from (f"{name}, {side.verdict}: {side.words}" for name, side in zip(names, gap.sides, strict=True))
     for side in gap.sides:
         yield from _more(side)
-    yield from _tokens(gap)
+    if gap.strayed:
+        yield (
+            f"{gap.strayed} of {gap.compared:,} tokens are not those that their random numbers choose, whatever "
+            f"rounding does"
+        )
+    elif gap.sides[0].normal:
+        yield "each token is the one that its random number chooses, up to rounding"
     yield from gap.prompts[:MOST]
-
-
-def _who(cfg: Config, side: Side) -> str:
-    from rlexp.verify.gap import GENERATES
-
-    return cfg.rollout.engine.value if side.who == GENERATES else "the scoring pass"
 
 
 def _more(side: Side) -> Iterator[str]:
@@ -56,54 +57,30 @@ def _more(side: Side) -> Iterator[str]:
             f"{first.got:.6g}, where the plain model says {first.expected:.6g}; {first.parting} of {first.of:,} tokens "
             f"are such"
         )
-    ruled_out = [f"{each.name} ({each.mean:.2g} away)" for each in side.tried if each.name not in _held(side)]
+    ruled_out = [f"{each.name} ({each.mean:.2g} away)" for each in side.tried
+                 if each.name not in ("configured", side.cause)]  # fmt: skip
     if ruled_out:
         yield f"ruled out: {', '.join(ruled_out)}"
     if side.blind:
         yield f"not told apart, since it changes no more than rounding here: {', '.join(side.blind)}"
 
 
-def _held(side: Side) -> tuple[str, ...]:
-    return ("configured", side.cause or "")
-
-
-def _tokens(gap: Gap) -> Iterator[str]:
-    from rlexp.verify.gap import NORMAL
-
-    if gap.sides[0].verdict != NORMAL:
-        return
-    if gap.strayed:
-        yield (
-            f"{gap.strayed} of {gap.compared:,} tokens are not those that their random numbers choose, whatever "
-            f"rounding does"
-        )
-    else:
-        yield "each token is the one that its random number chooses, up to rounding"
-
-
 def failure_of_gap(cfg: Config, gap: Gap, step: int) -> Failure | None:
     """Return the failure that a gap is, or None if rounding explains it."""
     if gap.normal:
         return None
-    from rlexp.verify.gap import NORMAL
-
-    side = next((side for side in gap.sides if side.verdict != NORMAL), None)
-    module = ROLLOUT
-    if side is not None:
-        what, got = f"log-probabilities by {_who(cfg, side)}", side.cause or "nothing that is known"
+    engine, module = cfg.rollout.engine.value, ROLLOUT
+    names = (engine, "the scoring pass")
+    causes = [(f"log-probabilities by {name}", side.cause or "nothing that is known")
+              for name, side in zip(names, gap.sides, strict=True) if not side.normal]  # fmt: skip
+    if causes:
+        what, got = causes[0]
     elif gap.prompts:
         what, got, module = "prompts", gap.prompts[0], DATASET
     else:
-        what, got = f"tokens by {cfg.rollout.engine.value}", f"{gap.strayed} that their random numbers do not choose"
-    return Failure(
-        precision=gap.precision,
-        step=step,
-        stage="gap between the two models",
-        quantity=f"{what}, in rollout {gap.rollout}",
-        got=got,
-        expected="as configured, up to rounding",
-        module=module,
-    )
+        what, got = f"tokens by {engine}", f"{gap.strayed} that their random numbers do not choose"
+    return Failure(gap.precision, step, "gap between the two models", f"{what}, in rollout {gap.rollout}", got,
+                   "as configured, up to rounding", module)  # fmt: skip
 
 
 def as_json(gap: Gap) -> dict[str, Any]:

@@ -48,20 +48,21 @@ class Judges:
         samples = [sample_of(each, text) for each, text in zip(drawn, texts, strict=True)]
         terms = {}
         for term in reward_terms(self.cfg.reward):
-            said_by_run = np.array([sample.terms[term.name] for sample in drawn], dtype=float)
-            scores = self._asked(term, samples, said_by_run)
+            by_run = np.array([sample.terms[term.name] for sample in drawn], dtype=float)
+            scores = self._asked(term, samples, by_run)
             if scores is not None:
                 self.again.add(term.name)
-            terms[term.name] = said_by_run if scores is None else scores
+            terms[term.name] = by_run if scores is None else scores
         return terms
 
     def scored(self, terms: Mapping[str, Array], stopped: Sequence[bool]) -> Array:
         """Add the terms up, weighted, in the configuration's order; less the penalty for answers that have no end."""
-        rollout, endless = self.cfg.rollout, ~np.asarray(stopped, dtype=bool)
-        scores = np.zeros(len(endless))
+        scores = np.zeros(len(stopped))
         for term in reward_terms(self.cfg.reward):
-            scores = scores + term.weight * terms[term.name]
-        return scores - rollout.overlong_penalty * endless if rollout.overlong is Overlong.penalty else scores
+            scores += term.weight * terms[term.name]
+        if self.cfg.rollout.overlong is Overlong.penalty:
+            scores -= self.cfg.rollout.overlong_penalty * ~np.asarray(stopped, dtype=bool)
+        return scores
 
     def _asked(self, term: RewardTerm, samples: Sequence[Sample], by_run: Array) -> Array | None:
         match term.cfg:
@@ -88,23 +89,20 @@ class Judges:
             return None
         changed = int((np.stack(others) != one).any(0).sum())
         if changed:
-            self.given[term.name] = (
-                f"{cfg.function} answers otherwise when it is asked again ({changed} of {len(one)} answers)"
-            )
+            why = f"answers otherwise when it is asked again ({changed} of {len(one)} answers)"
+            self.given[term.name] = f"{cfg.function} {why}"
             return None
         differ = np.flatnonzero(one != by_run).tolist()
         if differ:
-            places = [*differ, *(place for place in range(len(one)) if place not in differ)][:ALONE]
+            places = [*dict.fromkeys([*differ, *range(len(one))])][:ALONE]
             try:
                 alone = np.concatenate(asked(cfg, term.key, [[samples[place]] for place in places]))
             except RewardError as error:
                 self.notes[term.name] = f"asked about each answer alone: {error}"
                 return one
             if not np.array_equal(alone, one[places]):
-                self.notes[term.name] = (
-                    f"asked about each answer alone, {cfg.function} says otherwise: what it says depends on what it is "
-                    f"asked together with"
-                )
+                why = "says otherwise: what it says depends on what it is asked together with"
+                self.notes[term.name] = f"asked about each answer alone, {cfg.function} {why}"
         return one
 
     @torch.no_grad()
@@ -160,18 +158,14 @@ def ended(tokenizer: Any, answer: Sequence[int] | Array, ends: Sequence[int], st
         return True
     if not stop:
         return False
-    last = max(len(each.encode()) for each in stop) + 1
-    text = _decoded(tokenizer, answer[max(0, len(answer) - last) :])
+    text = _decoded(tokenizer, answer[-max(len(each.encode()) for each in stop) - 1 :])
     return any(each in text for each in stop)
 
 
 def ends_of(model: Any, tokenizer: Any) -> list[int]:
     """Return the tokens that end an answer, by the model's description of how it generates and by the tokenizer."""
-    ends = {tokenizer.eos_token_id}
-    generation = getattr(model, "generation_config", None)
-    if generation is not None:
-        named = generation.eos_token_id
-        ends |= set(named) if isinstance(named, list) else {named}
+    named = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ends = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named])}
     return sorted(int(end) for end in ends - {None})
 
 

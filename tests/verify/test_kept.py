@@ -55,10 +55,10 @@ def test_what_the_transport_still_holds_is_not_kept(
     engine = kept.CountedEngine(Engine(seconds), watch)
     result = engine.forward(SimpleNamespace(tokens_t=[0]))
     engine.backward(result.sum(), last=True)
-    found = watch.found()
-    assert found is not None
-    assert found.kept.forward == Counter({"Layer": SAVED + held})
-    assert found.kept.again == Counter({"Layer": SAVED + held})
+    counted = watch.result()
+    assert counted is not None
+    assert counted.kept.forward == Counter({"Layer": SAVED + held})
+    assert counted.kept.again == Counter({"Layer": SAVED + held})
 
 
 def test_a_module_that_keeps_too_much_is_named_whatever_its_recomputation_keeps() -> None:

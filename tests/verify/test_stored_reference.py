@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlexp.verify.report import failure_in_words
-from rlexp.verify.verification import Verification
+from rlexp.verify.verdict import Verification
 from tests.helpers.faults.base import REFERENCE
 from tests.helpers.faults.reference import SAME_KEY
 from tests.helpers.faults.verified import verify_planted

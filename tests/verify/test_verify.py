@@ -26,7 +26,8 @@ from rlexp.verify.optimizer import Optimizer
 from rlexp.verify.profiles import exact
 from rlexp.verify.recording import TokenExample
 from rlexp.verify.report import failure_in_words, report
-from rlexp.verify.verification import Verification, module_of_traceback, verify
+from rlexp.verify.verdict import Verification
+from rlexp.verify.verification import module_of_traceback, verify
 from tests.helpers import warm
 from tests.helpers.conversations import hh, of_several_turns
 from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, WITH_OWN_TESTS
@@ -392,11 +393,11 @@ def test_what_is_free_is_free_in_the_group_of_the_job(monkeypatch: pytest.Monkey
 def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:
     cfg = compose_config([*SMALL, "model.layers=8", "parallel=ring2"])
     whole = fit_memory.plan(cfg, 2, tmp_path, free=1 << 40)
-    assert (whole.layers, whole.said) == (8, None)
+    assert (whole.layers, whole.left_out) == (8, None)
     less = fit_memory.plan(cfg, 2, tmp_path, free=whole.need)  # 0.7 of it may be used
     assert 2 <= less.layers < 8
     assert less.need <= 0.7 * whole.need
-    assert f"first {less.layers} of 8 layers" in (less.said or "")
+    assert f"first {less.layers} of 8 layers" in (less.left_out or "")
     assert fit_memory.shrunk(cfg, less).model.layers == less.layers
     with pytest.raises(
         ModelError, match=r"2 of its layers .* parameters\) need .* GB .* 0.7 of the .* GB that are free"

@@ -22,7 +22,8 @@ from rlexp.verify.precision import OfStep, of_pairs
 from rlexp.verify.profiles import usual_steps
 from rlexp.verify.recording import TensorFiles
 from rlexp.verify.report import failure_in_words, report
-from rlexp.verify.verification import Verification, verify
+from rlexp.verify.verdict import Verification
+from rlexp.verify.verification import verify
 
 LOSSES = [name for name, kind in KINDS["loss"].items() if kind.draws]
 # Four prompts with four answers each are a rollout, of two train batches.

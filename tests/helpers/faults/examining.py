@@ -9,7 +9,8 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 from rlexp.base.errors import UserError
-from rlexp.verify.verification import Failure, Progress
+from rlexp.verify.verdict import Failure
+from rlexp.verify.verification import Progress
 from tests.helpers.faults import ALL_FAULTS
 from tests.helpers.faults.base import Fault
 from tests.helpers.faults.moved import MOVED

@@ -15,7 +15,8 @@ from rlexp.config.schema.data import RowsDataConfig
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.verify import verification as verifying
 from rlexp.verify.alone import alone_rank
-from rlexp.verify.verification import Progress, Verification, verify
+from rlexp.verify.verdict import Verification
+from rlexp.verify.verification import Progress, verify
 from tests.helpers.faults import faulty_rank
 from tests.helpers.faults.base import ALGOS, Fault
 

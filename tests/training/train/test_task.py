@@ -38,7 +38,8 @@ from rlexp.training.train.loop import train_loop
 from rlexp.training.types import Example, Wanted
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.report import scope
-from rlexp.verify.verification import Verification, verify
+from rlexp.verify.verdict import Verification
+from rlexp.verify.verification import verify
 from tests.helpers.ranks import on_ranks
 
 # ---- the file ----
