@@ -124,6 +124,8 @@ class TwoRuns:
                 (abs(float(value)) for value in other.values.get("sum of policy", {}).values()), default=0
             )
         arrays = [np.abs(np.asarray(value, dtype=float)) for value in values.values() if check.largest]
+        if self.cfg.loss.draws and check.bound in ("formula", "chain"):  # without advantages only rounding is left
+            arrays += [1e-3 * each for each in other.values.get("given: weight", {}).values()]
         return max((float(each.max(initial=0.0)) for each in arrays), default=0.0)
 
     def compared(
@@ -150,6 +152,8 @@ class TwoRuns:
             apart[np.isnan(a) & quantity.startswith("derivative by")] = 0.0  # an engine has scaled it to 0
             exact = check.bound in ("given", "norm", "border")  # by values of the same recording
             bound = self.border if check.bound == "border" else float(getattr(self.allowed, check.bound))
+            if self.every and check.bound in ("formula", "chain", "kept"):  # by log-probabilities of two runs
+                bound = self.allowed.logp
             allowed = bound * (1.0 if exact else drift)
             if self.gauge.exceeds(check.gauge, float(apart.max()), allowed):
                 wrong = np.flatnonzero(~(apart <= allowed))

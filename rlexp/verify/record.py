@@ -2,58 +2,36 @@
 
 The run finds the product's surroundings around it, but for the probe, which refuses nothing; a few held-out examples
 alone; and rollouts that are recorded when they are complete.
-
-Shape letters: t tokens of one rank, n trained tokens of these, S sequences, E examples, B examples of the train batch.
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import numpy as np
-import torch
-from torch import Tensor
-
-from rlexp.base.errors import ModelError, NonFiniteError
+from rlexp.base.errors import ModelError
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.kernel_cost import CountedKernel
-from rlexp.run_files.metrics_jsonl import MetricRow
-from rlexp.training.algos.base import Loss, Losses, Sides, Values
-from rlexp.training.model.adapter import without_starting
 from rlexp.training.reference.models import Reference
 from rlexp.training.ring.kernels import BlockKernel
 from rlexp.training.rollout import bridge as bridges
 from rlexp.training.rollout.bridge import Bridge
-from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.build import build
 from rlexp.training.train.examples import Examples
-from rlexp.training.train.loop import train_loop
 from rlexp.training.train.parts import Setting
 from rlexp.training.train.rank import sample_for
 from rlexp.training.train.rollout_supply import Rollouts
-from rlexp.training.train.rows_task import RowsStep, RowsTask, Use
+from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.surroundings import Surroundings
-from rlexp.training.train.task import Step, Task, Watch
-from rlexp.training.types import Example, Pack, TokenScores
+from rlexp.training.train.task import Task
 from rlexp.training.world.groups import World
-from rlexp.verify.kept import CountedEngine, CountedPass
-from rlexp.verify.optimizer import given_steps
-from rlexp.verify.recording import START, Array, Key, Recording, Scene, TensorFiles, TokenExample, mark, sides_of
-
-
-@dataclass(frozen=True)
-class RecordJob:
-    """A configuration to run and record. Rank 0 writes gradients and weights to `folder`."""
-
-    cfg: Config
-    held_out: int
-    folder: Path
-    counted: bool = False  # whether to count what a rank keeps for the backward pass
+from rlexp.verify.kept import CountedPass
+from rlexp.verify.record_rows import RowsRecorder
+from rlexp.verify.record_samples import SampleRecorder
+from rlexp.verify.recorder import MOST_HELD_OUT, Recorder, RecordJob
+from rlexp.verify.recording import Recording
 
 
 def record_rank(spec: RankSpec, jobs: Sequence[RecordJob]) -> list[Recording]:
@@ -73,7 +51,6 @@ def record_rank(spec: RankSpec, jobs: Sequence[RecordJob]) -> list[Recording]:
 
 def recorded(rank: int, job: RecordJob, bridge: Bridge | None = None) -> Recording:
     """Train until the last step, or until the run refuses one."""
-    from rlexp.verify.record_samples import SampleRecorder
 
     counted = CountedPass(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
     kind = SampleRecorder if job.cfg.loss.draws else RowsRecorder
@@ -118,364 +95,3 @@ class Recorded(Surroundings):
 
     def rollouts(self, **parts: Any) -> Rollouts:
         return self.recorder.rollouts(**parts)
-
-
-@dataclass
-class HeldBatch:
-    """A micro-batch on this rank: which answers it has, and whose trained tokens stand where."""
-
-    keys: list[Key]
-    owner_n: Array
-    place_n: Array  # of the predicted token in its answer
-    more: str  # after the names of its quantities; None of them is recorded where it is `LEFT_OUT`
-
-    def by_answer(self, values: Tensor) -> Iterator[tuple[Key, Array, Array]]:
-        values_n = array(values)
-        for number, key in enumerate(self.keys):
-            at = np.flatnonzero(self.owner_n == number)
-            if len(at):
-                yield key, self.place_n[at], values_n[at]
-
-
-LEFT_OUT = "left out"
-MOST_HELD_OUT = 1000  # rows whose names are kept
-OTHERS = " of mismatched answers"
-
-
-def stray(pack: Pack) -> int:
-    """Count the tokens of a pack's last segments that stand behind the ends of their sequences."""
-    parents, count = {segment.parent for segment in pack.segments}, 0
-    for number, segment in enumerate(pack.segments):
-        ends = [end for end in pack.end_S.tolist() if segment.start <= end < segment.start + segment.length]
-        if number not in parents:
-            count += segment.start + segment.length - 1 - max(ends, default=segment.start - 1)
-    return count
-
-
-def array(tensor: Tensor) -> Array:
-    """Copy a tensor to the host; bfloat16 and float16 become float32."""
-    tensor = tensor.detach().cpu()
-    values: Array = (tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor).numpy().copy()
-    return values
-
-
-class Recorder(Sink, Watch):
-    """Fills a recording; `now` is the micro-batch whose loss is computed, or was computed last."""
-
-    batch = "train batch"
-    held_out_rows: tuple[str, ...] = ()
-    looked_on: Any  # the step that has loaded a micro-batch last
-
-    def __init__(self, job: RecordJob, recording: Recording, counted: CountedPass | None) -> None:
-        self.job, self.recording, self.counted = job, recording, counted
-        self.files, self.sides = TensorFiles(job.folder), sides_of(job.cfg)
-        self.scene = Scene("step 1", 1)
-        self.of_shard: dict[int, HeldBatch] = {}
-        self.now: Any = None
-        self.micro_batches = 0
-        self.scaled = 1.0  # by which the engine multiplies the loss before its derivatives
-
-    # ---- the run ----
-
-    def begin_run(self, task: Task) -> None:
-        run, recording = task.run, self.recording
-        self.engine, self.world = run.engine, run.world
-        examples = task.examples
-        recording.facts = {
-            "parameters": run.parameters, "layout": run.attention, "examples": len(examples.train),
-            "sizes": [*examples.mixture.sizes] if examples.mixture else [len(examples.train)],
-            "total_steps": run.total_steps, "engine": run.engine.name,
-        }  # fmt: skip
-        if recording.rank == 0:
-            recording.held_out = [tokens_of(each, self.sides) for each in examples.held_out]
-        start = Scene(START, 1)
-        start.put("held-out rows", ("origins",), self.held_out_rows)
-        for name in ("examples", "total_steps"):
-            start.put(name, (name,), recording.facts[name])
-        for dtype in sorted({str(p.dtype) for p in run.engine.policy.parameters()}):
-            start.put("precision of the parameters", (dtype,), True)
-        start.marks = self.write("weights", 0, without_starting(run.engine.weights()))
-        recording.scenes.append(start)
-        if self.counted is not None:
-            task.run = dataclasses.replace(run, engine=CountedEngine(run.engine, self.counted))
-
-    def train(self, task: Task) -> None:
-        recording = self.recording
-        try:
-            train_loop(task, Sinks([self]), watch=self)
-        except ModelError:
-            if recording.refused is None:
-                raise
-            raise ModelError(recording.refused) from None  # the probe's message gives the reason
-        except NonFiniteError as error:  # on all ranks; the values before it are recorded
-            recording.stopped = str(error)
-            recording.scenes.append(self.scene)
-        if self.counted is not None:
-            recording.kept = self.counted.result()
-
-    def end_run(self, task: Task) -> None:
-        """Say what each step should have made of the weights, given its gradient; and which batch it was to take."""
-        steps = self.recording.steps()
-        for scene in steps:
-            planned = task.batch(scene.step)
-            scene.put(self.batch, ("order",), np.array(planned.indices))
-        if self.recording.rank == 0:
-            taken = [scene for scene in steps if scene.marks]
-            lrs = [scene.row["train/learning_rate"] for scene in taken if "train/learning_rate" in scene.row]
-            for scene, updates in zip(taken, given_steps(self.job.cfg, lrs, self.files), strict=False):
-                for name, update in updates.items():
-                    scene.put("weights, given the gradient", (name,), update)
-
-    def rollouts(self, **parts: Any) -> Rollouts:
-        raise NotImplementedError
-
-    # ---- a micro-batch ----
-
-    def loaded(self, step: Step, batch: Any, pack: Pack) -> None:
-        self.looked_on, shard = step, batch.shard
-        place_n = array(shard.by_token(shard.positions_t[shard.trained_u])) + 1
-        owner_n = array(shard.sequence_n)
-        keys, prompts, more = self.held(step, batch)
-        if len(keys):
-            place_n = place_n - np.array(prompts)[owner_n] if len(owner_n) else place_n
-        self.of_shard[id(shard)] = held = HeldBatch(keys, owner_n, place_n, more)
-        if more == LEFT_OUT:
-            return
-        self.put("places of trained tokens", held, torch.from_numpy(place_n))
-        self.put("trained tokens", held, shard.by_token(shard.targets_t[shard.trained_u]))
-        if more:
-            return
-        scene = self.scene
-        if self.recording.rank == 0 and "dealt" not in scene.values:  # the units that the replicas are given
-            dealt = [place for packs in step.dealt.packs for each in packs for place in each]
-            scene.put("dealt", ("units",), np.array(sorted(dealt)))
-        add = lambda name, number: scene.put(name, ("it",), scene.values.get(name, {}).get(("it",), 0) + number)  # noqa: E731
-        add("placed tokens", len(shard.tokens_t))
-        add("micro-batches", 1)
-        if self.recording.rank % self.recording.ring_size == 0:
-            for key in dict.fromkeys(key[:1] for key in keys):
-                times = scene.values.setdefault("taken", {})
-                times[key] = times.get(key, 0) + 1
-            add("sequence tokens", sum(pack.lengths))
-            add("shared tokens", sum(pack.lengths) - sum(segment.length for segment in pack.segments))
-            scene.expect("tokens in no sequence", (f"micro-batch {self.micro_batches + 1}",), stray(pack), 0)
-
-    def held(self, step: Any, batch: Any) -> tuple[list[Key], list[int], str]:
-        """The answers of a micro-batch, the tokens of the prompt before each, and what it is computed for."""
-        raise NotImplementedError
-
-    def put(self, quantity: str, held: HeldBatch, values: Tensor) -> None:
-        if held.more != LEFT_OUT:
-            for key, places, values_n in held.by_answer(values):
-                self.scene.put_tokens(quantity + held.more, key, places, values_n)
-
-    def compared(self, batch: Any, logps_n: Tensor) -> None:
-        self.put("reference", self.of_shard[id(batch.shard)], logps_n)
-
-    def returned(self, batch: Any, outputs: Any) -> None:
-        self.now = held = self.of_shard.pop(id(batch.shard))
-        if isinstance(outputs, TokenScores) or held.more == LEFT_OUT:  # the loss is given one for each answer
-            return
-        self.put("policy", held, outputs.logps_n)
-        if held.more:
-            return
-        self.put("mean logits", held, outputs.mean_logits_n)
-        for name, values in {**outputs.of_tokens, "values": outputs.values_n}.items():
-            if values is not None:
-                self.put(name, held, values)
-        differentiated = {"policy": outputs.logps_n, "entropies": outputs.entropies_n, "values": outputs.values_n}
-        for name, values in differentiated.items():
-            if values is not None and values.requires_grad:
-                self.watch_derivative(f"derivative by {name}", held, values)
-
-    def watch_derivative(self, quantity: str, held: HeldBatch, values: Tensor) -> None:
-        """Keep the derivative of the train batch's loss by some values, as the backward pass brings it: zeros if it
-        brings none. By how much an engine scales a loss is its own, and divided out; NaN stands where that is 0."""
-        scene, world = self.scene, self.world.size
-        kept: list[Tensor] = []
-
-        def keep(derivative: Tensor) -> None:
-            kept[:] = [derivative.detach().double() / world / (self.scaled or float("nan"))]
-
-        values.register_hook(keep)
-        self.pending.append((scene, quantity, held, values.shape, kept))
-
-    @property
-    def pending(self) -> list[Any]:
-        """Derivatives that the next backward pass brings."""
-        return vars(self).setdefault("_pending", [])
-
-    def handed(self, batch: Any, loss: Tensor, last: bool) -> None:  # noqa: ARG002
-        self.micro_batches += 1
-        whole = self.micro_batches == len(self.looked_on.micro_batches)
-        self.scene.expect("mark of the last micro-batch", (f"micro-batch {self.micro_batches}",), last, whole)
-        if loss.requires_grad:
-            loss.register_hook(lambda scale: setattr(self, "scaled", float(scale)))
-
-    def _take_derivatives(self) -> None:
-        for scene, quantity, held, shape, kept in self.pending:
-            values = kept[0] if kept else torch.zeros(shape, dtype=torch.float64)
-            for key, places, values_n in held.by_answer(values):
-                scene.put_tokens(quantity, key, places, values_n)
-        self.pending.clear()
-
-    # ---- a step ----
-
-    def differentiated(self, step: Step) -> None:  # noqa: ARG002
-        self._take_derivatives()
-        self.scene.marks |= self.write("gradient", self.scene.step, self.engine.gradients().items())
-
-    def write(self, kind: str, step: int, tensors: Any) -> dict[str, int]:
-        marks = {}
-        for name, tensor in tensors:
-            values = array(tensor)
-            marks[f"{kind} {name}"] = mark(values)
-            if self.recording.rank == 0:
-                self.files.write(kind, step, name, values)
-        return marks
-
-    def close(self, *_args: Any, **_kwargs: Any) -> None:
-        """There is nothing to close."""
-
-    def log(self, row: MetricRow) -> None:
-        """A row ends its step, also if it has held-out values."""
-        scene = self.scene
-        scene.row = {name: value for name, value in row.items() if isinstance(value, int | float)}
-        if "train/learning_rate" in row:
-            scene.marks |= self.write("weights", scene.step, without_starting(self.engine.weights()))
-            for name in self._stale():
-                scene.expect("weights as they compute", (name,), "another value", "what was stepped")
-        self.recording.scenes.append(scene)
-        self.scene = Scene(f"step {scene.step + 1}", scene.step + 1)
-        self.micro_batches = 0
-
-    def _stale(self) -> Iterator[str]:
-        """Parameters that compute with other values than the stepped ones. Sharded parameters cannot be checked."""
-        computing = dict(self.engine.policy.model.named_parameters())
-        for name, stepped in self.engine.weights():
-            parameter = computing.get(name)
-            if type(parameter) is not torch.nn.Parameter or parameter.shape != stepped.shape:
-                continue
-            if not torch.equal(parameter.detach(), stepped.detach().to(parameter.dtype)):
-                yield name
-
-
-# ---- answers that the rows give ----
-
-
-class RowsRecorder(Recorder):
-    """Knows what each pass over a micro-batch is for, and what the loss is given."""
-
-    looked_on: RowsStep
-    values: Values | None = None  # that the current micro-batch's loss was computed from
-
-    def begin_run(self, task: Task) -> None:
-        super().begin_run(task)
-        rows: Any = task
-        rows.loss = RecordedLoss(rows.loss, self)
-
-    def held(self, step: Any, batch: Any) -> tuple[list[Key], list[int], str]:
-        keys: list[Key] = [(each.index, side) for each in batch.examples for side in self.sides]
-        prompts = [len(each.prompt) for each in batch.examples for _ in self.sides]
-        if step.held_out or batch.use is Use.searching or self.scene.row:
-            return keys, prompts, LEFT_OUT
-        examples = {each.index: tokens_of(each, self.sides) for each in batch.examples}
-        if batch.use is Use.mismatched:
-            for sample, example in examples.items():
-                self.scene.put("answers to other prompts", (sample,), example.sequence(self.sides[0]))
-            return keys, prompts, OTHERS
-        self.recording.examples |= examples
-        if batch.use is Use.collecting:
-            return keys, prompts, LEFT_OUT
-        return keys, prompts, ""
-
-    def compared(self, batch: Any, logps_n: Tensor) -> None:
-        held = self.of_shard[id(batch.shard)]
-        collecting = batch.use is Use.collecting and not self.looked_on.held_out
-        self.put("reference", replace(held, more="") if collecting else held, logps_n)
-
-    def judged(self, batch: Any, given: Values, made: Losses, slopes: Sides | None = None) -> None:
-        """Record what the loss was given of a micro-batch, and what the step has made of it."""
-        self.values = given
-        slopes = slopes_of(made.losses_E.sum(), given) if slopes is None else slopes
-        samples = [each.index for each in batch.examples]
-        self.of_call("", given, made, slopes, samples)
-        self.handing = samples, made, slopes
-
-    def applied(self, values: Values, losses: Losses, *, whole_batch: bool) -> None:
-        """Record a call of the formula: what it was given, and what it has made of it."""
-        if self.looked_on.held_out or not torch.is_grad_enabled() or self.scene.row:
-            return  # nothing is trained on it
-        step = self.looked_on
-        samples = [*step.batch.indices] if whole_batch else [key[0] for key in self.now.keys[:: len(self.sides)]]
-        if len(samples) == len(losses.losses_E):
-            self.of_call("formula: ", values, losses, slopes_of(losses.losses_E.sum(), values), samples)
-
-    def of_call(self, prefix: str, given: Values, made: Losses, slopes: Sides, samples: Sequence[int]) -> None:
-        scene, examples = self.scene, [(sample,) for sample in samples]
-        whose = {"policy": given.judged, "reference": given.reference, **given.of_tokens}
-        for side in self.sides:
-            keys = [(sample, side) for sample in samples]
-            for who, sides in whose.items():
-                scene.put_all(f"{prefix}sum of {who}", keys, array(sides[side]) if sides else None)
-            scene.put_all(f"{prefix}number of trained tokens", keys, array(given.tokens[side]))
-            scene.put_all(f"{prefix}slope", keys, array(slopes[side]))
-        for name, each in (("margin", given.margin_E), ("label", given.label_E), ("loss", made.losses_E)):
-            scene.put_all(f"{prefix}{name}", examples, None if each is None else array(each))
-        for name, each in made.metrics_E.items():
-            scene.put_all(f"{prefix}logged {name}", examples, array(each))
-        for name, each in made.weights_E.items():
-            scene.put_all(f"{prefix}weight of {name}", examples, array(each))
-        if given.mismatched_B is not None:
-            everyone = [(sample,) for sample in self.looked_on.batch.indices]
-            scene.put_all(f"{prefix}log-ratio of a mismatched answer", everyone, array(given.mismatched_B))
-        if not samples:
-            return
-        scene.put(f"{prefix}mean of the trained tokens", ("it",), given.mean_tokens)
-        for name, value in given.carried.items():
-            scene.put(f"{prefix}carried", (name,), value)
-
-    def handed(self, batch: Any, loss: Tensor, last: bool) -> None:
-        super().handed(batch, loss, last)
-        samples, made, slopes = self.handing
-        share = self.world.size / self.looked_on.count
-        where = self.micro_batches
-        self.scene.expect("loss handed to the engine", (f"micro-batch {where}",), float(loss.detach()),
-                          float(made.losses_E.detach().sum()) * share)  # fmt: skip
-        if self.values is not None:
-            handed, self.values = slopes_of(loss, self.values), None
-            for side, slope_E in slopes.items():
-                for sample, got, meant in zip(samples, array(handed[side]), array(slope_E) * share, strict=True):
-                    self.scene.expect("derivative of the loss handed to the engine", (sample, side), got, meant)
-
-
-def slopes_of(total: Tensor, values: Values) -> Sides:
-    """Return the derivatives of a total by what the model says of each answer."""
-    made = torch.autograd.grad(total, list(values.judged.values()), retain_graph=True, allow_unused=True)
-    return {side: torch.zeros_like(each) if slope is None else slope
-            for (side, each), slope in zip(values.judged.items(), made, strict=True)}  # fmt: skip
-
-
-class RecordedLoss:
-    """Records each call of the loss's formula."""
-
-    def __init__(self, loss: Loss, recorder: RowsRecorder) -> None:
-        self._loss, self._recorder = loss, recorder
-        self.wanted = loss.wanted
-
-    def __call__(self, values: Values) -> Losses:
-        losses = self._loss(values)
-        self._recorder.applied(values, losses, whole_batch=self.wanted.whole_batch)
-        return losses
-
-
-def tokens_of(example: Example, sides: Sequence[str]) -> TokenExample:
-    """Copy an example's tokens, for the comparison."""
-    masked = dict(zip(sides, example.masked, strict=False))
-    return TokenExample(
-        prompt=example.prompt.astype(np.int64),
-        answers={side: answer.astype(np.int64) for side, (answer, _) in masked.items()},
-        masks={side: np.ones(len(answer), dtype=bool) if mask is None else np.asarray(mask)
-               for side, (answer, mask) in masked.items()},
-        origin=example.origin, margin=example.margin, label=example.label, text=example.text, right=example.expected,
-    )  # fmt: skip

@@ -16,7 +16,7 @@ from rlexp.training.algos.policy_loss import Outcomes, PolicyLoss, PolicyTerms, 
 from rlexp.training.train.rollout_supply import Made, Rollouts
 from rlexp.training.train.task import Task
 from rlexp.training.types import ScoredSample
-from rlexp.verify.record import HeldBatch, Recorder, array
+from rlexp.verify.recorder import HeldBatch, Recorder, array
 from rlexp.verify.recording import ANSWER, Array, DrawnSample, Key, Scene
 
 NOW = {"policy": "logps_n", "entropies": "entropy_n", "values": "values_n"}  # what the models say now

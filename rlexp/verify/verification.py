@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from rlexp.verify.recording import Recording
 
 OURS = tuple(f"rlexp.verify.{name}" for name in (
-    "record", "record_samples", "alone", "alone_samples", "fit_memory", "trials", "kept", "gap"))  # fmt: skip
+    "record", "alone", "fit_memory", "trials", "kept", "gap"))  # fmt: skip
 TIMEOUT = 3600.0  # seconds for one start of ranks
 AROUND = 3  # ways around a difference that are tried at most
 Progress = Callable[[str], None]
@@ -157,12 +157,17 @@ class Verifier:
             self.plain = profiles.plain(cfg)
             self.base = self.recorded("float64, at its plainest", [self.plain])[0]
         self.right = self.alone("float64, by transformers alone", self.plain, self.base)
+        if self.base is not self.ran and self.right.facts.get("given"):  # the plain run may be given other rewards
+            forget(self.base)
+            forget(self.right)
+            self.base, self.plain = self.ran, cfg
+            self.right = self.alone("its samples, by transformers alone", self.plain, self.base)
         judged = TwoRuns(self.plain, self.base, self.right)
         beside = TwoRuns(cfg, self.ran, self.base, every=True)
         first = next(judged.differences(), None)
         if first is not None:
             result.failure = self.located(judged, first)
-        elif result.settings and (deviation := next(beside.differences(), None)) is not None:
+        elif self.base is not self.ran and (deviation := next(beside.differences(), None)) is not None:
             result.failure = self.swapped(cfg, deviation)
         elif self.ran.refused is not None:
             result.failure = Failure("float64", 1, "log-probabilities", "the probe of the model", self.ran.refused,
@@ -195,8 +200,10 @@ class Verifier:
         scenes = [{scene.name: scene.values for scene in each.scenes} for each in (pair.got, pair.wanted)]
         got, wanted = (each.get(deviation.of[0], {}).get(deviation.of[1], {}) for each in scenes)
         if (judge := self._function(deviation)) is not None:
-            folder, evidence = judge
-        elif check.trial and not deviation.folder and pair.got.complete(self.cfg.loss.draws):
+            return dataclasses.replace(judge, beside="transformers alone")
+        if self.base is self.ran and self.result.settings:  # its rewards are given: there is no plain run
+            return failure_of(deviation, "float64", folder, beside="transformers alone, given its rewards")
+        if check.trial and not deviation.folder and pair.got.complete(self.cfg.loss.draws):
             assert self.right.folder is not None
             examples = {key[0]: self._example(pair.got, key[0], deviation.step) for key in wanted}
             case = Case(bounded(pair.cfg, self.plan), check.trial, deviation.step, self.plan.steps, self.right.folder,
@@ -208,7 +215,7 @@ class Verifier:
                 evidence = f"its parts cannot be tried alone: {last_line(failed)}"
         return failure_of(deviation, self.precision, folder, evidence, beside="transformers alone")
 
-    def _function(self, deviation: Deviation) -> tuple[str, str] | None:
+    def _function(self, deviation: Deviation) -> Failure | None:
         """Name the user's function, if it judges answers by their company."""
         from rlexp.config.schema.reward_terms import reward_terms
 
@@ -217,7 +224,8 @@ class Verifier:
         if note is None:
             return None
         term = next(term for term in reward_terms(self.cfg.reward) if term.name == name)
-        return f"{term.key}.function={getattr(term.cfg, 'function', '')}", note
+        module = f"{term.key}.function={getattr(term.cfg, 'function', '')}"
+        return failure_of(dataclasses.replace(deviation, note=note), self.precision, module)
 
     def _example(self, recording: Recording, sample: int, step: int) -> Any:
         if not self.cfg.loss.draws:
@@ -233,6 +241,8 @@ class Verifier:
             other = TwoRuns(form, self._step_of(form, deviation.step), self.base, every=True)
             return next(other.differences(), None) is not None
 
+        if (judge := self._function(deviation)) is not None:
+            return judge
         failure = failure_of(deviation, "float64", deviation.folder or deviation.check.folder)
         self._search(failure, cfg, self.result.settings, differs)
         return failure
