@@ -91,7 +91,7 @@ class TwoRuns:
             yield Deviation(CHECKS[-1], len(self.got.steps()), STOPPED, got, wanted)
 
     def of_scene(self, scene: Scene, other: Scene) -> Iterator[Deviation]:
-        drift, seen = self.drift(scene), set[str]()
+        drift, seen = self.drift(scene.step), set[str]()
         names = {*other.values, *other.own, *scene.own, *(scene.values if self.every else ())}
         names |= {name for name in scene.values if name.removeprefix(FORMULA) in other.values}
         for check in CHECKS:
@@ -125,7 +125,7 @@ class TwoRuns:
             )
         arrays = [np.abs(np.asarray(value, dtype=float)) for value in values.values() if check.largest]
         if self.cfg.loss.draws and check.bound in ("formula", "chain"):  # without advantages only rounding is left
-            arrays += [1e-3 * each for each in other.values.get("given: weight", {}).values()]
+            arrays += [(1.0 if self.every else 1e-3) * each for each in other.values.get("given: weight", {}).values()]
         return max((float(each.max(initial=0.0)) for each in arrays), default=0.0)
 
     def compared(
@@ -160,14 +160,14 @@ class TwoRuns:
                 at, note = int(wrong[0]), f"{len(wrong)} of its {len(a)} values differ" * (len(a) > 1)
                 yield self.difference(check, scene, quantity, key, a[at], b[at], at if len(a) > 1 else None, note)
 
-    def drift(self, scene: Scene) -> float:
+    def drift(self, step: int) -> float:
         """Factor by which tolerances grow, because the weights before this step differ by more than is allowed.
 
         Each earlier step was right, given its gradient. But Adam divides by the size of a gradient even where that size
         is nothing but rounding, and a large learning rate multiplies the result. Such a difference is no defect, and
         values computed with such weights may differ by the same factor: at least 1, at most 10,000.
         """
-        return min(1e4, max(1.0, self.apart(scene.step - 1) / self.allowed.weights)) if scene.step > 1 else 1.0
+        return min(1e4, max(1.0, self.apart(step - 1) / self.allowed.weights)) if step > 1 else 1.0
 
     def apart(self, step: int) -> float:
         """How far the weights after a step lie apart."""

@@ -321,8 +321,8 @@ OF_ALONE = {"base.errors", "config.chat_templates", "config.schema", *(f"config.
             "launch.joining", "training.algos.base", "training.algos.build", "training.algos.policy_loss",
             "training.dataset", "training.model.float64", "training.model.loading", "training.model.reward_model",
             "training.rollout.rewards.python", "training.rollout.rewards.rule", "training.types"}  # fmt: skip
-ALONE = ("adapter", "alone", "alone_samples", "by_length", "drawing", "formula", "model", "optimizer", "rewards",
-         "rollout_rules", "rows", "rules")  # fmt: skip
+ALONE = ("adapter", "alone", "alone_samples", "by_length", "drawing", "formula", "model", "one_process", "optimizer",
+         "rewards", "rollout_rules", "rows", "rules")  # fmt: skip
 
 
 def test_what_is_computed_alone_shares_nothing_with_what_it_judges() -> None:
