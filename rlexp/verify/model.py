@@ -28,7 +28,6 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from rlexp.base.errors import ModelError
 from rlexp.config.chat_templates import end_of, template_text
-from rlexp.config.checks.reference import model_of_reference
 from rlexp.config.schema import Config, HFModelConfig, LoraConfig, NoAdapterConfig, TinyModelConfig
 from rlexp.training.model.float64 import precise
 from rlexp.training.model.loading import byte_tokenizer
@@ -59,7 +58,11 @@ def of_reference(cfg: Config) -> Config:
     from, which a new adapter does not change."""
     if isinstance(cfg.adapter, LoraConfig) and (cfg.adapter.path is None or cfg.reference.path is not None):
         cfg = dataclasses.replace(cfg, adapter=NoAdapterConfig())
-    return cfg if cfg.reference.path is None else dataclasses.replace(cfg, model=model_of_reference(cfg))
+    if cfg.reference.path is None:
+        return cfg
+    assert isinstance(cfg.model, HFModelConfig)
+    other = dataclasses.replace(cfg.model, path=cfg.reference.path, revision=cfg.reference.revision, gguf=None)
+    return dataclasses.replace(cfg, model=other)
 
 
 def of_critic(cfg: Config, device: torch.device) -> Any:
