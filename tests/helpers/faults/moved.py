@@ -18,6 +18,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "whitened over a replica",
     ),
     "ring": (
+        "the norm before the reduction",
         "targets shifted after sharding",
         "rank 0's real tokens everywhere",
         "another rank's chunks",
@@ -85,6 +86,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "aot: losses in another order",
     ),
     "precision": (
+        "weights that are no numbers, in fp32",
+        "masters of few bits",
         "bfloat16 copies are not renewed",
         "a stale old log-probability in fp32",
         "a critic's value one token off in fp32",
