@@ -168,7 +168,10 @@ class Recorder(Sink, Watch):
         if self.recording.rank == 0 and "dealt" not in scene.values:  # the units that the replicas are given
             dealt = [place for packs in step.dealt.packs for each in packs for place in each]
             scene.put("dealt", ("units",), np.array(sorted(dealt)))
-        add = lambda name, number: scene.put(name, ("it",), scene.values.get(name, {}).get(("it",), 0) + number)  # noqa: E731
+
+        def add(name: str, number: int) -> None:
+            scene.put(name, ("it",), scene.values.get(name, {}).get(("it",), 0) + number)
+
         add("placed tokens", len(shard.tokens_t))
         add("micro-batches", 1)
         if self.recording.rank % self.recording.ring_size == 0:

@@ -15,15 +15,11 @@ Fails = Callable[[Sequence[str]], bool]  # whether the plain run with these sett
 
 @dataclass
 class SettingsSearch:
-    """A search for settings at fault. `starts` counts the runs that it took."""
+    """A search for settings at fault, and which sets it knows to fail."""
 
     fails: Fails
     closed: Callable[[Sequence[str]], set[str]]  # settings with those that they need
     known: dict[frozenset[str], bool] = field(default_factory=dict)
-
-    @property
-    def starts(self) -> int:
-        return len(self.known)
 
     def at_fault(self, settings: Sequence[str]) -> list[str]:
         """Return the smallest set that makes the difference which all settings together make."""

@@ -279,9 +279,13 @@ class Verifier:
         if not self.search:
             return
 
+        failure.starts = 0
+
         def fails(keep: Sequence[str]) -> bool:
             try:
-                return differs(profiles.plain(cfg, [*keep, *always]))
+                form = profiles.plain(cfg, [*keep, *always])
+                failure.starts = (failure.starts or 0) + 1
+                return differs(form)
             except ConfigError as error:
                 failure.not_tried.append(f"{profiles.in_words(cfg, keep)} alone: {str(error).splitlines()[0]}")
                 return False
@@ -297,7 +301,6 @@ class Verifier:
         failure.settings = [profiles.described(cfg, name) for name in fault]
         if len(fault) == 1 and list(always) != fault:
             failure.module = profiles.NAMED[fault[0]].folder
-        failure.starts = len(search.known) - 1
         for words, other in profiles.ways_around(cfg, fault)[:AROUND]:
             with contextlib.suppress(ConfigError, RankFailed):
                 if not differs(other):

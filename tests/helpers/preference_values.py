@@ -10,7 +10,8 @@ from torch import Tensor
 from rlexp.config.schema import KINDS
 from rlexp.config.schema.losses import MPOConfig, PreferenceConfig
 from rlexp.training.algos.base import Sides, Values
-from tests.oracles.examples import SIDES, Array
+from rlexp.verify.recording import Array
+from tests.oracles.examples import SIDES
 
 # Every loss over pairs but the sum of others.
 LOSSES: Mapping[str, type[PreferenceConfig]] = {

@@ -25,7 +25,7 @@ from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import Examples, read_examples
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
-from tests.oracles.examples import TokenExample
+from rlexp.verify.recording import TokenExample
 from tests.oracles.pairs import ExampleSet, examples_of
 
 Rows = Sequence[dict[str, Any]]

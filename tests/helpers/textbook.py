@@ -14,8 +14,9 @@ from torch.utils.checkpoint import checkpoint
 
 from rlexp.config.schema import Config
 from rlexp.config.schema.row_kinds import Kind
-from tests.oracles import order
-from tests.oracles.examples import SIDES, TokenExample
+from rlexp.verify import rules as order
+from rlexp.verify.recording import TokenExample
+from tests.oracles.examples import SIDES
 from tests.oracles.pairs import load_tokenizer, set_of
 
 Weights = dict[str, Tensor]

@@ -9,7 +9,8 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tests.oracles.examples import SIDES, Array
+from rlexp.verify.recording import Array
+from tests.oracles.examples import SIDES
 
 TIE = 2.0**-23  # relative to the log-probabilities: a smaller margin is a tie, and counts half
 

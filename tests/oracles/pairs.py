@@ -24,7 +24,7 @@ from rlexp.config.schema.data import BadRows, DataConfig, RowsDataConfig, Templa
 from rlexp.config.schema.data_sources import sources_of
 from rlexp.config.schema.row_kinds import SIDES as SIDES_OF
 from rlexp.config.schema.row_kinds import Kind
-from tests.oracles.examples import ANSWER, TokenExample
+from rlexp.verify.recording import ANSWER, TokenExample
 from tests.oracles.rows import ASSISTANT, Asked, Messages, Unusable, rows_of
 from tests.oracles.vocabulary import Bytes
 

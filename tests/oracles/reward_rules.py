@@ -10,7 +10,7 @@ from fractions import Fraction
 
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
-from tests.oracles.examples import TokenExample
+from rlexp.verify.recording import TokenExample
 
 
 def rule_score(cfg: RuleRewardConfig, key: str, text: str, prompt: TokenExample) -> float:

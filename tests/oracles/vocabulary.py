@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tests.oracles.examples import Array
+from rlexp.verify.recording import Array
 
 
 class Bytes:

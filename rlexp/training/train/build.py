@@ -181,7 +181,7 @@ def build_policy(
     lora = cfg.adapter if isinstance(cfg.adapter, LoraConfig) else None
     at = placing
     if lora is not None and placing is not None and not trains_whole(lora, wanted):
-        # Of frozen weights nothing is wider than the dtype that computes.
+        # Frozen weights are kept in the dtype that computes.
         at = replace(placing, dtype=DTYPES[cfg.train.precision], part=None if placing.whole else placing.part)
     with pieces_for(cfg.engine):
         model = load(cfg.model, config, cfg.data.max_length, at, float64=float64, scores=wanted.scores)

@@ -17,11 +17,12 @@ from rlexp.training.algos.base import Values
 from rlexp.training.algos.build import build_loss
 from rlexp.training.algos.log_ratios import accuracies
 from rlexp.training.algos.pairs import log_odds
+from rlexp.verify.recording import Array
 from tests.helpers import textbook_losses as textbook
 from tests.helpers.faults.algos import FORMULA_FAULTS
 from tests.helpers.faults.base import Fault
 from tests.helpers.preference_values import LOSSES, random_values, sides, slopes, sums_of, trained, values_of
-from tests.oracles.examples import SIDES, Array
+from tests.oracles.examples import SIDES
 
 # Log-ratios of 1 and −1; four and six tokens, so log-probabilities of −2.5 and −2 per token.
 PAIR = values_of(sides([-10.0], [-12.0]), sides([-11.0], [-11.0]), sides([4.0], [6.0]))

@@ -19,10 +19,10 @@ from rlexp.config.schema.row_kinds import Kind
 from rlexp.training.dataset.sampler import Mixture
 from rlexp.training.model.loading import byte_tokenizer
 from rlexp.training.train.examples import sampler_of
+from rlexp.verify import rules as order
 from tests.helpers.conversations import SHAPES, Messages, Row, as_question, hh, of_several_turns
 from tests.helpers.faults.base import MIXED
 from tests.helpers.rows import FILES, FOLDERS, assistant, cache, read_twice, user
-from tests.oracles import order
 from tests.oracles.examples import SIDES
 
 __all__ = ["cache"]  # a fixture of every test here too

@@ -70,7 +70,7 @@ SHAPES: dict[str, list[Row]] = {
 }  # fmt: skip
 
 
-# Of rows with answers: each shape, with the loss that is trained on it.
+# Each shape of rows with answers, with the loss that is trained on it.
 ANSWERS: dict[str, tuple[str, list[dict[str, Any]]]] = {
     "conversations": ("sft", [{"messages": talk if at % 2 else talk[:2]} for at, talk in enumerate(TALKS)]),
     "from and value": ("sft", [{"conversations": [{"from": "human" if m["role"] == "user" else "gpt",

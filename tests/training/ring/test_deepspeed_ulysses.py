@@ -23,9 +23,10 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.training.model.loading import load_config, load_model
+from rlexp.verify.recording import TokenExample
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.textbook import batches_of
-from tests.oracles.examples import SIDES, TokenExample
+from tests.oracles.examples import SIDES
 
 # Plain gradient descent, so that the second step, where policy and reference differ, depends on these gradients only.
 COMMON = ("launch.device=cpu", "logger=none", "train.precision=fp64", "train.batch_size=4", "data.size=8", "optim=sgd",

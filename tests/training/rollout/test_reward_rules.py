@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from rlexp.base.errors import RewardError
 from rlexp.config.schema.rollouts import RuleName, RuleRewardConfig
 from rlexp.training.rollout.rewards.rule import last_number, rule_of, share_matched, value_of_prompt
+from rlexp.verify.recording import TokenExample
 from tests.helpers.rewards import built, sample, scored
 from tests.oracles import reward_rules as again
-from tests.oracles.examples import TokenExample
 
 
 def by_rule(answered: str, prompt: str = "ask", answer: str | None = None, **keys: object) -> float:

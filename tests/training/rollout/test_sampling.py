@@ -384,7 +384,7 @@ def test_answers_are_as_often_drawn_as_they_are_probable(policy: Policy, plain: 
 
 @pytest.mark.parametrize("kind", ["bytes", "stories260K"])
 def test_texts_and_ends_are_the_second_reader_s(kind: str, shared: Path) -> None:
-    """Of random tokens: bytes that are no UTF-8, special tokens anywhere, and texts that end an answer."""
+    """The tokens are random: bytes that are no UTF-8, special tokens anywhere, and texts that end an answer."""
     ours = byte_tokenizer() if kind == "bytes" else AutoTokenizer.from_pretrained(shared / "models" / "stories260K")
     other, chance, ends, cut = again.Bytes() if kind == "bytes" else ours, random.Random(1), 0, 0
     common = [ours(text, add_special_tokens=False).input_ids for text in ("ab", "é", "a", "漢", "b🙂", " \n", ".")]

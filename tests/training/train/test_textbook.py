@@ -16,12 +16,13 @@ from rlexp.training.sinks.base import Sink, Sinks
 from rlexp.training.train.build import build
 from rlexp.training.train.loop import train_loop
 from rlexp.training.train.surroundings import UNPROBED
+from rlexp.verify.recording import TokenExample
 from tests.helpers import textbook
 from tests.helpers.ranks import Steps, largest_gap, on_ranks, train_steps
 from tests.helpers.squality import write_long_pairs
 from tests.helpers.textbook import batches_of
 from tests.helpers.textbook_losses import rewards
-from tests.oracles.examples import SIDES, TokenExample
+from tests.oracles.examples import SIDES
 from tests.oracles.pairs import load_tokenizer, set_of
 
 # float64 with another order of additions. Gradients differed by 4.2e-15 with the tiny model; real ones have more terms.
