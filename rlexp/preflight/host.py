@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from rlexp.base.byte_counts import GIB, MIB, size
 from rlexp.config.schema import Config, Device, ExportDtype, Precision
 from rlexp.config.sizes import ranks_of_machine
-from rlexp.training.checkpoint.host_copy import sizes
-from rlexp.training.model.export import SHARD
 
 # A rank's own: Python, torch, DeepSpeed and, on a GPU, CUDA's and NCCL's host side. On CPU 100 to 260 MiB were measured
 # (PSS of 1 to 4 forked ranks of model=tiny, with and without DeepSpeed). On a GPU it is an assumption.
@@ -72,6 +70,8 @@ class HostBytes:
 
 def host_of(cfg: Config, held: Held, peak: int) -> HostBytes:
     """Return what the ranks of one machine hold. `peak` is a rank's on its device: on CPU, that is the host."""
+    from rlexp.training.model.export import SHARD
+
     ranks = ranks_of_machine(cfg)
     on_cpu, gib = cfg.launch.device is Device.cpu, cfg.hardware.host_memory_gib
     copied = _copied(cfg, held, ranks)
@@ -104,6 +104,8 @@ def told_short(host: HostBytes, cfg: Config) -> str:
 
 
 def _copied(cfg: Config, held: Held, ranks: int) -> int:
+    from rlexp.training.checkpoint.host_copy import sizes
+
     checkpoint, most = cfg.checkpoint, cfg.checkpoint.host_memory_gib
     if checkpoint.save_every is None and not checkpoint.on_exit and checkpoint.keep_best <= 0:
         return 0

@@ -17,7 +17,6 @@ import sys
 from pathlib import Path
 
 from rlexp.base.command import Parser, refuse_unwritable
-from rlexp.base.waiting import busy_message
 from rlexp.config.explain import explained
 from rlexp.config.load import compose_config
 
@@ -36,9 +35,7 @@ def main() -> int:
 
 def run(options: argparse.Namespace) -> int:
     from rlexp.launch.local import Interrupted
-
-    with busy_message("imports torch"):
-        from rlexp.verify import report
+    from rlexp.verify import report
 
     cfg = compose_config(options.overrides)
     refuse_unwritable(options.json)

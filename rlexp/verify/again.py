@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.surroundings import Unprobed
 from rlexp.training.train.task import Task
 from rlexp.training.types import CreditedSample, Example
+from rlexp.verify.jobs import Parts
 from rlexp.verify.recording import DrawnSample, Samples, TensorFiles
 
 
@@ -96,17 +96,6 @@ def task_on(cfg: Config, drawn: Samples | None, log: Log | None = None, *, steps
 
 
 # ---- the gradient without an engine ----
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The steps whose gradients to compute without an engine, the weights to read, and the folder to write to."""
-
-    cfg: Config
-    steps: int
-    weights: Path
-    folder: Path
-    drawn: Samples | None = None
 
 
 def parts_rank(spec: RankSpec, parts: Parts) -> None:

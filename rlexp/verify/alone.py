@@ -23,8 +23,9 @@ from rlexp.verify import rules
 from rlexp.verify.alone_samples import AloneSamples
 from rlexp.verify.by_length import by_length
 from rlexp.verify.formula import OF_TOKENS, BatchCounts, JudgedBatch, judge
+from rlexp.verify.jobs import AloneJob
 from rlexp.verify.model import answer_logps, answer_score, load, of_reference
-from rlexp.verify.one_process import Alone, AloneJob
+from rlexp.verify.one_process import Alone
 from rlexp.verify.recording import (
     HELD_OUT,
     Array,

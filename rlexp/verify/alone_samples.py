@@ -23,8 +23,9 @@ from rlexp.training.model.float64 import precise
 from rlexp.verify import rollout_rules as rules
 from rlexp.verify.drawing import HELD_OUT, number_of, strayed
 from rlexp.verify.formula import Answers, Terms, credited, policy_loss_of, terms_of
+from rlexp.verify.jobs import AloneJob
 from rlexp.verify.model import hidden_states, load, logps_of, of_critic, of_reference
-from rlexp.verify.one_process import Alone, AloneJob, whole
+from rlexp.verify.one_process import Alone, whole
 from rlexp.verify.optimizer import CRITIC
 from rlexp.verify.recording import ANSWER, Array, DrawnSample, Scene, TokenExample
 from rlexp.verify.rewards import Judges, ended, ends_of, text_of

@@ -9,7 +9,6 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -19,10 +18,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from rlexp.base.errors import ModelError
 from rlexp.base.host_memory import host_memory
-from rlexp.config.checks.layout import Choice, choose, heads_in, heads_of
+from rlexp.config.checks.layout import choose, heads_in, heads_of
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.checks.reference import model_of_reference
-from rlexp.config.schema import Config, Device, HFModelConfig, LayoutName, ModelConfig, ReferenceConfig, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig
@@ -36,44 +35,17 @@ from rlexp.training.model.small import first_layers
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
+from rlexp.verify.jobs import SHARE, VerifyPlan, gigabytes
 
 # float64 numbers of a rank per parameter: weight, reference model, gradient, two moments and two temporary copies
 NUMBERS = 7
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
 FILES_OF_DRAWN = 3  # of drawn samples: also the second reference's
 FILES = 2  # recorded runs whose gradients and weights are on disk at once
-SHARE = 0.7  # of the free memory
 LEAST = 2  # layers
 # float64 numbers per token and layer: 4,300 were measured with a width of 64 and an inner width of 172.
 PER_WIDTH, PER_INNER = 40, 10
 OF_CACHE = 2  # of these numbers by width: a key and a value, while answers are drawn
-
-
-@dataclass(frozen=True)
-class VerifyPlan:
-    """The size of a verification. `model` is an ordinary model of transformers, with all its layers or the first."""
-
-    steps: int
-    held_out: int
-    layers: int
-    of_layers: int
-    parameters: int
-    longest: int  # tokens of a sequence
-    need: int  # bytes
-    free: int
-    choice: Choice  # the run's own layout; the estimate depends on the precision, and float64 must not change it
-    model: ModelConfig
-    reference: ReferenceConfig  # its path is a folder that is loaded as it is
-
-    @property
-    def left_out(self) -> str | None:
-        """Say which layers were left out, if any."""
-        if self.layers == self.of_layers:
-            return None
-        return (
-            f"the model's first {self.layers} of {self.of_layers} layers: that many fit into {SHARE:g} of the "
-            f"{gigabytes(self.free)} of free memory (see docs/verify.md)"
-        )
 
 
 def plan_rank(spec: RankSpec, cfg: Config, steps: int, folder: Path) -> VerifyPlan:  # noqa: ARG001
@@ -134,13 +106,6 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
     return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model, cfg.reference)
-
-
-def shrunk(cfg: Config, plan: VerifyPlan) -> Config:
-    """The configuration with the model that fits, and with the name of the run's layout instead of `auto`."""
-    inner = plan.choice.ulysses_size if plan.choice.layout is LayoutName.hybrid else None
-    parallel = dataclasses.replace(cfg.parallel, layout=plan.choice.layout, ulysses_size=inner)
-    return dataclasses.replace(cfg, parallel=parallel, model=plan.model, reference=plan.reference)
 
 
 def _length_of(cfg: Config, example: Example) -> int:
@@ -221,7 +186,3 @@ def _cut(model: ModelConfig, layers: int, folder: Path) -> ModelConfig:
         cut.save_pretrained(place)
         AutoTokenizer.from_pretrained(model.path, **options).save_pretrained(place)
     return dataclasses.replace(model, path=str(place), revision=None)
-
-
-def gigabytes(count: float) -> str:
-    return f"{count / 1e9:.3g} GB"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,22 +20,17 @@ from rlexp.launch.joining import RankSpec, join, leave_world
 from rlexp.preflight.rehearsal.holdings import mark_modules
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.mode import Counting
-from rlexp.preflight.rehearsal.sharding import KeptBytes, Sharding, compare, kept, of_attention
+from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
 from rlexp.training.metrics.meter import Meter
 from rlexp.training.model.loading import load_config
 from rlexp.training.types import Shard, TokenLogps
 from rlexp.verify.again import task_on
+from rlexp.verify.jobs import KeptOnRank
 from rlexp.verify.recording import Samples
 
 # Seconds in which nothing is freed, after which nothing will be. Gloo's threads let go of a collective's tensors later
 # than its end is known: one time in five, by up to 8 ms with 4 ranks on 2 cores.
 QUIET = 0.1
-
-
-@dataclass(frozen=True)
-class KeptOnRank:
-    kept: KeptBytes
-    tokens: int  # of the rank in the micro-batch, padding included
 
 
 class CountedPass:
@@ -108,8 +102,10 @@ class CountedEngine:
         self._watch.end()
 
 
-def alone_rank(spec: RankSpec, cfg: Config, drawn: Samples | None = None) -> tuple[KeptOnRank | None, float]:
-    """Run the first micro-batch in one process; also say how much more than its share attention keeps on the ring."""
+def sharding_rank(
+    spec: RankSpec, cfg: Config, ranks: Sequence[KeptOnRank | None], drawn: Samples | None
+) -> Sharding | None:
+    """Run the first micro-batch in one process, and compare what it keeps with what each rank of the ring kept."""
     join(spec, cfg.launch)
     one = alone(cfg)
     watch = CountedPass(one)
@@ -121,7 +117,8 @@ def alone_rank(spec: RankSpec, cfg: Config, drawn: Samples | None = None) -> tup
     step.prepared = step.prepare()
     engine.backward(step.loss(step.load(0), Meter(task.run.world, task.run.device)), last=False)
     leave_world()
-    return watch.result(), of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
+    attention = of_attention(cfg, load_config(cfg.model, cfg.data.max_length))
+    return shared_out(ranks, watch.result(), attention)
 
 
 def alone(cfg: Config) -> Config:

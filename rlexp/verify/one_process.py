@@ -5,8 +5,6 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rlexp.base.errors import NonFiniteError
-from rlexp.config.schema import Config, Device, LoraConfig
+from rlexp.config.schema import Device, LoraConfig
 from rlexp.training.algos.build import build_loss
 from rlexp.verify import rules
+from rlexp.verify.jobs import AloneJob
 from rlexp.verify.model import load_tokenizer
 from rlexp.verify.optimizer import norm, optimizer_of
 from rlexp.verify.recording import (
@@ -28,19 +27,6 @@ from rlexp.verify.recording import (
     TokenExample,
     sides_of,
 )
-
-
-@dataclass(frozen=True)
-class AloneJob:
-    """What is computed alone: the steps of a recorded run in a configuration of float64."""
-
-    cfg: Config
-    given: Recording
-    steps: int
-    held_out: int
-    folder: Path
-    exact: bool = True  # whether the recorded run computed in float64, its reward models too
-    rounding: float = 1e-11  # by which log-probabilities may differ that tokens were drawn from
 
 
 class Alone:

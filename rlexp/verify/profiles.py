@@ -37,7 +37,7 @@ from rlexp.config.schema.models import FusedName, Precision, ReferenceName
 from rlexp.config.schema.rollouts import ModelRewardConfig, RewardConfig, RolloutEngine, RolloutMode, SumRewardConfig
 
 if TYPE_CHECKING:
-    from rlexp.verify.fit_memory import VerifyPlan
+    from rlexp.verify.jobs import VerifyPlan
 
 STEPS, MOST_STEPS = 3, 17  # optimizer steps if nothing else is asked for
 WAIT = 180.0  # seconds at most for a collective that a rank never joins

@@ -27,17 +27,22 @@ from rlexp.training.train.rows_task import RowsTask
 from rlexp.training.train.surroundings import Surroundings
 from rlexp.training.train.task import Task
 from rlexp.training.world.groups import World
+from rlexp.verify.jobs import RecordJob, ranks_of
 from rlexp.verify.kept import CountedPass
 from rlexp.verify.record_rows import RowsRecorder
 from rlexp.verify.record_samples import SampleRecorder
-from rlexp.verify.recorder import MOST_HELD_OUT, Recorder, RecordJob
+from rlexp.verify.recorder import MOST_HELD_OUT, Recorder
 from rlexp.verify.recording import Recording
 
 
-def record_rank(spec: RankSpec, jobs: Sequence[RecordJob]) -> list[Recording]:
-    """Record every job in one world of ranks. A rank that only samples records nothing."""
-    cfg = jobs[0].cfg
-    sampling = cfg.rollout.sampling_ranks
+def record_rank(spec: RankSpec, worlds: Sequence[Sequence[RecordJob]]) -> list[Recording]:
+    """Record every job of this rank's world; the worlds run side by side. A rank that only samples records nothing."""
+    before, number = 0, 0
+    while spec.rank >= before + (ranks := ranks_of(worlds[number][0].cfg)):
+        before, number = before + ranks, number + 1
+    rank, jobs = spec.rank - before, worlds[number]
+    cfg, sampling = jobs[0].cfg, jobs[0].cfg.rollout.sampling_ranks
+    spec = RankSpec(rank, ranks, rank, f"{spec.init_method}-{number}")
     store = join(spec, cfg.launch, sampling)
     bridge = bridges.build(store, spec.rank, spec.world_size - sampling, sampling) if sampling else None
     if bridge is not None and bridge.samples:

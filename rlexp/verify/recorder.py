@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import ModelError, NonFiniteError
-from rlexp.config.schema import Config
 from rlexp.run_files.metrics_jsonl import MetricRow
 from rlexp.training.model.adapter import without_starting
 from rlexp.training.sinks.base import Sink, Sinks
@@ -24,19 +22,10 @@ from rlexp.training.train.loop import train_loop
 from rlexp.training.train.rollout_supply import Rollouts
 from rlexp.training.train.task import Step, Task, Watch
 from rlexp.training.types import Example, Pack, TokenScores
+from rlexp.verify.jobs import RecordJob
 from rlexp.verify.kept import CountedEngine, CountedPass
 from rlexp.verify.optimizer import given_steps
 from rlexp.verify.recording import START, Array, Key, Recording, Scene, TensorFiles, TokenExample, mark, sides_of
-
-
-@dataclass(frozen=True)
-class RecordJob:
-    """A configuration to run and record. Rank 0 writes gradients and weights to `folder`."""
-
-    cfg: Config
-    held_out: int
-    folder: Path
-    counted: bool = False  # whether to count what a rank keeps for the backward pass
 
 
 @dataclass

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rlexp.preflight.rehearsal.sharding import Sharding
-    from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.gap import Gap
+    from rlexp.verify.jobs import VerifyPlan
     from rlexp.verify.precision import Measured
 
 

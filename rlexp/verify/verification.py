@@ -27,16 +27,16 @@ from rlexp.launch.joining import prepare_environment
 from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
 from rlexp.launch.preflight_check import laid_out, with_vllm_memory
 from rlexp.verify import profiles
+from rlexp.verify.jobs import AloneJob, Parts, RecordJob, VerifyPlan, ranks_of, run_job, shrunk
 from rlexp.verify.profiles import another_micro_batch, bounded, contained, exact, generating, usual_steps
 from rlexp.verify.verdict import Failure, Met, Verification
 
 if TYPE_CHECKING:
     from rlexp.verify.compare import Deviation, TwoRuns
-    from rlexp.verify.fit_memory import VerifyPlan
     from rlexp.verify.recording import Recording
 
 OURS = tuple(f"rlexp.verify.{name}" for name in (
-    "record", "alone", "fit_memory", "trials", "kept", "gap"))  # fmt: skip
+    "jobs", "record", "alone", "fit_memory", "trials", "kept", "gap"))  # fmt: skip
 TIMEOUT = 3600.0  # seconds for one start of ranks
 AROUND = 3  # ways around a difference that are tried at most
 Progress = Callable[[str], None]
@@ -77,22 +77,21 @@ class Verifier:
         self.result = Verification()
         self.ran: Recording | None = None  # in float64
 
-    def start(self, what: str, target: Callable[..., Any], ranks: int, *args: Any) -> list[Any]:
+    def start(self, what: str, target: str, ranks: int, *args: Any) -> list[Any]:
+        """Run a `module.function` of this package on ranks. What it imports, torch for one, is not imported here."""
         began = time.monotonic()
         device = self.cfg.launch.device.value
         with busy_message(what, self.say):
-            answers = run_ranks(target, ranks, args, device=device, preload=self.preload, timeout=TIMEOUT)
+            answers = run_ranks(run_job, ranks, (target, *args), device=device, preload=self.preload, timeout=TIMEOUT)
         self.say(f"{what}: {time.monotonic() - began:.1f} s")
         return answers
 
     def run(self, steps: int) -> Verification:
-        from rlexp.verify.fit_memory import plan_rank, shrunk
-
         result = self.result
         self.precision = "float64"
         try:
             plan: VerifyPlan = self.start(
-                "reading the data, sizing the model", plan_rank, 1, self.cfg, steps, self.folder
+                "reading the data, sizing the model", "fit_memory.plan_rank", 1, self.cfg, steps, self.folder
             )[0]
             self.plan = result.plan = plan
             self.cfg = shrunk(self.cfg, plan)
@@ -111,27 +110,32 @@ class Verifier:
     # ---- recordings ----
 
     def recorded(
-        self, what: str, configs: Sequence[Config], *, counted: bool = False, held_out: int | None = None
+        self, what: str, *worlds: Sequence[Config], counted: bool = False, held_out: int | None = None
     ) -> list[Recording]:
-        """Run configurations of one world in one start of ranks."""
-        from rlexp.verify.record import RecordJob, record_rank
+        """Run configurations, of one world after each other, and all worlds side by side in one start of ranks. Return
+        the recordings in the order of the configurations. `counted`: of the first."""
         from rlexp.verify.recording import merged
 
-        jobs, draws = [], self.cfg.loss.draws
-        for number, cfg in enumerate(configs):
-            # Those after the first are noise floors, which are measured at the first step; to draw more takes long.
-            plan = self.plan if held_out is None else dataclasses.replace(self.plan, held_out=held_out)
-            if number > 0 and draws:
-                plan = dataclasses.replace(plan, steps=1, held_out=0)
-            place = Path(tempfile.mkdtemp(dir=self.folder))
-            jobs.append(RecordJob(bounded(cfg, plan), plan.held_out, place, counted))
-        training = configs[0].parallel.world_size
-        by_rank = self.start(what, record_rank, training + configs[0].rollout.sampling_ranks, jobs)[:training]
-        return [merged([each[number] for each in by_rank], job.folder) for number, job in enumerate(jobs)]
+        jobs: list[list[RecordJob]] = []
+        draws = self.cfg.loss.draws
+        for world, configs in enumerate(worlds):
+            jobs.append([])
+            for number, cfg in enumerate(configs):
+                # Those after the first are noise floors, measured at the first step; to draw more takes long.
+                plan = self.plan if held_out is None else dataclasses.replace(self.plan, held_out=held_out)
+                if number > 0 and draws:
+                    plan = dataclasses.replace(plan, steps=1, held_out=0)
+                place = Path(tempfile.mkdtemp(dir=self.folder))
+                jobs[-1].append(RecordJob(bounded(cfg, plan), plan.held_out, place, counted and not world))
+        by_rank = iter(self.start(what, "record.record_rank", sum(ranks_of(each[0].cfg) for each in jobs), jobs))
+        recordings = []
+        for each in jobs:
+            ranks = [next(by_rank) for _ in range(ranks_of(each[0].cfg))][: each[0].cfg.parallel.world_size]
+            recordings += [merged([rank[at] for rank in ranks], job.folder) for at, job in enumerate(each)]
+        return recordings
 
     def alone(self, what: str, cfg: Config, given: Recording, *, own: bool = False) -> Recording:
         """Compute the same steps by transformers alone. `own`: of a run in its own precision."""
-        from rlexp.verify.alone import AloneJob, alone_rank
         from rlexp.verify.precision import rounding_of_token
 
         place = Path(tempfile.mkdtemp(dir=self.folder))
@@ -139,7 +143,7 @@ class Verifier:
         steps = min(self.plan.steps, taken + (given.stopped is not None)) if self.cfg.loss.draws else self.plan.steps
         job = AloneJob(cfg, dataclasses.replace(given, kept=None), steps, self.plan.held_out, place, exact=not own,
                        rounding=rounding_of_token(self.cfg.train.precision if own else Precision.fp64))  # fmt: skip
-        alone: Recording = self.start(what, alone_rank, 1, job)[0]
+        alone: Recording = self.start(what, "alone.alone_rank", 1, job)[0]
         return alone
 
     # ---- float64 ----
@@ -148,14 +152,14 @@ class Verifier:
         from rlexp.verify.compare import TwoRuns
 
         result, cfg = self.result, exact(self.cfg)
-        self.ran = self.recorded("float64, as the run computes it", [cfg], counted=True)[0]
+        result.settings = profiles.differing(cfg)
+        self.plain = profiles.plain(cfg) if result.settings else cfg
+        plain = [[self.plain]] if result.settings else []
+        what = f"float64, as the run computes it{', and at its plainest' if plain else ''}"
+        recordings = self.recorded(what, [cfg], *plain, counted=True)
+        self.ran, self.base = recordings[0], recordings[-1]
         result.facts = {name: self.ran.facts[name] for name in ("parameters", "layout", "examples", "total_steps")}
         result.facts |= {"ring_size": cfg.parallel.ring_size, "dp_size": cfg.parallel.dp_size}
-        result.settings = profiles.differing(cfg)
-        self.base, self.plain = self.ran, cfg
-        if result.settings:
-            self.plain = profiles.plain(cfg)
-            self.base = self.recorded("float64, at its plainest", [self.plain])[0]
         self.right = self.alone("float64, by transformers alone", self.plain, self.base)
         if self.base is not self.ran and self.right.facts.get("given"):  # the plain run may be given other rewards
             forget(self.base)
@@ -206,7 +210,7 @@ class Verifier:
     def located(self, pair: TwoRuns, deviation: Deviation) -> Failure:
         """A difference of the plain run: no setting makes it. Its parts are tried, if it alone does not say the
         folder."""
-        from rlexp.verify.trials import Case, trial_rank
+        from rlexp.verify.trials import Case
 
         check, folder, evidence = deviation.check, deviation.folder or deviation.check.folder, ""
         scenes = [{scene.name: scene.values for scene in each.scenes} for each in (pair.got, pair.wanted)]
@@ -221,7 +225,7 @@ class Verifier:
             case = Case(bounded(pair.cfg, self.plan), check.trial, deviation.step, self.plan.steps, self.right.folder,
                         examples, got, wanted, pair.got.samples if self.cfg.loss.draws else None)  # fmt: skip
             try:
-                folder, evidence = self.start("trying its parts alone", trial_rank, 1, case)[0]
+                folder, evidence = self.start("trying its parts alone", "trials.trial_rank", 1, case)[0]
             except RankFailed as failed:
                 folder = module_of_traceback(str(failed)) or folder
                 evidence = f"its parts cannot be tried alone: {last_line(failed)}"
@@ -310,7 +314,6 @@ class Verifier:
     # ---- the run's own precision ----
 
     def _own_precision(self) -> None:
-        from rlexp.verify.again import Parts, parts_rank
         from rlexp.verify.precision import beside_float64, given_parts, measure, of_drawn
         from rlexp.verify.recording import TensorFiles
 
@@ -332,7 +335,7 @@ class Verifier:
             return
         assert ran.folder is not None
         parts = Parts(cfg, self.plan.steps, ran.folder, self.folder / "parts", ran.samples if cfg.loss.draws else None)
-        self.start("its gradient without the engine", parts_rank, cfg.parallel.world_size, parts)
+        self.start("its gradient without the engine", "again.parts_rank", cfg.parallel.world_size, parts)
         measured, deviation = given_parts(cfg, ran, TensorFiles(parts.folder), self.plan.steps)
         result.measured.append(measured)
         if deviation is not None:
@@ -370,7 +373,6 @@ class Verifier:
 
     def _gap(self) -> None:
         """Let vLLM generate as in the run, and say why its log-probabilities are not those of training."""
-        from rlexp.verify.gap import gap_rank
         from rlexp.verify.report_gap import failure_of_gap
 
         cfg = with_vllm_memory(generating(self.cfg))
@@ -378,18 +380,16 @@ class Verifier:
         number = max(ran.rollouts)
         native = {} if self.ran is None else self.ran.rollouts
         prompts = {sample.index: sample for samples in native.values() for sample in samples}
-        self.result.gap = self.start("its rollout under every assumption", gap_rank, 1, cfg, ran.rollouts[number],
-                                     number, ran.folder, prompts)[0]  # fmt: skip
+        self.result.gap = self.start("its rollout under every assumption", "gap.gap_rank", 1, cfg,
+                                     ran.rollouts[number], number, ran.folder, prompts)[0]  # fmt: skip
         step = next(scene.step for scene in ran.scenes if scene.name == f"rollout {number + 1}")
         self.result.failure = failure_of_gap(cfg, self.result.gap, step)
 
     def _sharding(self) -> None:
-        from rlexp.verify.kept import alone_rank, shared_out
-
         assert self.ran is not None
         drawn = self.ran.samples if self.cfg.loss.draws else None
-        one, attention = self.start("the first micro-batch on a ring of one", alone_rank, 1, exact(self.cfg), drawn)[0]
-        self.result.sharding = shared_out(self.ran.kept, one, attention)
+        self.result.sharding = self.start("the first micro-batch on a ring of one", "kept.sharding_rank", 1,
+                                          exact(self.cfg), self.ran.kept, drawn)[0]  # fmt: skip
 
     def _crashed(self, failed: RankFailed) -> Failure:
         """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +14,9 @@ import pytest
 
 from rlexp.config.load import compose_config
 from rlexp.launch.joining import RankSpec
-from rlexp.verify import record
-from rlexp.verify.fit_memory import plan_rank, shrunk
+from rlexp.verify import verification
 from rlexp.verify.gap import CAUSE, NORMAL, Gap
+from rlexp.verify.jobs import run_job, shrunk
 from rlexp.verify.profiles import contained, usual_steps
 from rlexp.verify.report import as_json, report
 from rlexp.verify.verification import Verifier, verify
@@ -29,10 +28,9 @@ pytestmark = [
 SMALL = """loss=grpo reward.rule=length launch.device=cpu engine=torch logger=none model.hidden_size=256
     data.max_length=160 data.size=32 data.eval_size=0 train.batch_size=16 rollout.batch_size=4 rollout.n_samples=4
     rollout.max_new_tokens=16 rollout.engine=vllm rollout.temperature=0.7 rollout.top_p=0.9 optim.lr=1e-3"""
-traced = record.record_rank  # before a test puts another in its place
 
 
-def stale_rank(spec: RankSpec, jobs: Sequence[Any]) -> Any:
+def stale_rank(spec: RankSpec, target: str, *args: Any) -> Any:
     """Give vLLM the weights once, and never again."""
     from rlexp.training.rollout.vllm.weights import HandOver
 
@@ -44,10 +42,10 @@ def stale_rank(spec: RankSpec, jobs: Sequence[Any]) -> Any:
         handed_over.append(True)
 
     with mock.patch.object(HandOver, "__call__", once):
-        return traced(spec, jobs)
+        return run_job(spec, target, *args)
 
 
-def hot_rank(spec: RankSpec, jobs: Sequence[Any]) -> Any:
+def hot_rank(spec: RankSpec, target: str, *args: Any) -> Any:
     """Let vLLM choose without the temperature."""
     from rlexp.training.rollout.vllm import chooser
 
@@ -57,14 +55,14 @@ def hot_rank(spec: RankSpec, jobs: Sequence[Any]) -> Any:
         return chosen(logits_BV, rows, notes, dataclasses.replace(cfg, temperature=1.0))
 
     with mock.patch.object(chooser, "chosen_only", hot):
-        return traced(spec, jobs)
+        return run_job(spec, target, *args)
 
 
 def gap_of(place: Path, *overrides: str) -> Gap:
     """Verify the gap alone."""
     cfg = contained(compose_config([*SMALL.split(), *overrides]))
     verifier = Verifier(cfg, place, lambda _line: None, vllm=True)
-    verifier.plan = verifier.start("the plan", plan_rank, 1, cfg, usual_steps(cfg), place)[0]
+    verifier.plan = verifier.start("the plan", "fit_memory.plan_rank", 1, cfg, usual_steps(cfg), place)[0]
     verifier.cfg = shrunk(cfg, verifier.plan)
     verifier._gap()
     result = verifier.result
@@ -97,7 +95,7 @@ def test_bf16_and_a_pipelined_run_are_normal(tmp_path: Path, more: tuple[str, ..
     ("rank", "cause"), [(stale_rank, "weights after step 0"), (hot_rank, "temperature 1")], ids=["stale", "hot"]
 )
 def test_what_is_wrong_in_vllm_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: Any, cause: str) -> None:
-    monkeypatch.setattr(record, "record_rank", rank)
+    monkeypatch.setattr(verification, "run_job", rank)
     gap = gap_of(tmp_path)
     assert [side.verdict for side in gap.sides] == [CAUSE, NORMAL]
     assert gap.sides[0].cause == cause

@@ -21,6 +21,7 @@ from rlexp.config.load import compose_config
 from rlexp.launch.preflight_check import laid_out
 from rlexp.verify import fit_memory
 from rlexp.verify.checks import STAGES
+from rlexp.verify.jobs import shrunk
 from rlexp.verify.model import answer_logps, load, own_blocks, softmax_attention
 from rlexp.verify.optimizer import Optimizer
 from rlexp.verify.profiles import exact
@@ -398,7 +399,7 @@ def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:
     assert 2 <= less.layers < 8
     assert less.need <= 0.7 * whole.need
     assert f"first {less.layers} of 8 layers" in (less.left_out or "")
-    assert fit_memory.shrunk(cfg, less).model.layers == less.layers
+    assert shrunk(cfg, less).model.layers == less.layers
     with pytest.raises(
         ModelError, match=r"2 of its layers .* parameters\) need .* GB .* 0.7 of the .* GB that are free"
     ):
@@ -414,7 +415,7 @@ def test_float64_is_run_over_the_layout_that_the_run_takes(tmp_path: Path) -> No
     cfg = laid_out(cfg)
     taken = choose(cfg, heads_of(cfg.model))
     assert taken.reason
-    pinned = exact(fit_memory.shrunk(cfg, fit_memory.plan(cfg, 1, tmp_path, free=1 << 40)))
+    pinned = exact(shrunk(cfg, fit_memory.plan(cfg, 1, tmp_path, free=1 << 40)))
     assert choose(pinned, heads_of(cfg.model)).name == taken.name
 
 
@@ -426,7 +427,7 @@ def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path)
     whole = fit_memory.plan(cfg, 1, tmp_path, free=1 << 40)
     less = fit_memory.plan(cfg, 1, tmp_path, free=whole.need)
     assert 2 <= less.layers < whole.layers == 5
-    small = AutoModelForCausalLM.from_pretrained(fit_memory.shrunk(cfg, less).model.path).state_dict()
+    small = AutoModelForCausalLM.from_pretrained(shrunk(cfg, less).model.path).state_dict()
     large = AutoModelForCausalLM.from_pretrained(f"{shared}/models/stories260K").state_dict()
     assert small.keys() < large.keys()
     assert all(torch.equal(weight, large[name]) for name, weight in small.items())

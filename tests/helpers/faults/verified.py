@@ -14,7 +14,6 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema.data import RowsDataConfig
 from rlexp.launch.local import PRELOAD, run_ranks
 from rlexp.verify import verification as verifying
-from rlexp.verify.alone import alone_rank
 from rlexp.verify.verdict import Verification
 from rlexp.verify.verification import Progress, verify
 from tests.helpers.faults import faulty_rank
@@ -50,7 +49,7 @@ def verify_planted(
         reached = Path(folder) / "reached"
 
         def planted(target: Callable[..., Any], ranks: int, args: Sequence[Any], options: dict[str, Any]) -> list[Any]:
-            if args[1] is alone_rank and fault.module != ALGOS:
+            if args[2][0] == "alone.alone_rank" and fault.module != ALGOS:
                 return run_ranks(target, ranks, args, **options)
             return run_ranks(faulty_rank, ranks, (fault.name, reached, target, args), **options)
 
