@@ -28,7 +28,7 @@ from rlexp.verify.checks import (
     Allowed,
     Requirement,
 )
-from rlexp.verify.norms import common_factor, in_bfloat16, relative, shares, size_of
+from rlexp.verify.norms import common_factor, in_bfloat16, shares, size_of, weights_apart
 from rlexp.verify.recording import ANSWER, START, Key, Recording, Scene
 
 FORMULA = "formula: "  # before what the loss's formula itself was given, and has made
@@ -74,6 +74,7 @@ class TwoRuns:
     every: bool = False
     gauge: Gauge = field(default_factory=Gauge)
     border: float = 2e-11  # by which rounding moves a border between two tokens
+    known: dict[int, float] = field(default_factory=dict)  # how far the weights lie apart, by step
 
     def differences(self) -> Iterator[Deviation]:
         """Yield all differences in order; usually none."""
@@ -173,9 +174,9 @@ class TwoRuns:
 
     def apart(self, step: int) -> float:
         """How far the weights after a step lie apart."""
-        ran, meant = self.got.files, self.wanted.files
-        names = set(ran.names("weights", step)) & set(meant.names("weights", step))
-        return max((relative(ran.read("weights", step, n), meant.read("weights", step, n)) for n in names), default=0.0)
+        if step not in self.known:
+            self.known[step] = weights_apart(self.got.files, self.wanted.files, step)
+        return self.known[step]
 
     def difference(
         self, check: Requirement, scene: Scene, quantity: str, key: Key, got: Any, wanted: Any, at: int | None = None,

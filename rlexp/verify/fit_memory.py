@@ -40,8 +40,7 @@ from rlexp.verify.jobs import SHARE, VerifyPlan, gigabytes
 # float64 numbers of a rank per parameter: weight, reference model, gradient, two moments and two temporary copies
 NUMBERS = 7
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
-FILES_OF_DRAWN = 3  # of drawn samples: also the second reference's
-FILES = 2  # recorded runs whose gradients and weights are on disk at once
+FILES = 3  # recordings whose gradients and weights are on disk at once
 LEAST = 2  # layers
 # float64 numbers per token and layer: 4,300 were measured with a width of 64 and an inner width of 172.
 PER_WIDTH, PER_INNER = 40, 10
@@ -162,7 +161,7 @@ def _own_critic(cfg: Config) -> bool:
 
 
 def _refuse_small_disk(cfg: Config, parameters: int, steps: int, folder: Path) -> None:
-    files = (FILES_OF_DRAWN if cfg.loss.draws else FILES) * (2 if _own_critic(cfg) else 1)
+    files = FILES * (2 if _own_critic(cfg) else 1)
     need, free = 8 * parameters * (2 * steps + 1) * files, shutil.disk_usage(folder).free
     if need > SHARE * free:
         raise ModelError(

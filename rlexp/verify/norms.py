@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rlexp.verify.recording import Array
+from rlexp.verify.recording import Array, TensorFiles
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,14 @@ def common_factor(sizes: Sequence[TensorSize]) -> str:
 def relative(got: Array, wanted: Array) -> float:
     """The largest difference, relative to the largest element."""
     return float(np.abs(got - wanted).max()) / (float(np.abs(wanted).max()) or 1.0)
+
+
+def weights_apart(got: TensorFiles, wanted: TensorFiles, step: int) -> float:
+    """The largest difference of two runs' weights after a step. Those that neither has changed are the start's."""
+    both = set(got.names("weights", step)) & set(wanted.names("weights", step))
+    names = both & (got.moved(step) | wanted.moved(step))
+    return max((relative(*(files.read("weights", step, name) for files in (got, wanted))) for name in names),
+               default=0.0)  # fmt: skip
 
 
 def in_bfloat16(values: Array) -> Array:

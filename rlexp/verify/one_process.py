@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -97,15 +97,19 @@ class Alone:
             self.optimizer.step({n: p.data for n, p in self.trained.items()}, gradients, lr)
         for parameter in self.trained.values():
             parameter.grad = None
-        self.write_weights(number)
+        self.write_weights(number, self.trained)
         self.tokens += int(scene.row["train/tokens"])
         scene.row |= {"train/grad_norm": size, "train/learning_rate": lr, "train/global_step": number,
                       "train/epoch": number / per_epoch, "train/total_tokens": self.tokens, "step": number}  # fmt: skip
         self.recording.scenes.append(scene)
 
-    def write_weights(self, step: int) -> None:
+    def write_weights(self, step: int, stepped: Collection[str] | None = None) -> None:
+        """Write all weights, or those that are stepped: then the others are those of the step before."""
         for name, parameter in self.parameters.items():
-            self.files.write("weights", step, name, parameter.detach().cpu().numpy())
+            if stepped is None or name in stepped:
+                self.files.write("weights", step, name, parameter.detach().cpu().numpy())
+            else:
+                self.files.repeat("weights", step, name)
 
     def put_batch(self, scene: Scene, order: Sequence[int], examples: Mapping[int, TokenExample]) -> None:
         """Say which examples a train batch has, and which of their tokens are trained on."""

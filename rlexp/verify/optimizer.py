@@ -65,7 +65,9 @@ def given_steps(cfg: Config, lrs: Sequence[float], files: TensorFiles) -> Iterat
 
     for number, lr in enumerate(lrs, start=1):
         gradients = {name: read("gradient", number, name) for name in files.names("gradient", number)}
-        weights = {name: read("weights", number - 1, name) for name in files.names("weights", number)}
+        changed = {*gradients, *files.moved(number)}
+        weights = {name: read("weights", number - 1, name) for name in files.names("weights", number)
+                   if name in changed}  # fmt: skip
         before = {name: weight.clone() for name, weight in weights.items()}
         optimizer.step({name: weights[name] for name in gradients if name in weights}, gradients, lr)
         yield {

@@ -20,7 +20,7 @@ from rlexp.verify.checks import ENGINE as OF_ENGINE
 from rlexp.verify.checks import FLOAT64, GRADIENT, LOGPS, ROLLOUT, Requirement
 from rlexp.verify.checks import LOSS as OF_LOSS
 from rlexp.verify.compare import Deviation, TwoRuns
-from rlexp.verify.norms import TensorSize, common_factor, relative, shares, size_of
+from rlexp.verify.norms import TensorSize, common_factor, shares, size_of, weights_apart
 from rlexp.verify.recording import Array, Key, Recording, Scene, TensorFiles
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
@@ -242,9 +242,7 @@ def of_parameter(a: OfStep, b: OfStep) -> float:
 
 def of_weights(a: OfStep, b: OfStep) -> float:
     """The largest difference relative to the largest weight of the parameter."""
-    names = [name for name in b.files.names("weights", b.number) if name in a.files.names("weights", a.number)]
-    return max((relative(*(each.files.read("weights", each.number, name) for each in (a, b))) for name in names),
-               default=0.0)  # fmt: skip
+    return weights_apart(a.files, b.files, b.number)
 
 
 def _units(fp32: float, bf16: float) -> dict[Precision, float]:

@@ -79,6 +79,7 @@ class Recorder(Sink, Watch):
         self.files, self.sides = TensorFiles(job.folder), sides_of(job.cfg)
         self.scene = Scene("step 1", 1)
         self.of_shard: dict[int, HeldBatch] = {}
+        self.stood: dict[str, int] = {}  # checksums of the weights after the last step
         self.now: Any = None
         self.micro_batches = 0
         self.scaled = 1.0  # by which the engine multiplies the loss before its derivatives
@@ -237,12 +238,17 @@ class Recorder(Sink, Watch):
         self.scene.marks |= self.write("gradient", self.scene.step, self.engine.gradients().items())
 
     def write(self, kind: str, step: int, tensors: Any) -> dict[str, int]:
+        """Write tensors to files, on rank 0; but no weight once more that is still what it was a step before."""
         marks = {}
         for name, tensor in tensors:
             values = array(tensor)
-            marks[f"{kind} {name}"] = mark(values)
-            if self.recording.rank == 0:
+            marks[f"{kind} {name}"] = of = mark(values)
+            if self.recording.rank == 0 and kind == "weights" and self.stood.get(name) == of:
+                self.files.repeat(kind, step, name)
+            elif self.recording.rank == 0:
                 self.files.write(kind, step, name, values)
+            if kind == "weights":
+                self.stood[name] = of
         return marks
 
     def close(self, *_args: Any, **_kwargs: Any) -> None:

@@ -182,11 +182,24 @@ class TensorFiles:
     def write(self, kind: str, step: int, name: str, values: Array) -> None:
         path = self._path(kind, step, name)
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # it may be another step's too
         np.save(path, values)
+
+    def repeat(self, kind: str, step: int, name: str) -> None:
+        """Let the file of the step before be this step's too."""
+        path = self._path(kind, step, name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.hardlink_to(self._path(kind, step - 1, name))
 
     def names(self, kind: str, step: int) -> list[str]:
         folder = self.folder / f"{kind}-{step}"
         return sorted(path.stem for path in folder.iterdir()) if folder.is_dir() else []
+
+    def moved(self, step: int) -> set[str]:
+        """The weights that are no more those of the start."""
+        names = self.names("weights", step)
+        start, now = ([self._path("weights", number, name) for name in names] for number in (0, step))
+        return {name for name, a, b in zip(names, start, now, strict=True) if not a.exists() or not a.samefile(b)}
 
     def read(self, kind: str, step: int, name: str) -> Array:
         """Map the file, so that it takes memory only while it is used."""

@@ -181,6 +181,8 @@ class Verifier:
                           for name in {**judged.gauge.largest, **beside.gauge.largest}}  # fmt: skip
         self._note(self.right, "float64")
         known = {name for scene in self.right.scenes for name in scene.row}
+        forget(self.ran)
+        forget(self.base)
         result.not_held = not_held([scene.row for scene in self.ran.steps()], known)
 
     def _is_right(self, cfg: Config) -> bool:
@@ -254,11 +256,15 @@ class Verifier:
         from rlexp.verify.compare import TwoRuns
 
         def differs(form: Config) -> bool:
-            other = TwoRuns(form, self._step_of(form, deviation.step), self.base, every=True)
-            return next(other.differences(), None) is not None
+            other = self._step_of(form, deviation.step)
+            first = next(TwoRuns(form, other, self.base, every=True).differences(), None)
+            forget(other)
+            return first is not None
 
         if (judge := self._function(deviation)) is not None:
             return judge
+        assert self.ran is not None
+        forget(self.ran)
         failure = failure_of(deviation, "float64", deviation.folder or deviation.check.folder)
         self._search(failure, cfg, self.result.settings, differs)
         return failure
@@ -359,9 +365,13 @@ class Verifier:
                 whole, self.plan = self.plan, dataclasses.replace(self.plan, steps=until, held_out=0)
                 right = self.alone("its samples, by transformers alone", exact(form), other, own=True)
                 self.plan = whole
-            if next(beside_float64(form, other, right).differences(), None) is not None:
-                return True
-            return measure(form, other, other, right, scores=self.result.scores)[1] is not None
+            first = next(beside_float64(form, other, right).differences(), None)
+            if first is None:
+                first = measure(form, other, other, right, scores=self.result.scores)[1]
+            for each in (other, right):
+                if each is not self.right:
+                    forget(each)
+            return first is not None
 
         failure = failure_of(deviation, self.precision, deviation.folder or deviation.check.folder,
                              beside="transformers alone, in float64")  # fmt: skip
@@ -451,5 +461,7 @@ def last_line(error: UserError) -> str:
 
 
 def forget(recording: Recording) -> None:
+    """Free the disk of a recording's gradients and weights."""
     if recording.folder is not None:
         shutil.rmtree(recording.folder)
+        recording.folder = None

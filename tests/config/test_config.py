@@ -170,7 +170,7 @@ def test_fp64_takes_the_plain_engine_by_itself() -> None:
     assert compose_config(["launch.device=cpu", "train.precision=fp64"]).engine.name.value == "torch"
 
 
-def test_help_and_errors_import_nothing_heavy() -> None:
+def test_help_errors_and_the_launcher_of_verify_import_nothing_heavy() -> None:
     """One Python for all: what one command imports stays imported, and the first that imports is told."""
     heavy = ("torch", "transformers", "deepspeed", "wandb")
     commands = (["--help"], ["--cfg", "job", "--resolve", "parallel=ring4"], ["train.batchsize=3"], ["loss=dop"])
@@ -182,11 +182,13 @@ def test_help_and_errors_import_nothing_heavy() -> None:
         "    with contextlib.redirect_stdout(io.StringIO()) as said:\n"
         "        try: code = cli()\n"
         "        except SystemExit as end: code = end.code\n"
-        f"    print([*args], code or 0, bool(said.getvalue()), [name for name in {heavy!r} if name in sys.modules])"
+        f"    print([*args], code or 0, bool(said.getvalue()), [name for name in {heavy!r} if name in sys.modules])\n"
+        "import rlexp.verify.report, rlexp.verify.compare, rlexp.verify.precision\n"
+        f"print([name for name in {heavy!r} if name in sys.modules])"
     )
     answer = python("-c", code)
     expected = [f"{args} {int(n > 1)} {n < 2} []" for n, args in enumerate(commands)]
-    assert answer.stdout.splitlines() == expected, answer.stderr
+    assert answer.stdout.splitlines() == [*expected, "[]"], answer.stderr
     assert answer.stderr.count("rlexp: ") == 2, answer.stderr
 
 

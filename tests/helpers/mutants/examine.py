@@ -1,9 +1,8 @@
 """Run `verify` on configurations of the list, one after another, in a process under a plan.
 
-    python -m tests.helpers.mutants.examine REFERENCES NAME ...
+    python -m tests.helpers.mutants.examine NAME ...
 
-Each prints a line of JSON. Where a change is planted, the first that finds it is the last. A float64 reference is
-computed once for each configuration and kept in the folder, but where the change is in what the reference imports.
+Each prints a line of JSON. Where a change is planted, the first that finds it is the last.
 """
 
 from __future__ import annotations
@@ -22,31 +21,26 @@ from tests.helpers.mutants.planting import VARIABLE, Plan
 from tests.helpers.mutants.plugin import noted
 from tests.helpers.mutants.runs import VERIFY
 
-OF_REFERENCE = ("base/", "config/", "training/algos/", "training/dataset/generated.py",
-                "training/model/float64.py")  # fmt: skip
 
-
-def found(name: str, references: Path, *, keep: bool) -> str | None:
+def found(name: str) -> str | None:
     """Return the finding of `verify` on a configuration, or None if it passes."""
     try:
         failure = verify_by(
             lambda target, ranks, args, options: run_ranks(target, ranks, args, **options),
-            CONFIGURATIONS[name], references, keep=keep,
+            CONFIGURATIONS[name], search=False,
         ).failure  # fmt: skip
     except UserError as error:
         return f"raised {str(error).splitlines()[0][:80]}"
     return None if failure is None else f"step {failure.step}, {failure.stage}, {failure.module}"
 
 
-def main(references: str, *names: str) -> int:
+def main(*names: str) -> int:
     plan = Plan.read(Path(os.environ[VARIABLE]))
-    changed = [] if plan.log else [site.path.removeprefix("rlexp/") for site in plan.sites]
-    keep = not any(path.startswith(OF_REFERENCE) for path in changed)
     for name in names:
         log = Path(plan.log or os.devnull)
         before = log.stat().st_size if plan.log and log.exists() else 0
         began = time.monotonic()
-        said = found(name, Path(references), keep=keep)
+        said = found(name)
         row = {"name": f"{VERIFY}{name}", "found": said, "seconds": time.monotonic() - began}
         print(json.dumps(row | (noted(log, before) if plan.log else {})), flush=True)
         if said is not None and plan.log is None:

@@ -81,9 +81,8 @@ class Runs:
     ) -> None:
         self.sites, self.folders, self.workers, self.say = sites, folders, workers, say
         self.scratch = tempfile.TemporaryDirectory(prefix="rlexp-mutants-")
-        self.references, self.kept = folder / "references", folder / "watched"
-        for each in (self.references, self.kept):
-            each.mkdir(exist_ok=True)
+        self.kept = folder / "watched"
+        self.kept.mkdir(exist_ok=True)
         warm.meet()
 
     # ---- watched ----
@@ -139,7 +138,7 @@ class Runs:
 
     def _watch_configuration(self, name: str) -> Rows:
         where = self.planted(watched=True)
-        said = self._run("tests.helpers.mutants.examine", [str(self.references), name], where, 900)
+        said = self._run("tests.helpers.mutants.examine", [name], where, 900)
         rows = [json.loads(line) for line in said.stdout.splitlines() if line.startswith("{")]
         return rows or [{"name": f"{VERIFY}{name}", "found": said.stderr[-500:]}]
 
@@ -190,7 +189,7 @@ class Runs:
         return None if said.returncode == 0 else ("a test", f"{ENDS} {said.returncode}")
 
     def _verify(self, where: Path, names: Sequence[str], longest: float) -> tuple[str, str] | None:
-        args = [str(self.references), *(name.removeprefix(VERIFY) for name in names)]
+        args = [name.removeprefix(VERIFY) for name in names]
         try:
             said = self._run("tests.helpers.mutants.examine", args, where, longest)
         except subprocess.TimeoutExpired:
