@@ -6,13 +6,15 @@ import dataclasses
 import pkgutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from rlexp.config.checks.layout import Choice
 from rlexp.config.schema import Config, LayoutName, ModelConfig, ReferenceConfig
 from rlexp.launch.joining import RankSpec
-from rlexp.preflight.rehearsal.sharding import KeptBytes
 from rlexp.verify.recording import Recording, Samples
+
+if TYPE_CHECKING:
+    from rlexp.config.checks.layout import Choice
+    from rlexp.preflight.rehearsal.sharding import KeptBytes
 
 SHARE = 0.7  # of the free memory
 
