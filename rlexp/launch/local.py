@@ -95,7 +95,7 @@ def run_ranks(
     end at once. `when_stopped` is called once, before the stop is answered.
     """
     context = _context(device, preload)
-    with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, _signals_raise() as stop:
+    with tempfile.TemporaryDirectory(prefix="rlexp-") as meeting, signals_raise() as stop:
         stop.run_dir, stop.when_stopped = log_dir.parent if log_dir else None, when_stopped
         ranks: list[_Rank] = []
         leash, held = context.Pipe(duplex=False)
@@ -269,7 +269,7 @@ class _Stop:
 
 
 @contextlib.contextmanager
-def _signals_raise() -> Iterator[_Stop]:
+def signals_raise() -> Iterator[_Stop]:
     """While ranks run, turn every signal that asks for a stop into `Interrupted`, so that the ranks end first."""
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():

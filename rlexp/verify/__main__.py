@@ -36,7 +36,9 @@ def main() -> int:
 def run(options: argparse.Namespace) -> int:
     from rlexp.launch.local import Interrupted
     from rlexp.verify import report
+    from rlexp.verify.verification import refuse
 
+    refuse(options.steps)
     cfg = compose_config(options.overrides)
     refuse_unwritable(options.json)
     try:

@@ -36,15 +36,16 @@ from rlexp.verify.recording import (
 )
 from rlexp.verify.rows import judged_by_rows, mismatched, token_weights
 
-LONG = 1024  # tokens; from here on several threads are faster than one
+LONG = 1024  # tokens; from here on several threads are faster than one, and below they are slower
 
 
 def alone_rank(_spec: RankSpec, job: AloneJob) -> Recording:
-    """Compute with as many threads as the ranks had together."""
-    cfg = job.cfg
-    lengths = [len(example.sequence(side)) for example in job.given.examples.values() for side in example.sides]
-    if cfg.launch.device is Device.cpu and max(lengths, default=LONG) >= LONG:  # threads slow down short sequences
-        torch.set_num_threads(min(os.cpu_count() or 1, cfg.parallel.world_size * cfg.launch.torch_threads))
+    """Compute with all cores, where sequences are so long that it helps."""
+    cfg, given = job.cfg, job.given
+    lengths = [len(example.sequence(side)) for example in given.examples.values() for side in example.sides]
+    lengths += [len(sample.prompt) + len(sample.answer) for each in given.rollouts.values() for sample in each]
+    if cfg.launch.device is Device.cpu and max(lengths, default=0) >= LONG:
+        torch.set_num_threads(len(os.sched_getaffinity(0)))
     return (AloneSamples(job) if cfg.loss.draws else AloneRows(job)).run()
 
 

@@ -155,8 +155,9 @@ class AloneSamples(Alone):
         self.facts["apart"] = max(self.facts["apart"], apart)
         if not self.job.exact or apart > APART:
             for name, weight in theirs.items():
-                self.parameters[name].data.copy_(weight)
-            self.write_weights(step)
+                if not torch.equal(self.parameters[name], weight):
+                    self.parameters[name].data.copy_(weight)
+                    self.files.write("weights", step, name, weight.cpu().numpy())
 
     # ---- a rollout ----
 

@@ -107,6 +107,7 @@ CHECKS: tuple[Requirement, ...] = (
     Requirement("end of an answer", DATA, ROLLOUT),
     # a step
     DUE,
+    Requirement("steps that are taken", DATA, TRAIN),
     Requirement("train batch", DATA, DATASET),
     Requirement("samples of the train batch", DATA, TRAIN),
     Requirement("dealt", DATA, DEALER),

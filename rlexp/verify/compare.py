@@ -28,7 +28,7 @@ from rlexp.verify.checks import (
     Allowed,
     Requirement,
 )
-from rlexp.verify.norms import common_factor, in_bfloat16, shares, size_of, weights_apart
+from rlexp.verify.norms import common_factor, gradients_apart, in_bfloat16, shares, weights_apart
 from rlexp.verify.recording import ANSWER, START, Key, Recording, Scene
 
 FORMULA = "formula: "  # before what the loss's formula itself was given, and has made
@@ -289,8 +289,7 @@ def gradient(pair: TwoRuns, check: Requirement, scene: Scene, other: Scene, drif
     words = {True: "is trained", False: "is frozen"}
     for name in sorted(set(names) ^ set(wanted)):
         yield Deviation(check, scene.step, name, words[name in names], words[name in wanted], folder=MODEL)
-    sizes = [size_of(ran.read("gradient", scene.step, name), meant.read("gradient", scene.step, name), name)
-             for name in wanted if name in names]  # fmt: skip
+    sizes = gradients_apart(ran, meant, scene.step)
     apart = shares(sizes)
     largest = max(apart, key=lambda share: math.inf if math.isnan(share) else share)
     whole = math.sqrt(sum(size.wanted**2 for size in sizes)) or 1.0

@@ -21,7 +21,7 @@ from rlexp.base.host_memory import host_memory
 from rlexp.config.checks.layout import choose, heads_in, heads_of
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.checks.reference import model_of_reference
-from rlexp.config.schema import Config, Device, HFModelConfig, ModelConfig, TinyModelConfig
+from rlexp.config.schema import Config, Device, HFModelConfig, LoraConfig, ModelConfig, TinyModelConfig
 from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig
@@ -37,10 +37,13 @@ from rlexp.training.types import Example
 from rlexp.training.world.groups import ALONE, World
 from rlexp.verify.jobs import SHARE, VerifyPlan, gigabytes
 
+PLAIN = 1  # rank beside those of the run, in the plain run or in what is computed alone
 # float64 numbers of a rank per parameter: weight, reference model, gradient, two moments and two temporary copies
 NUMBERS = 7
 OF_CRITIC = 6  # and of a critic that has its own trunk: no reference stands beside it
-FILES = 3  # recordings whose gradients and weights are on disk at once
+# Recordings whose gradients and weights are on disk at once: the run's, its plain run's, and what is computed alone; of
+# drawn samples, perhaps alone from both.
+FILES, FILES_OF_DRAWN = 3, 4
 LEAST = 2  # layers
 # float64 numbers per token and layer: 4,300 were measured with a width of 64 and an inner width of 172.
 PER_WIDTH, PER_INNER = 40, 10
@@ -101,7 +104,10 @@ def plan(cfg: Config, steps: int, folder: Path, *, free: int) -> VerifyPlan:
             f"only {SHARE:g} of the {gigabytes(free)} that are free may be used. Use fewer ranks (launch.nproc), a "
             f"smaller data.max_length or train.micro_batch_size, a machine with more memory, or {other}."
         )
-    _refuse_small_disk(cfg, parameters, steps, folder)
+    trained = parameters
+    if isinstance(cfg.adapter, LoraConfig):
+        trained = min(parameters, _of_adapter(cfg.adapter, _on_meta(cfg, first_layers(config, layers))))
+    _refuse_small_disk(cfg, parameters, trained, steps, folder)
     choice = choose(cfg, heads_in(config.to_dict()))
     model = _cut(cfg.model, layers, folder) if layers < full else cfg.model
     return VerifyPlan(steps, len(held_out), layers, full, parameters, longest, need, free, choice, model, cfg.reference)
@@ -120,7 +126,7 @@ def _tokens_at_once(cfg: Config, batches: Sequence[Sequence[Example]]) -> int:
         trained = (most.samples or cfg.train.batch_size) * (cfg.parallel.dp_size + 1)
         if most.tokens is not None:
             trained = min(trained, -(-most.tokens * cfg.parallel.world_size // longest) + 1)
-        cached = cfg.rollout.micro_batch_size * (cfg.parallel.world_size + cfg.rollout.sampling_ranks)
+        cached = cfg.rollout.micro_batch_size * (cfg.parallel.world_size + PLAIN + 2 * cfg.rollout.sampling_ranks)
         return longest * max(trained, -(-cached * OF_CACHE // PER_WIDTH))
     dealer = dealer_of(cfg, heads_of(cfg.model), cfg.parallel.dp_size)
     replicas = [sizes for batch in batches for sizes in dealer.deal([*map(unit_of, batch)]).sizes]
@@ -129,9 +135,11 @@ def _tokens_at_once(cfg: Config, batches: Sequence[Sequence[Example]]) -> int:
 
 def _bytes_needed(cfg: Config, config: Any, tokens: int) -> tuple[int, int, int]:
     """Return the bytes for each parameter, for each layer, and for models that keep all layers. On GPUs each rank has a
-    device of its own."""
+    device of its own, or shares it with those that launch.ranks_per_gpu says."""
     ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks  # a rank that only samples holds less
-    holders = 2 if cfg.launch.device is Device.cuda else ranks + 1
+    holders = (
+        cfg.launch.ranks_per_gpu + 1 if cfg.launch.device is Device.cuda else ranks + PLAIN + cfg.rollout.sampling_ranks
+    )
     whole = 0
     for term in reward_terms(cfg.reward) if cfg.loss.draws else ():
         if isinstance(term.cfg, ModelRewardConfig):
@@ -149,20 +157,30 @@ def _bytes_needed(cfg: Config, config: Any, tokens: int) -> tuple[int, int, int]
     )
 
 
-def _parameters(cfg: Config, config: Any) -> int:
+def _on_meta(cfg: Config, config: Any) -> Any:
     trusted = isinstance(cfg.model, HFModelConfig) and cfg.model.trust_remote_code
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
-    return int(model.num_parameters())
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trusted)
+
+
+def _parameters(cfg: Config, config: Any) -> int:
+    return int(_on_meta(cfg, config).num_parameters())
+
+
+def _of_adapter(adapter: LoraConfig, model: Any) -> int:
+    """The trained parameters of an adapter, at most: of all linear layers, and those that are trained whole."""
+    pairs = sum(adapter.rank * (each.in_features + each.out_features)
+                for each in model.modules() if isinstance(each, torch.nn.Linear))  # fmt: skip
+    return pairs + sum(p.numel() for name, p in model.named_parameters() if any(also in name for also in adapter.also))
 
 
 def _own_critic(cfg: Config) -> bool:
     return isinstance(cfg.loss, PPOConfig) and cfg.loss.critic is CriticName.own
 
 
-def _refuse_small_disk(cfg: Config, parameters: int, steps: int, folder: Path) -> None:
-    files = FILES * (2 if _own_critic(cfg) else 1)
-    need, free = 8 * parameters * (2 * steps + 1) * files, shutil.disk_usage(folder).free
+def _refuse_small_disk(cfg: Config, parameters: int, trained: int, steps: int, folder: Path) -> None:
+    files = (FILES_OF_DRAWN if cfg.loss.draws else FILES) * (2 if _own_critic(cfg) else 1)
+    need, free = 8 * files * (parameters + 2 * steps * trained), shutil.disk_usage(folder).free
     if need > SHARE * free:
         raise ModelError(
             f"TMPDIR={tempfile.gettempdir()}: gradients and weights of {steps} steps take {gigabytes(need)} there, but "

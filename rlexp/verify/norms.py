@@ -31,6 +31,13 @@ def size_of(got: Array, wanted: Array, name: str) -> TensorSize:
     return TensorSize(name, size, norm, float(np.linalg.norm(ours - theirs)), factor, residue)
 
 
+def gradients_apart(got: TensorFiles, wanted: TensorFiles, step: int) -> list[TensorSize]:
+    """Compare the gradients of a step that both have."""
+    names = set(got.names("gradient", step))
+    return [size_of(got.read("gradient", step, name), wanted.read("gradient", step, name), name)
+            for name in wanted.names("gradient", step) if name in names]  # fmt: skip
+
+
 def shares(sizes: Sequence[TensorSize]) -> list[float]:
     """‖a − b‖ / ‖b‖ of each parameter. A thousandth of the whole gradient is added to ‖b‖, since some gradients are
     nothing but rounding: a softmax does not depend on a bias of the keys."""

@@ -8,7 +8,7 @@ measured multiple of the unit roundoff, or of the noise floor if that is more. S
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from rlexp.verify.checks import ENGINE as OF_ENGINE
 from rlexp.verify.checks import FLOAT64, GRADIENT, LOGPS, ROLLOUT, Requirement
 from rlexp.verify.checks import LOSS as OF_LOSS
 from rlexp.verify.compare import Deviation, TwoRuns
-from rlexp.verify.norms import TensorSize, common_factor, shares, size_of, weights_apart
+from rlexp.verify.norms import common_factor, gradients_apart, shares, weights_apart
 from rlexp.verify.recording import Array, Key, Recording, Scene, TensorFiles
 
 UNIT = {Precision.fp32: 2.0**-24, Precision.bf16: 2.0**-9}
@@ -151,9 +151,7 @@ def given_parts(cfg: Config, run: Recording, parts: TensorFiles, steps: int) -> 
     allowed = 1e-9 if exact else max(OF_PARTS, rounding)
     largest = 0.0
     for step in range(1, steps + 1):
-        names = [name for name in parts.names("gradient", step) if name in run.files.names("gradient", step)]
-        sizes = [size_of(run.files.read("gradient", step, name), parts.read("gradient", step, name), name)
-                 for name in names]  # fmt: skip
+        sizes = gradients_apart(run.files, parts, step)
         if not sizes:
             break
         apart = shares(sizes)
@@ -181,17 +179,11 @@ def _named(held: Measured, quantity: Quantity, got: OfStep, meant: OfStep) -> De
                 check, name = replace(check, folder=folder), f"{name}, of {who.removeprefix('scored: ')}"
                 break
     if quantity.stage == GRADIENT:
-        sizes = list(_sizes(got, meant))
+        sizes = gradients_apart(got.files, meant.files, meant.number)
         worst = max(sizes, key=lambda size: size.apart / (size.wanted or 1.0))
         note = f"{note}; worst: {worst.name}, norm {worst.got:.6g} against {worst.wanted:.6g}{common_factor(sizes)}"
     return Deviation(check, meant.number, name, f"{held.own:.2g} from float64", f"{held.allowed:.2g} at most",
                       note.lstrip("; "))  # fmt: skip
-
-
-def _sizes(a: OfStep, b: OfStep) -> Iterator[TensorSize]:
-    for name in b.files.names("gradient", b.number):
-        if name in a.files.names("gradient", a.number):
-            yield size_of(a.files.read("gradient", a.number, name), b.files.read("gradient", b.number, name), name)
 
 
 def _of_tokens(a: OfStep, b: OfStep, whose: tuple[str, ...]) -> float:
@@ -231,18 +223,13 @@ def of_loss(a: OfStep, b: OfStep) -> float:
 
 def of_gradient(a: OfStep, b: OfStep) -> float:
     """‖a − b‖ / ‖b‖ over all parameters together."""
-    sizes = list(_sizes(a, b))
+    sizes = gradients_apart(a.files, b.files, b.number)
     return math.sqrt(sum(s.apart**2 for s in sizes)) / (math.sqrt(sum(s.wanted**2 for s in sizes)) or 1.0)
 
 
 def of_parameter(a: OfStep, b: OfStep) -> float:
     """The largest ‖a − b‖ / ‖b‖ of a parameter; see `shares`."""
-    return max(shares(list(_sizes(a, b))), default=0.0)
-
-
-def of_weights(a: OfStep, b: OfStep) -> float:
-    """The largest difference relative to the largest weight of the parameter."""
-    return weights_apart(a.files, b.files, b.number)
+    return max(shares(gradients_apart(a.files, b.files, b.number)), default=0.0)
 
 
 def _units(fp32: float, bf16: float) -> dict[Precision, float]:
@@ -257,7 +244,12 @@ QUANTITIES = (
     Quantity("loss", OF_LOSS, _units(256, 32), of_loss),
     Quantity("gradient", GRADIENT, _units(512, 128), of_gradient),
     Quantity("gradient of a parameter", GRADIENT, _units(1024, 256), of_parameter),
-    Quantity("weights after the step", "optimizer", _units(math.inf, math.inf), of_weights),
+    Quantity(
+        "weights after the step",
+        "optimizer",
+        _units(math.inf, math.inf),
+        lambda a, b: weights_apart(a.files, b.files, b.number),
+    ),
 )
 
 

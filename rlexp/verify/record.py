@@ -41,9 +41,9 @@ def record_rank(spec: RankSpec, worlds: Sequence[Sequence[RecordJob]]) -> list[R
     while spec.rank >= before + (ranks := ranks_of(worlds[number][0].cfg)):
         before, number = before + ranks, number + 1
     rank, jobs = spec.rank - before, worlds[number]
-    cfg, sampling = jobs[0].cfg, jobs[0].cfg.rollout.sampling_ranks
+    sampling = jobs[0].cfg.rollout.sampling_ranks
     spec = RankSpec(rank, ranks, rank, f"{spec.init_method}-{number}")
-    store = join(spec, cfg.launch, sampling)
+    store = join(spec, worlds[0][0].cfg.launch, sampling)  # with the run's share of the cores
     bridge = bridges.build(store, spec.rank, spec.world_size - sampling, sampling) if sampling else None
     if bridge is not None and bridge.samples:
         for job in jobs:
@@ -56,7 +56,6 @@ def record_rank(spec: RankSpec, worlds: Sequence[Sequence[RecordJob]]) -> list[R
 
 def recorded(rank: int, job: RecordJob, bridge: Bridge | None = None) -> Recording:
     """Train until the last step, or until the run refuses one."""
-
     counted = CountedPass(job.cfg) if job.counted and job.cfg.parallel.ring_size > 1 else None
     kind = SampleRecorder if job.cfg.loss.draws else RowsRecorder
     recorder = kind(job, Recording(rank, job.cfg.parallel.ring_size), counted)

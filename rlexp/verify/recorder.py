@@ -6,6 +6,7 @@ Shape letters: t tokens of one rank, n trained tokens of these, S sequences.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -128,8 +129,11 @@ class Recorder(Sink, Watch):
         for scene in steps:
             planned = task.batch(scene.step)
             scene.put(self.batch, ("order",), np.array(planned.indices))
+        taken = [scene for scene in steps if scene.marks]
+        if self.recording.stopped is None:
+            due = min(self.job.cfg.train.stop_after or sys.maxsize, self.recording.facts["total_steps"])
+            self.recording.scenes[-1].expect("steps that are taken", ("of the run",), len(taken), due)
         if self.recording.rank == 0:
-            taken = [scene for scene in steps if scene.marks]
             lrs = [scene.row["train/learning_rate"] for scene in taken if "train/learning_rate" in scene.row]
             for scene, updates in zip(taken, given_steps(self.job.cfg, lrs, self.files), strict=False):
                 for name, update in updates.items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
+import shutil
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -189,14 +190,18 @@ class TensorFiles:
         """Let the file of the step before be this step's too."""
         path = self._path(kind, step, name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.hardlink_to(self._path(kind, step - 1, name))
+        before = self._path(kind, step - 1, name)
+        try:
+            path.hardlink_to(before)
+        except OSError:  # not every file system has links
+            shutil.copyfile(before, path)
 
     def names(self, kind: str, step: int) -> list[str]:
         folder = self.folder / f"{kind}-{step}"
         return sorted(path.stem for path in folder.iterdir()) if folder.is_dir() else []
 
     def moved(self, step: int) -> set[str]:
-        """The weights that are no more those of the start."""
+        """The weights that are not in the files of the start: they have changed."""
         names = self.names("weights", step)
         start, now = ([self._path("weights", number, name) for name in names] for number in (0, step))
         return {name for name, a, b in zip(names, start, now, strict=True) if not a.exists() or not a.samefile(b)}

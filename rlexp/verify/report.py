@@ -25,7 +25,7 @@ from rlexp.verify import report_gap
 from rlexp.verify.checks import FLOAT64
 from rlexp.verify.profiles import exact, first_step_on_new_weights
 from rlexp.verify.verdict import Failure, Met, Verification
-from rlexp.verify.verification import refuse, verify
+from rlexp.verify.verification import verify
 
 WIDTH = 110
 # Rows of the table: title, name in float64, name in the run's own precision, and what is allowed in float64. A large
@@ -51,7 +51,8 @@ OF_SAMPLES = ("value of a token", "what the loss is given", "derivatives, given 
 
 def run(cfg: Config, steps: int | None, file: Path | None, *, search: bool = True) -> int:
     """Verify, print the report and return the exit code."""
-    refuse(steps)
+    if file is not None:
+        file.write_text("", encoding="utf-8")  # no result of another time
     sys.stdout.write(fitted(f"rlexp.verify  {subject(cfg)}\n"))
     sys.stdout.flush()
     result = verify(cfg, steps, print_line, search=search)
@@ -231,11 +232,11 @@ def failure_in_words(failure: Failure) -> str:
         f"FAIL at step {failure.step}, in {failure.precision}: the first difference is in the {failure.stage}.",
         f"  {failure.quantity}",
         f"    this run:  {failure.got}",
-        f"    {failure.beside}: {failure.expected}",
+        f"    {failure.beside + ':':<10} {failure.expected}",
     ]
     notes = (failure.note, failure.evidence, *settings_in_words(failure))
     lines += [_wrapped(words) for words in notes if words]
-    lines.append(f"  Look in {failure.module}")
+    lines += [f"  Look in {failure.module}"] if failure.module else []
     return "\n".join(lines)
 
 

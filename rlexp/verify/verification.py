@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import re
 import shutil
 import tempfile
@@ -24,7 +25,7 @@ from rlexp.config.schema import Config
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.joining import prepare_environment
-from rlexp.launch.local import PRELOAD, RankFailed, run_ranks
+from rlexp.launch.local import PRELOAD, RankFailed, run_ranks, signals_raise
 from rlexp.launch.preflight_check import laid_out, with_vllm_memory
 from rlexp.verify import profiles
 from rlexp.verify.jobs import AloneJob, Parts, RecordJob, VerifyPlan, ranks_of, run_job, shrunk
@@ -50,7 +51,7 @@ def verify(cfg: Config, steps: int | None, say: Progress, *, search: bool = True
     other = cfg.loss.draws and cfg.rollout.engine is not RolloutEngine.native
     cfg = laid_out(contained(cfg))
     prepare_environment(cfg.launch)
-    with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder, signals_raise():
         result = Verifier(cfg, Path(folder), say, vllm=other, search=search).run(steps)
     result.seconds = time.monotonic() - began
     return result
@@ -60,6 +61,9 @@ def refuse(steps: int | None) -> None:
     """Refuse a configuration that cannot be verified, before anything is printed or started."""
     if steps is not None and steps < 1:
         raise ConfigError(f"--steps={steps}: must be at least 1.")
+    if (place := os.environ.get("TMPDIR")) and os.path.abspath(place) != tempfile.gettempdir():
+        raise ConfigError(f"TMPDIR={place}: is no folder where files can be written. Gradients and weights are stored "
+                          "there: set it to one that is, or unset it.")  # fmt: skip
     if sizes.joined_world() is not None:
         raise ConfigError(
             "rlexp.verify: starts its own ranks on this machine, and torchrun or srun has already started some. Run it "
@@ -76,6 +80,7 @@ class Verifier:
         self.preload = (*PRELOAD, *OURS, *deepspeed)
         self.result = Verification()
         self.ran: Recording | None = None  # in float64
+        self.own_ranks = 0  # of the last recording; those of a plain run beside it have higher numbers
 
     def start(self, what: str, target: str, ranks: int, *args: Any) -> list[Any]:
         """Run a `module.function` of this package on ranks. What it imports, torch for one, is not imported here."""
@@ -112,8 +117,8 @@ class Verifier:
     def recorded(
         self, what: str, *worlds: Sequence[Config], counted: bool = False, held_out: int | None = None
     ) -> list[Recording]:
-        """Run configurations, of one world after each other, and all worlds side by side in one start of ranks. Return
-        the recordings in the order of the configurations. `counted`: of the first."""
+        """Run the worlds side by side, in one start of ranks, and the configurations of each world one after another.
+        Return the recordings in that order. `counted`: whether those of the first world count what they keep."""
         from rlexp.verify.recording import merged
 
         jobs: list[list[RecordJob]] = []
@@ -127,6 +132,7 @@ class Verifier:
                     plan = dataclasses.replace(plan, steps=1, held_out=0)
                 place = Path(tempfile.mkdtemp(dir=self.folder))
                 jobs[-1].append(RecordJob(bounded(cfg, plan), plan.held_out, place, counted and not world))
+        self.own_ranks = ranks_of(jobs[0][0].cfg)
         by_rank = iter(self.start(what, "record.record_rank", sum(ranks_of(each[0].cfg) for each in jobs), jobs))
         recordings = []
         for each in jobs:
@@ -134,14 +140,18 @@ class Verifier:
             recordings += [merged([rank[at] for rank in ranks], job.folder) for at, job in enumerate(each)]
         return recordings
 
-    def alone(self, what: str, cfg: Config, given: Recording, *, own: bool = False) -> Recording:
-        """Compute the same steps by transformers alone. `own`: of a run in its own precision."""
+    def alone(
+        self, what: str, cfg: Config, given: Recording, *, own: bool = False, until: int | None = None
+    ) -> Recording:
+        """Compute the same steps by transformers alone. `own`: of a run in its own precision. `until`: the last one."""
         from rlexp.verify.precision import rounding_of_token
 
         place = Path(tempfile.mkdtemp(dir=self.folder))
         taken = len([scene for scene in given.steps() if scene.row])
-        steps = min(self.plan.steps, taken + (given.stopped is not None)) if self.cfg.loss.draws else self.plan.steps
-        job = AloneJob(cfg, dataclasses.replace(given, kept=None), steps, self.plan.held_out, place, exact=not own,
+        steps = until or self.plan.steps
+        steps = min(steps, taken + (given.stopped is not None)) if self.cfg.loss.draws else steps
+        held_out = 0 if until else self.plan.held_out
+        job = AloneJob(cfg, dataclasses.replace(given, kept=None), steps, held_out, place, exact=not own,
                        rounding=rounding_of_token(self.cfg.train.precision if own else Precision.fp64))  # fmt: skip
         alone: Recording = self.start(what, "alone.alone_rank", 1, job)[0]
         return alone
@@ -337,6 +347,8 @@ class Verifier:
             result.measured, deviation = measure(cfg, ran, floor, right, scores=result.scores)
             result.measured += of_drawn(pair)
         if deviation is not None:
+            forget(ran)
+            forget(floor)
             result.failure = self.swapped_own(deviation)
             return
         assert ran.folder is not None
@@ -362,9 +374,7 @@ class Verifier:
                 return False  # it has agreed
             other, right = self._step_of(form, until), self.right
             if cfg.loss.draws:
-                whole, self.plan = self.plan, dataclasses.replace(self.plan, steps=until, held_out=0)
-                right = self.alone("its samples, by transformers alone", exact(form), other, own=True)
-                self.plan = whole
+                right = self.alone("its samples, by transformers alone", exact(form), other, own=True, until=until)
             first = next(beside_float64(form, other, right).differences(), None)
             if first is None:
                 first = measure(form, other, other, right, scores=self.result.scores)[1]
@@ -403,9 +413,17 @@ class Verifier:
 
     def _crashed(self, failed: RankFailed) -> Failure:
         """The failure of a run that raised an error of its own. If float64 agreed, the engine is the first suspect."""
-        exact_agrees = self.precision != "float64"
-        module = module_of_traceback(str(failed)) or ("rlexp/training/engine/" if exact_agrees else "rlexp/")
-        return Failure(self.precision, 1, "running", "the run", last_line(failed), "a step", module, note=str(failed))
+        text, what = str(failed), "the run"
+        if failed.rank >= self.own_ranks > 0:
+            text, what = text.replace(f"rank {failed.rank} failed", "the plain run failed", 1), "the plain run"
+        module, evidence = module_of_traceback(text), ""
+        if failed.killed and "no memory left" in text:
+            evidence = "Use fewer ranks (launch.nproc), a smaller model, or a machine with more memory."
+        elif module is None:
+            module = "rlexp/training/engine/" if self.precision != "float64" else "rlexp/"
+        note = text if "\n" in text else ""
+        return Failure(self.precision, 1, "running", what, text.rpartition("\n")[2], "a step", module or "",
+                       note=note, evidence=evidence, beside="expected")  # fmt: skip
 
 
 def failure_of(

@@ -14,24 +14,19 @@ from typing import Any
 import pytest
 import torch
 
-from rlexp.base.errors import ModelError, NonFiniteError, UserError
-from rlexp.base.host_memory import HostMemory
-from rlexp.config.checks.layout import choose, heads_of
+from rlexp.base.errors import NonFiniteError, UserError
 from rlexp.config.load import compose_config
-from rlexp.launch.preflight_check import laid_out
-from rlexp.verify import fit_memory
+from rlexp.launch.local import RankFailed
 from rlexp.verify.checks import STAGES
-from rlexp.verify.jobs import shrunk
 from rlexp.verify.model import answer_logps, load, own_blocks, softmax_attention
 from rlexp.verify.optimizer import Optimizer
-from rlexp.verify.profiles import exact
 from rlexp.verify.recording import TokenExample
 from rlexp.verify.report import failure_in_words, report
 from rlexp.verify.verdict import Verification
-from rlexp.verify.verification import module_of_traceback, verify
+from rlexp.verify.verification import Verifier, module_of_traceback, verify
 from tests.helpers import warm
 from tests.helpers.conversations import hh, of_several_turns
-from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, LITTLE_MEMORY, WHOLE_SEQUENCE, WITH_OWN_TESTS
+from tests.helpers.faults import ALL_FAULTS, CHECK, FAST, FAULTS, WHOLE_SEQUENCE, WITH_OWN_TESTS
 from tests.helpers.faults.base import FP64, MIXED, Fault
 from tests.helpers.faults.examining import is_named
 from tests.helpers.faults.verified import quiet, verify_planted
@@ -104,6 +99,18 @@ def test_a_traceback_points_to_the_innermost_module(files: tuple[str, ...], modu
     text = "Traceback (most recent call last):\n"
     text += "".join(f'  File "/home/me/rlexp/rlexp/{file}", line 7, in call\n    call()\n' for file in files)
     assert module_of_traceback(text + "ZeroDivisionError: division by zero") == module
+
+
+def test_a_rank_that_is_killed_is_named_as_the_user_knows_it(tmp_path: Path) -> None:
+    """Those of the plain run come behind the run's own."""
+    verifier = Verifier(compose_config(SMALL), tmp_path, quiet)
+    verifier.precision, verifier.own_ranks = "float64", 2
+    killed = "failed: the process was killed by SIGKILL; perhaps the machine had no memory left"
+    for rank, words in ((1, "rank 1"), (2, "the plain run")):
+        told = failure_in_words(verifier._crashed(RankFailed(f"rank {rank} {killed}", rank, killed=True)))
+        assert f"this run:  {words} {killed}\n" in told
+        assert "launch.nproc" in told
+        assert "Look in" not in told
 
 
 # ---- it says whether the ring shards the sequence ----
@@ -382,66 +389,6 @@ def test_the_models_attention_for_gpus_is_sdpa() -> None:
     one_way, other = (answer_logps(load(cfg, cpu, name), pair, "chosen", cpu) for name in ("sdpa", own_blocks()))
     for a, b in zip(one_way, other, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-14)
-
-
-# ---- a model that does not fit loses layers ----
-
-
-def test_what_is_free_is_free_in_the_group_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fit_memory, "host_memory", lambda: HostMemory(total=64 << 30, available=7 << 30))
-    assert fit_memory.free_on_host() == 7 << 30
-
-
-def test_layers_are_left_out_until_it_fits(tmp_path: Path) -> None:
-    cfg = compose_config([*SMALL, "model.layers=8", "parallel=ring2"])
-    whole = fit_memory.plan(cfg, 2, tmp_path, free=1 << 40)
-    assert (whole.layers, whole.left_out) == (8, None)
-    less = fit_memory.plan(cfg, 2, tmp_path, free=whole.need)  # 0.7 of it may be used
-    assert 2 <= less.layers < 8
-    assert less.need <= 0.7 * whole.need
-    assert f"first {less.layers} of 8 layers" in (less.left_out or "")
-    assert shrunk(cfg, less).model.layers == less.layers
-    with pytest.raises(
-        ModelError, match=r"2 of its layers .* parameters\) need .* GB .* 0.7 of the .* GB that are free"
-    ):
-        fit_memory.plan(cfg, 2, tmp_path, free=1 << 20)
-
-
-def test_float64_is_run_over_the_layout_that_the_run_takes(tmp_path: Path) -> None:
-    """The choice of `auto` may depend on the precision, so it is made once."""
-    cfg = compose_config(
-        ["launch.device=cpu", "parallel=ring2", "parallel.layout=auto", "train.precision=bf16", "data.max_length=2048",
-         "model.heads=8", "model.kv_heads=8", "model.hidden_size=128"]
-    )  # fmt: skip
-    cfg = laid_out(cfg)
-    taken = choose(cfg, heads_of(cfg.model))
-    assert taken.reason
-    pinned = exact(shrunk(cfg, fit_memory.plan(cfg, 1, tmp_path, free=1 << 40)))
-    assert choose(pinned, heads_of(cfg.model)).name == taken.name
-
-
-def test_a_pretrained_model_keeps_its_first_layers(shared: Path, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    hh = f"{shared}/data/hh_helpful_base/test.jsonl"
-    cfg = compose_config(real(shared, hh, "data.max_length=256", "data.too_long=drop", "train.batch_size=2"))
-    whole = fit_memory.plan(cfg, 1, tmp_path, free=1 << 40)
-    less = fit_memory.plan(cfg, 1, tmp_path, free=whole.need)
-    assert 2 <= less.layers < whole.layers == 5
-    small = AutoModelForCausalLM.from_pretrained(shrunk(cfg, less).model.path).state_dict()
-    large = AutoModelForCausalLM.from_pretrained(f"{shared}/models/stories260K").state_dict()
-    assert small.keys() < large.keys()
-    assert all(torch.equal(weight, large[name]) for name, weight in small.items())
-
-
-def test_a_shrunk_model_is_verified_and_said_to_be_shrunk() -> None:
-    overrides = [*SMALL, "model.layers=6", "train.precision=fp64", "parallel=ring2", "data.max_length=300"]
-    cfg = compose_config(overrides)
-    verdict, reached = verify_planted(LITTLE_MEMORY, overrides=overrides, steps=1)
-    assert reached
-    assert verdict.passed, failure_in_words(verdict.failure)
-    assert 2 <= verdict.plan.layers < 6
-    assert f"shrunk: the model's first {verdict.plan.layers} of 6 layers" in report(cfg, verdict)
 
 
 # ---- mistakes of the user ----

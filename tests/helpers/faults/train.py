@@ -181,6 +181,7 @@ TRAIN_FAULTS = (
         lambda original, task, step, *args: original(task, step, *args) | {"train/epoch": float(step.batch.epoch)},
         "metrics", TRAIN),
     one("total tokens start anew", "train.loop:train_loop", forgetting, "metrics", TRAIN, step=2),
+    one("a step too few", "train.loop:last_step", lambda original, *args: original(*args) - 1, "data", TRAIN),
     one("held-out pairs twice", ROWS_TASK + "RowsTask.held_out_dealt", first_again, "metrics", TRAIN,
         "data.eval_size=13", "train.eval_every=1"),
 )  # fmt: skip
