@@ -100,7 +100,6 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "the trained adapter as the reference",
         "a reference with the adapter on",
     ),
-    "scoring": ("one random number for all rows",),
     "fused": (
         "a norm over the neighbour's row",
         "a rotary table one position off",
