@@ -137,9 +137,8 @@ def _bytes_needed(cfg: Config, config: Any, tokens: int) -> tuple[int, int, int]
     """Return the bytes for each parameter, for each layer, and for models that keep all layers. On GPUs each rank has a
     device of its own, or shares it with those that launch.ranks_per_gpu says."""
     ranks = cfg.parallel.world_size + cfg.rollout.sampling_ranks  # a rank that only samples holds less
-    holders = (
-        cfg.launch.ranks_per_gpu + 1 if cfg.launch.device is Device.cuda else ranks + PLAIN + cfg.rollout.sampling_ranks
-    )
+    beside = PLAIN + cfg.rollout.sampling_ranks
+    holders = cfg.launch.ranks_per_gpu + PLAIN if cfg.launch.device is Device.cuda else ranks + beside
     whole = 0
     for term in reward_terms(cfg.reward) if cfg.loss.draws else ():
         if isinstance(term.cfg, ModelRewardConfig):

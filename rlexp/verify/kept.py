@@ -29,8 +29,8 @@ from rlexp.verify.jobs import KeptOnRank
 from rlexp.verify.recording import Samples
 
 # Seconds in which nothing is freed, after which nothing will be. Gloo's threads let go of a collective's tensors later
-# than its end is known: one time in five, by up to 8 ms with 4 ranks on 2 cores. Beside
-# other runs, at a load of 6, what was counted stayed within 0.002 of its share.
+# than its end is known: one time in five, by up to 8 ms with 4 ranks on 2 cores. Beside other runs, at a load of 6,
+# what was counted stayed within 0.002 of its share.
 QUIET = 0.1
 
 

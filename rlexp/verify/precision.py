@@ -244,13 +244,9 @@ QUANTITIES = (
     Quantity("loss", OF_LOSS, _units(256, 32), of_loss),
     Quantity("gradient", GRADIENT, _units(512, 128), of_gradient),
     Quantity("gradient of a parameter", GRADIENT, _units(1024, 256), of_parameter),
-    Quantity(
-        "weights after the step",
-        "optimizer",
-        _units(math.inf, math.inf),
-        lambda a, b: weights_apart(a.files, b.files, b.number),
-    ),
-)
+    Quantity("weights after the step", "optimizer", _units(math.inf, math.inf),
+             lambda a, b: weights_apart(a.files, b.files, b.number)),
+)  # fmt: skip
 
 
 def rounding_of_token(precision: Precision) -> float:
