@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 
 from rlexp.base.errors import UserError, first_line
-from rlexp.config.checks.reference import model_of_reference
-from rlexp.config.schema import Config, LoraConfig, NoAdapterConfig
+from rlexp.config.schema import Config, LoraConfig
 from rlexp.config.schema.losses import CriticName, Normalize
 from rlexp.config.schema.models import ReferenceName
 from rlexp.launch.joining import RankSpec, join, leave_world
@@ -43,7 +42,7 @@ from rlexp.training.types import Example, Shard, Wanted
 from rlexp.verify import rollout_rules as rules
 from rlexp.verify.again import task_on, without_engine
 from rlexp.verify.checks import ALGOS, ENGINE, MODEL, REFERENCE, RING, ROLLOUT, TRAIN
-from rlexp.verify.model import softmax_attention
+from rlexp.verify.model import of_reference, softmax_attention
 from rlexp.verify.recording import Array, Key, Samples, TensorFiles, TokenExample
 
 ERRORS = (ArithmeticError, AssertionError, AttributeError, IndexError, LookupError, RuntimeError, TypeError,
@@ -190,7 +189,7 @@ class Trial:
         yield ENGINE, "the engine's forward pass", engine
 
     def of_reference(self) -> Iterator[Part]:
-        task, engine, cfg = self.task, self.run.engine, starting(self.cfg)
+        task, engine, cfg = self.task, self.run.engine, of_reference(self.cfg)
         yield RING, "attention alone", lambda: self.attention_is_wrong(backward=False)
         if self.cfg.reference.name is ReferenceName.adapter:
             wanted = dataclasses.replace(task.wanted.frozen, values=task.wanted.values)
@@ -300,15 +299,6 @@ class Trial:
 
 def apart(got: Tensor, wanted: Tensor) -> bool:
     return not float((got - wanted).abs().max()) <= ROUNDING * float(wanted.abs().max())
-
-
-def starting(cfg: Config) -> Config:
-    """The configuration of the model that the policy is compared with."""
-    if cfg.reference.path is not None:
-        cfg = dataclasses.replace(cfg, model=model_of_reference(cfg))
-    if cfg.reference.path is not None or (isinstance(cfg.adapter, LoraConfig) and cfg.adapter.path is None):
-        cfg = dataclasses.replace(cfg, adapter=NoAdapterConfig())
-    return cfg
 
 
 def weighing_is_wrong() -> bool:
