@@ -309,6 +309,11 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_real_pairs_by_templates[llama3]",
         "test_real_pairs_by_templates[qwen3]",
     ),
+    "verify/test_fit_memory": (
+        "test_a_pretrained_model_keeps_its_first_layers",
+        "test_a_shrunk_model_is_verified_and_said_to_be_shrunk",
+        "test_float64_is_run_over_the_layout_that_the_run_takes",
+    ),
     "verify/test_verify": (
         "test_a_defect_is_found_and_its_module_named[a child sees its sibling]",
         "test_a_defect_is_found_and_its_module_named[a reward given to the neighbour]",
@@ -319,10 +324,7 @@ SLOW: Mapping[str, tuple[str, ...]] = {
         "test_a_defect_is_found_and_its_module_named[not clipped]",
         "test_a_defect_is_found_and_its_module_named[replicated sums counted on every rank]",
         "test_a_mixture_of_conversations_passes",
-        "test_a_pretrained_model_keeps_its_first_layers",
-        "test_a_shrunk_model_is_verified_and_said_to_be_shrunk",
         "test_chat_messages_and_odd_texts_pass",
-        "test_float64_is_run_over_the_layout_that_the_run_takes",
         "test_no_layout_keeps_the_whole_sequence",
         "test_the_default_passes",
         "test_what_diverges_in_the_reference_too_is_the_users",
