@@ -21,7 +21,7 @@ from rlexp.verify.checks import STAGES
 from rlexp.verify.model import answer_logps, load, own_blocks, softmax_attention
 from rlexp.verify.optimizer import Optimizer
 from rlexp.verify.recording import TokenExample
-from rlexp.verify.report import failure_in_words, report
+from rlexp.verify.report import failure_in_words, report, run
 from rlexp.verify.verdict import Verification
 from rlexp.verify.verification import Verifier, module_of_traceback, verify
 from tests.helpers import warm
@@ -405,6 +405,7 @@ def test_the_models_attention_for_gpus_is_sdpa() -> None:
         (("--no-search=yes",), {}, "rlexp: argument --no-search: ignored explicit argument 'yes'."),
         (("--stepz", "2"), {}, "rlexp: unrecognized arguments: --stepz 2."),
         (("launch.nodes=2",), {}, "rlexp: launch.nodes=2: this command starts ranks on this machine only."),
+        (("--steps", "1"), {"TMPDIR": "/no/such/folder"}, "rlexp: TMPDIR=/no/such/folder: is no folder"),
         (("--json", "/no/such/folder/out.json"), {}, "rlexp: --json=/no/such/folder/out.json: "),
         ((), {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "x"}, "rlexp: rlexp.verify: starts its own ranks"),
     ],
@@ -421,8 +422,10 @@ def test_a_mistake_is_one_message(args: tuple[str, ...], env: dict[str, str], sa
 def test_data_that_cannot_be_read_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "chosen": "b"}\n', encoding="utf-8")
     cfg = compose_config(["launch.device=cpu", "logger=none", "data=jsonl", f"data.path={tmp_path}/rows.jsonl"])
+    (tmp_path / "out.json").write_text('{"passed": true}', encoding="utf-8")
     with pytest.raises(UserError, match=r"rows\.jsonl:1: field `rejected` is missing"):
-        verify(cfg, 1, quiet)
+        run(cfg, 1, tmp_path / "out.json")
+    assert not (tmp_path / "out.json").read_text(encoding="utf-8")
 
 
 def test_what_diverges_in_the_reference_too_is_the_users() -> None:
