@@ -31,6 +31,7 @@ DEAR = {"test_divergence", "test_damage", "test_engines", "test_page", "test_pip
         "test_resume", "test_ring_flash_attn", "test_rollout_invariance", "test_rollout_resume", "test_rooms",
         "test_task", "test_textbook_rl", "test_trl_trainers", "test_verify", "test_wandb", "test_wheel"}  # fmt: skip
 os.environ.setdefault(TORCH_BUILT_FOR, "cuda")  # tests play GPUs, by an nvidia-smi of their own
+os.environ.setdefault("RLEXP_CUT", "all")  # the sequences of most tests are so short that none would be cut
 os.environ.setdefault("RLEXP_CACHE", str(ROOT / ".pytest_cache" / "rlexp"))
 os.environ.setdefault("HF_DATASETS_CACHE", str(ROOT / ".pytest_cache" / "datasets"))
 prepare_environment(LaunchConfig(device=Device.cpu))

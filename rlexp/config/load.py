@@ -23,7 +23,7 @@ from rlexp.config.checks.rope import notes_on_rope, with_rope_settled
 from rlexp.config.hardware import gpus_without_torch
 from rlexp.config.options import COMMANDS, literals, refuse_wrong_option
 from rlexp.config.paths import conf_dir
-from rlexp.config.resolvers import resolve_device
+from rlexp.config.resolvers import ELASTIC, resolve_device
 from rlexp.config.schema import KINDS, Config, Device, LossConfig, launcher_keys, with_values
 from rlexp.config.schema.keys import GONE, about_unknown, all_keys
 from rlexp.config.schema.loss_terms import compares
@@ -31,6 +31,7 @@ from rlexp.config.schema.value_kinds import check_kinds, with_names
 from rlexp.config.trust import refuse_code, without_code
 
 _AT_HOME = re.compile(r"""^(hydra\.(?:run|sweep)\.dir=['"]?)~(?=/|['"]?$)""")
+_RING, _AUTO = re.compile(r"^(\+*parallel\.ring_size=)(.*)$"), re.compile(r"\bauto\b")
 _OPEN = re.compile(
     r"(engine\.overrides|logger\.axes|reward\.terms|data\.(columns|sources|template_options)|hydra\.launcher\.(environment|additional_parameters))[.=]"
 )
@@ -133,6 +134,7 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
     """Put ++ before keys of open mappings (`engine.overrides.KEY=VALUE`), as Hydra wants it, and the home folder in
     place of a ~ at the beginning of a run's folder: no shell expands it there, and Hydra would make a folder named ~.
     Each value of a typed option that an experiment would displace is put behind the last override.
+    `parallel.ring_size=auto` becomes what `parallel=elastic` has: a number that follows from the ranks.
 
     Options for which Hydra would raise a traceback are refused here.
     """
@@ -145,6 +147,7 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
         (place for place, each in enumerate(overrides, 1) if not each.startswith("-") and "=" in each), default=0
     )
     overrides[last:last] = displaced(overrides)  # Hydra takes overrides in one piece: flags may follow
+    overrides = [_RING.sub(lambda match: match[1] + _AUTO.sub(f"${{{ELASTIC}:}}", match[2]), each) for each in overrides]
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, Node, OmegaConf
 
 from rlexp.base import engine_facts
 from rlexp.base.errors import ConfigError
@@ -16,7 +16,7 @@ from rlexp.config import sizes
 from rlexp.config.hardware import TORCH_WITHOUT_CUDA, gpus_assumed, gpus_without_torch, visible_gpus
 from rlexp.config.paths import config_root, experiments, own_conf_dir
 from rlexp.config.rates import default_critic_rate, default_rate
-from rlexp.config.schema import KINDS, LossConfig
+from rlexp.config.schema import KINDS, Device, LossConfig
 from rlexp.config.schema.cadence import BEFORE_END, seconds
 
 WIDTH = 110  # characters of a line of --help
@@ -39,16 +39,22 @@ def resolve_device(device: str) -> str:
     return device
 
 
-def default_nproc(device: str, ring_size: int, sampling_ranks: int, ranks_per_gpu: int = 1) -> int:
+def default_nproc(device: str, ring_size: int | None, sampling_ranks: int, ranks_per_gpu: int = 1) -> int:
     """Return the number of ranks on this machine: those that a launcher started, else those of each GPU, or on CPU one
-    replica and its sampling ranks."""
-    sizes.require("parallel.ring_size", ring_size)
+    replica and its sampling ranks. `ring_size` is None if the ring has as many as there are."""
+    if ring_size is not None:
+        sizes.require("parallel.ring_size", ring_size)
     sizes.require("launch.ranks_per_gpu", ranks_per_gpu)
     ranks, nodes = sizes.joined_world(), sizes.joined_nodes()
     if ranks is not None and nodes is not None:
         return ranks // nodes
     on_gpus = resolve_device(device) == "cuda"
-    return visible_gpus() * ranks_per_gpu if on_gpus else ring_size + sampling_ranks
+    if not on_gpus and ring_size is None:
+        raise ConfigError(
+            "parallel.ring_size=auto: takes all ranks for one ring, and on a CPU their number must be given. For "
+            "example: launch.nproc=4."
+        )
+    return visible_gpus() * ranks_per_gpu if on_gpus or ring_size is None else ring_size + sampling_ranks
 
 
 def slurm_gpus(device: str, nproc: int, ranks_per_gpu: int) -> int | None:
@@ -64,6 +70,22 @@ def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
         sizes.require("launch.nodes", nodes)
         ranks = nproc * nodes
     return sizes.training_ranks(ranks, sampling_ranks)
+
+
+ELASTIC = "rlexp_elastic_ring"
+
+
+def elastic_ring(root: DictConfig) -> int:
+    """Return the size of a ring of all ranks. Between nodes with GPUs links are slow: each has a ring of its own."""
+    ranks, nodes = root.parallel.world_size, root.launch.nodes
+    return ranks // nodes if root.launch.device is not Device.cpu and ranks % nodes == 0 else ranks
+
+
+def stated_ring(root: DictConfig) -> int | None:
+    """Return the ring size that was given; None if it is left to us, and follows from the number of ranks."""
+    given = root.parallel._get_node("ring_size")
+    elastic = isinstance(given, Node) and ELASTIC in str(given._value())
+    return None if elastic else root.parallel.ring_size
 
 
 def dp_size(world_size: int, ring_size: int, device: str) -> int:
@@ -152,5 +174,13 @@ def register() -> None:
     def by_names(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *given: function(*(getattr(each, "value", each) for each in given))
 
+    of_root: dict[str, Callable[[DictConfig], Any]] = {
+        ELASTIC: elastic_ring,
+        "rlexp_stated_ring": stated_ring,
+        "rlexp_elastic": lambda root: stated_ring(root) is None,
+        "rlexp_ring_name": lambda root: "elastic" if (ring := stated_ring(root)) is None else f"ring{ring}",
+    }
+    for name, function in of_root.items():
+        OmegaConf.register_new_resolver(name, lambda *, _root_, of=function: of(_root_), replace=True)
     for name, function in RESOLVERS.items():
         OmegaConf.register_new_resolver(name, by_names(function), replace=True)

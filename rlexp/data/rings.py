@@ -10,7 +10,7 @@ import numpy as np
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
-from rlexp.config.checks.layout import choose, heads_of
+from rlexp.config.checks.layout import choose, described, heads_of
 from rlexp.config.checks.micro_batches import shares, size_in_words
 from rlexp.config.schema import Config, LayoutName, with_values
 from rlexp.config.schema.cadence import plural
@@ -22,7 +22,7 @@ from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit
 from rlexp.training.dealer.forest import Share
 from rlexp.training.dealer.of_run import dealer_of, too_large
 from rlexp.training.dealer.packing import pack_sequences
-from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.layouts import Layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
 from rlexp.training.types import Example, Ids
@@ -101,9 +101,9 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
         choice = choose(on_ring, heads)
     except ConfigError as error:
         return str(error)
-    own, windows = get_layout(*choice.how), heads.windows_within(cfg.data.max_length) if heads else (None,)
-    dealer = dealer_of(on_ring, heads, replicas)
-    return _Shape(on_ring, size, replicas, build_layout(cfg, own), choice.name, dealer, windows)
+    windows = heads.windows_within(cfg.data.max_length) if heads else (None,)
+    layout = build_layout(on_ring, choice, described(cfg.model) or {})
+    return _Shape(on_ring, size, replicas, layout, choice.name, dealer_of(on_ring, heads, replicas), windows)
 
 
 def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
@@ -132,11 +132,12 @@ def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch,
 
 def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> None:
     """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
-    multiple, unit = shape.layout.multiple(shape.size), shape.layout.unit(shape.size)
+    layout, size = shape.layout, shape.size
+    padding = {"multiple": layout.multiple(size), "unit": layout.unit(size), "spare": layout.spare(size)}
     sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
     for packing in (True, False):
         share = Share() if packing and shares(cfg) else None
-        pack = pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share)
+        pack = pack_sequences(sequences, **padding, packing=packing, share=share)
         seen.real[packing] += pack.real_tokens
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:

@@ -116,6 +116,7 @@ class Segment:
     length: int  # real tokens
     padded: int  # tokens it takes up, with the padding at its end
     parent: int | None = None  # the parent's place in the pack's list of segments
+    trained: int = 0  # of its tokens, so many predict one that is trained on; a shared one counts once
 
 
 class SequenceName(NamedTuple):

@@ -65,6 +65,15 @@ class LayoutName(Enum):
     hybrid = "hybrid"  # ulysses among parallel.ulysses_size neighbours, zigzag among these groups
 
 
+class Cut(Enum):
+    """Which sequences of a pack are cut."""
+
+    # those that it costs less to cut than to hold whole, each over as many ranks as it is worth; with zigzag and
+    # allgather only
+    auto = "auto"
+    all = "all"  # all, over the whole ring
+
+
 class TransportName(Enum):
     """How keys and values reach the ranks that need them, and their gradients come home."""
 
@@ -234,8 +243,10 @@ class EvalConfig:
 
 @dataclass
 class ParallelConfig:
-    # ranks that share each sequence; they are one ring, and one replica of the model
+    # ranks that share sequences; they are one ring, and one replica of the model. `parallel.ring_size=auto`, or
+    # `parallel=elastic`: all ranks; on several nodes with GPUs, those of a node
     ring_size: int = number(1, least=1, most=MANY)
+    cut: Cut = Cut.auto  # which sequences are cut over the ranks of a ring; the others are each held by one rank
     # which rank of a ring holds which tokens, and how they attend to each other's
     layout: LayoutName = LayoutName.zigzag
     # ranks that share out the heads, with parallel.layout=hybrid; it must divide the ring size
@@ -245,6 +256,7 @@ class ParallelConfig:
     kernel: KernelName = KernelName.auto  # the code that computes attention on one rank
     backend: BackendName = BackendName.native  # the code that runs attention over the ring
     world_size: int = MISSING  # ranks that train; derived, cannot be set
+    elastic: bool = False  # set by rlexp: whether the ring size was left to rlexp
     dp_size: int = MISSING  # replicas that train on different samples; derived, cannot be set
     chosen: str | None = None  # set by rlexp: why parallel.layout=auto took this layout; null if the layout was named
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
-from rlexp.config.checks.layout import Heads
+from rlexp.config.checks.layout import Heads, heads_in, near, number_in, of_text, windows_in
 from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample, shares
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, Cut, Device
+from rlexp.config.schema.models import Precision
 from rlexp.training.dataset.views import lengths_of
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of
 from rlexp.training.dealer.forest import Share
+from rlexp.training.ring.widths import Costs
 from rlexp.training.types import Example
 
 # A layer of a common model has as many operations for a token as for 6 × heads × head size pairs of a query and a key;
 # and the width of heads where it is not known.
 TOKEN, USUAL = 6, 2048
+# Rates by which it is estimated what is worth cutting: floating-point operations, bytes, seconds. Round numbers: a deal
+# moves little by them. Of a GPU the data sheet has the first two, and H100's stand for one that is not known.
+CORE, BETWEEN_PROCESSES, REACHED, H100, LINK, NETWORK = 5e10, 2e9, 0.5, 989, 450, 50
+MESSAGE_ON_CPU, MESSAGE_ON_GPU = 1e-3, 2e-4  # seconds of a layer for another rank from which keys come, both passes
+CALL, TILE = 1e-4, 128 * 64  # a segment of a kernel's call: seconds on a CPU; on a GPU half a tile of pairs is lost
+PASSES = 14  # operations for a pair and an element of its head, in both passes
+BYTES = {Precision.bf16: 2, Precision.fp32: 4, Precision.fp64: 8}
 BLOCK = 1 << 16  # examples whose lengths are held at once
 
 
@@ -30,6 +40,31 @@ def dealer_of(cfg: Config, heads: Heads | None, replicas: int) -> Dealer:
 def room_of(cfg: Config, most: AtOnce) -> Room:
     """Return how much a pack of a ring takes."""
     return Room(most.samples, None if most.tokens is None else most.tokens * cfg.parallel.ring_size)
+
+
+def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
+    """Return by what a run's packs are cut, from its model's config.json; None if all sequences are, over all ranks."""
+    if cfg.parallel.cut is Cut.all:
+        return None
+    heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
+    width, layers = heads.queries * heads.size, number_in(fields, "num_hidden_layers", "n_layer", "num_layers") or 1
+    hidden, vocabulary = number_in(fields, "hidden_size", "n_embd", "d_model"), number_in(fields, "vocab_size")
+    on_cpu, hardware, size = cfg.launch.device is Device.cpu, cfg.hardware, BYTES[cfg.train.precision]
+    rate = CORE if on_cpu else 1e12 * REACHED * (hardware.bf16_tflops or H100)
+    within = near(cfg, cfg.parallel.ring_size)
+    link = 1e9 * ((hardware.link_gb_s or LINK) if within else (hardware.network_gb_s or NETWORK))
+    pair = PASSES * width / rate  # seconds
+    sent = 3 * 2 * heads.keys * heads.size * size  # keys and values, in both passes, and their gradients
+    most = at_once(cfg)
+    return Costs(
+        token=TOKEN * width,
+        trained=6 * vocabulary * hidden / layers / (PASSES * width),
+        row=sent / (BETWEEN_PROCESSES if on_cpu else link) / pair,
+        step=(MESSAGE_ON_CPU if on_cpu else MESSAGE_ON_GPU) / pair,
+        piece=CALL / pair if on_cpu else TILE,
+        most=most.tokens if most.samples is None else most.samples * longest_sample(cfg),
+        windows=windows_in(described, cfg.data.max_length),
+    )
 
 
 def without_room(cfg: Config, *parts: Sequence[Example]) -> str | None:

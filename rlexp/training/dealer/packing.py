@@ -3,7 +3,9 @@ then takes its shard of the pack."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -18,19 +20,19 @@ from rlexp.training.world.groups import Ring
 
 
 def pack_examples(
-    examples: Sequence[Example], multiple: int, *, unit: int = 1, packing: bool = True, share: Share | None = None,
-    forest: Forest | None = None,
+    examples: Sequence[Example], multiple: int, *, unit: int = 1, spare: int = 0, packing: bool = True,
+    share: Share | None = None, forest: Forest | None = None,
 ) -> Pack:  # fmt: skip
     """Pack the answers of each example, one after the other, each after its prompt.
 
-    The pack is padded to a multiple of `multiple`, which the layout can share out, and each segment to a multiple of
-    `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
+    The pack is padded to a multiple of `multiple`, which the layout can share out, and by `spare` rows, and each segment
+    to a multiple of `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
     Sequences share the beginnings that they have in common where `share` says so; None: nothing. A `forest` that the
     dealer has made says it already.
     """
     sequences = [(example.prompt, answer) for example in examples for answer in example.answers]
     masks = [mask for example in examples for _, mask in example.masked]
-    return pack_sequences(sequences, multiple, unit=unit, packing=packing, share=share, masks=masks,
+    return pack_sequences(sequences, multiple, unit=unit, spare=spare, packing=packing, share=share, masks=masks,
                           forest=forest)  # fmt: skip
 
 
@@ -39,6 +41,7 @@ def pack_sequences(
     multiple: int,
     *,
     unit: int = 1,
+    spare: int = 0,
     packing: bool = True,
     share: Share | None = None,
     masks: Sequence[Mask | None] = (),
@@ -48,7 +51,7 @@ def pack_sequences(
     collective and adds nothing. `masks` says which tokens of each answer are trained on; None: all."""
     whole = [np.concatenate(each) for each in sequences]
     forest = forest or (copied(whole) if share is None else shared(whole, share))
-    segments = _segments(forest, multiple, unit=unit, packing=packing)
+    segments = _segments(forest, multiple, unit=unit, spare=spare, packing=packing)
     total = segments[-1].start + segments[-1].padded
     # Padding stays at 0, which any table of positions has.
     tokens, targets, positions = np.zeros((3, total), dtype=np.int64)
@@ -62,27 +65,35 @@ def pack_sequences(
         # The prompt's last token predicts the answer's first; the answer's last token predicts nothing.
         answer, mask = len(sequences[number][0]) - 1, masks[number] if masks else None
         predicting.append(place[answer:-1] if mask is None else place[answer:-1][mask])
+    place_N = np.concatenate([np.zeros(0, dtype=np.int64), *predicting])
     return Pack(
         torch.from_numpy(tokens),
         torch.from_numpy(targets),
         torch.from_numpy(positions),
-        place_N=torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *predicting])),
+        place_N=torch.from_numpy(place_N),
         sequence_N=torch.from_numpy(np.repeat(np.arange(len(whole)), [*map(len, predicting)])),
-        segments=segments,
+        segments=_with_trained(segments, place_N),
         lengths=forest.lengths,
         end_S=torch.tensor([place[-1] for place in places], dtype=torch.int64),
     )
 
 
-def _segments(forest: Forest, multiple: int, *, unit: int, packing: bool) -> tuple[Segment, ...]:
+def _segments(forest: Forest, multiple: int, *, unit: int, spare: int, packing: bool) -> tuple[Segment, ...]:
     """Lay the branches of a forest end to end, with padding."""
     lengths = [len(branch.tokens) for branch in forest.branches] or [0]
     parents = [branch.parent for branch in forest.branches] or [None]
     longest = max(lengths)
     padded = [width + -width % unit for width in (lengths if packing else [longest] * len(lengths))]
-    padded[-1] += -sum(padded) % multiple if forest.branches else multiple
+    padded[-1] += spare + (-sum(padded) % multiple if forest.branches else multiple)
     starts = accumulate(padded, initial=0)
     return tuple(map(Segment, starts, lengths, padded, parents))
+
+
+def _with_trained(segments: Sequence[Segment], place_N: np.ndarray) -> tuple[Segment, ...]:
+    """Count in each segment the tokens that predict one that is trained on."""
+    bounds = np.searchsorted(np.unique(place_N), [segment.start for segment in segments] + [sys.maxsize])
+    counts = np.diff(bounds).tolist()
+    return tuple(replace(segment, trained=count) for segment, count in zip(segments, counts, strict=True))
 
 
 def _places(segments: Sequence[Segment], path: Sequence[int], length: int) -> np.ndarray:

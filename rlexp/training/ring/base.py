@@ -41,6 +41,10 @@ class Layout(ABC):
         """Return the number of which the pack's length must be a multiple."""
         return ring_size
 
+    def spare(self, ring_size: int) -> int:  # noqa: ARG002
+        """Return how much padding a pack needs beside that, so that a rank without a token of it has a row."""
+        return 0
+
     def unit(self, ring_size: int) -> int:  # noqa: ARG002
         """Return the number of which each segment's length must be a multiple."""
         return 1

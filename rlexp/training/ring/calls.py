@@ -58,6 +58,25 @@ def meet(slices: Sequence[Slice], placement: Placement, rank: int, *sources: int
     ]
 
 
+def by_pair(
+    slices: Sequence[Slice], placement: Placement, rank: int
+) -> tuple[dict[tuple[int, int], list[Slice]], set[int]]:
+    """Sort slices by who holds queries and who holds keys, where one of the two is this rank; and say how many places
+    any queries of the ring are after keys that they see."""
+    pairs, apart, ranks = defaultdict[tuple[int, int], list[Slice]](list), set[int](), len(placement.runs)
+    for each in slices:
+        queries, keys = placement.holders(each.queries), placement.holders(each.keys)
+        if len(apart) < ranks - 1 and len(queries | keys) > 1:
+            apart |= {(one - other) % ranks for one in queries for other in keys if one != other}
+        if rank in queries:
+            for other in keys:
+                pairs[rank, other].append(each)
+        if rank in keys:
+            for other in queries - {rank}:
+                pairs[other, rank].append(each)
+    return pairs, apart
+
+
 def _selected(met: Sequence[Met]) -> tuple[Selection, Selection]:
     return Selection(tuple(queries for queries, *_ in met)), Selection(tuple(keys for _, keys, _ in met))
 

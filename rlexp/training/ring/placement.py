@@ -64,6 +64,17 @@ class Placement:
             known[places.start] = runs[bisect_left(starts, places.start) : bisect_left(starts, places.stop)]
         return known[places.start] if places else []
 
+    def holders(self, places: range) -> frozenset[int]:
+        """Return the ranks that hold tokens of a segment, which has these places."""
+        starts, owners = self._owners
+        return frozenset(owners[bisect_left(starts, places.start) : bisect_left(starts, places.stop)])
+
+    @cached_property
+    def _owners(self) -> tuple[list[int], list[int]]:
+        """Return where runs begin, in ascending order, and who holds each."""
+        runs = sorted((each.start, rank) for rank, runs in enumerate(self.runs) for each in runs)
+        return [start for start, _ in runs], [rank for _, rank in runs]
+
     @cached_property
     def _by_place(self) -> list[tuple[list[int], list[Run], dict[int, list[Run]]]]:
         ordered = [sorted(in_a_row(runs), key=lambda run: run[0].start) for runs in self.runs]

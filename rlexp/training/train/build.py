@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -33,7 +33,7 @@ from rlexp.config.schema import (
 from rlexp.config.schema.losses import CriticName, PPOConfig
 from rlexp.config.schema.models import Precision, ReferenceName
 from rlexp.training.dataset.sampler import total_steps
-from rlexp.training.dealer.of_run import dealer_of
+from rlexp.training.dealer.of_run import costs_of, dealer_of
 from rlexp.training.engine.base import Engine, shape_of
 from rlexp.training.engine.frozen import Frozen
 from rlexp.training.engine.plain import PlainEngine
@@ -99,7 +99,7 @@ def build(
         around.probe(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
                      device=device, share=shares(cfg))  # fmt: skip
     setting = Setting(
-        cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, own_layout), kernel=kernel,
+        cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, choice, model_config.to_dict()), kernel=kernel,
         dealer=dealer_of(cfg, heads_in(model_config.to_dict()), world.dp_size),
         windows=windows, tokenizer=tokenizer,
         schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
@@ -164,12 +164,15 @@ def build_schedule(cfg: Config, steps_per_epoch: int) -> Schedule:
     return Schedule(optim.lr, warm_up, steps, optim.decay, optim.warmup_start, optim.min_lr_ratio)
 
 
-def build_layout(cfg: Config, own: Layout) -> Layout:
-    """Return our own layout, or the backend's layout of the same name.
+def build_layout(cfg: Config, choice: Choice, described: Mapping[str, Any]) -> Layout:
+    """Return our own layout, which gives sequences their widths, or the backend's layout of the same name.
 
-    A model is probed over our own in both cases, since probing is in float64; tests hold the backend's to ours.
+    A model is probed over our own in both cases, since probing is in float64, with sequences that are all cut; tests
+    hold the backend's to ours.
     """
-    return own if cfg.parallel.backend is BackendName.native else library_layout(own.name)
+    if cfg.parallel.backend is not BackendName.native:
+        return library_layout(choice.layout.value)
+    return get_layout(*choice.how, costs_of(cfg, described))
 
 
 def build_policy(

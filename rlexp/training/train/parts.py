@@ -67,6 +67,7 @@ class Setting:
         return {
             "multiple": self.layout.multiple(size),
             "unit": self.layout.unit(size),
+            "spare": self.layout.spare(size),
             "packing": self.cfg.data.packing,
             "share": self.dealer.share,
         }

@@ -24,6 +24,7 @@ from rlexp.training.ring.placement import Placement, placed, zigzag
 from rlexp.training.ring.slices import Slice, slices_of
 from rlexp.training.ring.transports.gather import gathered
 from rlexp.training.ring.transports.travel import direct, neighbour
+from rlexp.training.ring.widths import Costs, deal
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import build_world
 from tests.helpers.forests import dense, forest_of, seen
@@ -171,17 +172,22 @@ def test_a_layout_is_one_function() -> None:
         assert max(float((a - b).abs().max()) for a, b in zip(got, expected, strict=True)) < TOLERANCE
 
 
+TRAVELLED = (("zigzag", "direct"), ("zigzag", "neighbour"), ("allgather", "direct"))
 FOREST = ((40, None), (7, 0), (33, 0), (1, None), (90, None), (5, 2))
 
 
-def forest_rank(spec: RankSpec, several: list[tuple[str, str, int | None]]) -> list[list[Tensor]]:
+SOME_WHOLE = Costs(token=100.0, step=400.0, row=1.0)  # by which the long trees are cut, and the short ones are not
+
+
+def forest_rank(spec: RankSpec, several: list[tuple[str, str, Costs | None, int | None]]) -> list[list[Tensor]]:
     world, sizes = build_world(spec.world_size).ring, Sizes(8, 2, 8, torch.float64, CPU)
     segments, found = forest_of(FOREST), []
-    for name, transport, window in several:
-        layout = get_layout(name, spec.world_size, transport)
-        padded = (*segments[:-1], Segment(segments[-1].start, 5, 5 + -176 % layout.multiple(spec.world_size), 2))
+    for name, transport, costs, window in several:
+        layout = get_layout(name, spec.world_size, transport, costs)
+        padding = -176 % layout.multiple(spec.world_size) + layout.spare(spec.world_size)
+        padded = (*segments[:-1], Segment(segments[-1].start, 5, 5 + padding, 2))
         index = layout.place(padded, spec.world_size).places[world.rank]
-        q, k, v, dout = (x[index] for x in sizes.drawn(sum(s.padded for s in padded), 3))
+        q, k, v, dout = (x[index] for x in sizes.drawn(176 + spec.world_size, 3))
         for x in (q, k, v):
             x.requires_grad_()
         out = layout.plan(padded, world, get_kernel("cpu_flash", "cpu"), window).attend(q, k, v, Ask(0.3, window))
@@ -193,15 +199,17 @@ def forest_rank(spec: RankSpec, several: list[tuple[str, str, int | None]]) -> l
 def test_forests_and_windows_on_real_ranks(world: int) -> None:
     several = [
         (*layout, window)
-        for layout in (("zigzag", "direct"), ("zigzag", "neighbour"), ("contiguous", "direct"),
-                       ("contiguous", "neighbour"), ("allgather", "direct"), ("ulysses", "direct"))
+        for layout in (("zigzag", "direct", None), ("zigzag", "neighbour", None), ("contiguous", "direct", None),
+                       ("contiguous", "neighbour", None), ("allgather", "direct", None), ("ulysses", "direct", None),
+                       *((*way, SOME_WHOLE) for way in TRAVELLED))
         for window in (None, 70 if "neighbour" in layout else 20)  # not short in a ring of four, so it goes around
     ]  # fmt: skip
     segments, sizes = forest_of(FOREST), Sizes(8, 2, 8, torch.float64, CPU)
-    total = 176 + -176 % world
+    assert 1 < len({len(parts) for parts in deal(segments, world, SOME_WHOLE).parts})
+    total = 176 + world  # rows that are drawn
     for case, results in zip(several, zip(*on_ranks(world, forest_rank, several), strict=True), strict=True):
         inputs = sizes.drawn(total, 3)
-        expected = dense(segments, case[2], [x[:176] for x in inputs], 0.3)
+        expected = dense(segments, case[3], [x[:176] for x in inputs], 0.3)
         for part in range(4):
             whole = torch.zeros_like(inputs[max(0, part - 1)])
             for index, *parts in results:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from rlexp.training.ring.base import Layout, Window
 from rlexp.training.ring.calls import Step, sharing
 from rlexp.training.ring.kernels.base import BlockKernel
-from rlexp.training.ring.placement import Placement, work_of
+from rlexp.training.ring.placement import Placement, placed, work_of
 from rlexp.training.ring.plan import RingPlan
 from rlexp.training.ring.slices import Slice, slices_of
 from rlexp.training.ring.transports.base import Transport
 from rlexp.training.ring.transports.travel import direct
+from rlexp.training.ring.widths import Costs, Deal, chunks_of, deal
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
 
@@ -28,9 +29,19 @@ class Ringwise(Layout):
     cut: Cut
     way: Way
     of_windows: Way | None = None  # in layers with a short window; None: as in others
+    costs: Costs | None = None  # by which each tree is given a width; None: all are cut over the whole ring
+
+    def multiple(self, ring_size: int) -> int:
+        return ring_size if self.costs is None else 1
+
+    def spare(self, ring_size: int) -> int:
+        return 0 if self.costs is None else ring_size - 1
 
     def place(self, segments: Sequence[Segment], ring_size: int) -> Placement:
-        return _placed(self.cut, tuple(segments), ring_size)
+        return _placed(self.cut, self.costs, tuple(segments), ring_size)
+
+    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal | None:
+        return None if self.costs is None else _dealt(self.costs, tuple(segments), ring_size)
 
     def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
         return tuple(map(float, work_of(segments, self.place(segments, ring_size), window)))
@@ -48,5 +59,13 @@ def is_short(window: int, lengths: Sequence[int], ring_size: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1)  # a pack is placed and planned for each kind of layers
-def _placed(cut: Cut, segments: tuple[Segment, ...], ring_size: int) -> Placement:
-    return cut(segments, ring_size)
+def _placed(cut: Cut, costs: Costs | None, segments: tuple[Segment, ...], ring_size: int) -> Placement:
+    if costs is None or ring_size == 1:
+        return cut(segments, ring_size)
+    parts = _dealt(costs, segments, ring_size).parts
+    return placed(segments, [*map(chunks_of, segments, parts)], ring_size)
+
+
+@functools.lru_cache(maxsize=1)
+def _dealt(costs: Costs, segments: tuple[Segment, ...], ring_size: int) -> Deal:
+    return deal(segments, ring_size, costs)

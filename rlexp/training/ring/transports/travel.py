@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rlexp.training.ring.calls import Step, meet, needed, needed_elsewhere, once
+from rlexp.training.ring.calls import Step, by_pair, meet, needed, needed_elsewhere, once
 from rlexp.training.ring.collectives import Underway, between
 from rlexp.training.ring.kernels.base import BlockKernel
 from rlexp.training.ring.kernels.fused import add_keys
@@ -135,11 +135,12 @@ class TravelHome(Home):
 
 def direct(slices: Sequence[Slice], placement: Placement, ring: Ring) -> tuple[Travel, list[Step]]:
     rank, size = ring.rank, ring.size
-    own = meet(slices, placement, rank, rank)
+    pairs, apart = by_pair(slices, placement, rank)
+    own = meet(pairs[rank, rank], placement, rank, rank)
     orders, legs, steps = [needed(own)], list[Leg](), [(own, in_a_row(needed(own)))]
-    for number in range(1, size):
+    for number in sorted(apart):  # the same on all ranks, which the watch compares
         to, source = (rank + number) % size, (rank - number) % size
-        theirs, ours = meet(slices, placement, to, rank), meet(slices, placement, rank, source)
+        theirs, ours = (meet(pairs[pair], placement, *pair) for pair in ((to, rank), (rank, source)))
         going, rows = needed(theirs), needed(ours)
         orders += [going] if going not in orders else []
         order = orders.index(going)
@@ -159,7 +160,7 @@ def neighbour(slices: Sequence[Slice], placement: Placement, ring: Ring) -> tupl
         next((far for far in range(size - 1, 0, -1) if calls((each + far) % size, each)), 0) for each in range(size)
     ]
     after, before = (rank + 1) % size, (rank - 1) % size
-    for hop in range(1, size):
+    for hop in range(1, max(reach) + 1):
         leaving, here, later = ((rank - each) % size for each in (hop - 1, hop, hop + 1))
         goes_on = hop < reach[here]
         coming = [Coming(before, count(rows[later]))] if hop < reach[later] and hop + 1 < size else []
