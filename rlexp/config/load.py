@@ -147,7 +147,9 @@ def open_ended(overrides: Sequence[str]) -> list[str]:
         (place for place, each in enumerate(overrides, 1) if not each.startswith("-") and "=" in each), default=0
     )
     overrides[last:last] = displaced(overrides)  # Hydra takes overrides in one piece: flags may follow
-    overrides = [_RING.sub(lambda match: match[1] + _AUTO.sub(f"${{{ELASTIC}:}}", match[2]), each) for each in overrides]
+    overrides = [
+        _RING.sub(lambda match: match[1] + _AUTO.sub(f"${{{ELASTIC}:}}", match[2]), each) for each in overrides
+    ]
     return [f"++{each}" if _OPEN.match(each) else each for each in overrides]
 
 

@@ -93,6 +93,8 @@ class RingFacts:
     shared: float | None = None  # tokens that need not be computed, because others stand for them / all
     work: float | None = None  # attention of the busiest rank / of the mean rank
     tokens: float | None = None  # tokens of the fullest rank / of the mean rank
+    cut: float | None = None  # sequences that several ranks hold / all
+    widest: int | None = None  # ranks of the sequence that most hold
     why: str | None = None
 
 

@@ -21,7 +21,7 @@ from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit
 from rlexp.training.dealer.forest import Share
 from rlexp.training.dealer.of_run import dealer_of, too_large
-from rlexp.training.dealer.packing import pack_sequences
+from rlexp.training.dealer.packing import pack_sequences, widths_of
 from rlexp.training.ring.layouts import Layout
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
@@ -43,6 +43,7 @@ class _Seen:
     mean_work: float = 0.0
     most_tokens: int = 0
     mean_tokens: float = 0.0
+    widths: list[int] = field(default_factory=list)  # ranks that hold each sequence
     packs: int = 0  # of a replica, in all steps
 
 
@@ -102,8 +103,8 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     except ConfigError as error:
         return str(error)
     windows = heads.windows_within(cfg.data.max_length) if heads else (None,)
-    layout = build_layout(on_ring, choice, described(cfg.model) or {})
-    return _Shape(on_ring, size, replicas, layout, choice.name, dealer_of(on_ring, heads, replicas), windows)
+    dealt = build_layout(on_ring, choice, described(cfg.model) or {})
+    return _Shape(on_ring, size, replicas, dealt, choice.name, dealer_of(on_ring, heads, replicas), windows)
 
 
 def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
@@ -133,18 +134,20 @@ def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch,
 def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> None:
     """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
     layout, size = shape.layout, shape.size
-    padding = {"multiple": layout.multiple(size), "unit": layout.unit(size), "spare": layout.spare(size)}
     sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
     for packing in (True, False):
         share = Share() if packing and shares(cfg) else None
-        pack = pack_sequences(sequences, **padding, packing=packing, share=share)
+        pack = pack_sequences(sequences, layout.multiple(size), unit=layout.unit(size), spare=layout.spare(size),
+                              packing=packing, share=share)  # fmt: skip
         seen.real[packing] += pack.real_tokens
         seen.held[packing] += len(pack.tokens_T)
         if packing is not cfg.data.packing:
             continue
         works = {window: shape.layout.work(pack.segments, shape.size, window) for window in set(shape.windows)}
         work = np.mean([works[window] for window in shape.windows], axis=0)  # of a layer
-        real = shape.layout.place(pack.segments, shape.size).real
+        placement = shape.layout.place(pack.segments, shape.size)
+        real, widths = placement.real, widths_of(pack, placement)
+        seen.widths += widths
         seen.sequences += sum(pack.lengths)
         seen.most_work += float(work.max())
         seen.mean_work += float(work.mean())
@@ -161,9 +164,10 @@ def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids
 def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> RingFacts:
     packed, padded = (seen.real[each] / seen.held[each] for each in (True, False))
     shared = 1 - seen.real[packing] / seen.sequences
+    cut = sum(width > 1 for width in seen.widths) / len(seen.widths)
     uneven = seen.most_work / seen.mean_work, seen.most_tokens / seen.mean_tokens
     return RingFacts(shape.size, own, shape.name, shape.size * shape.replicas, shape.replicas, seen.packs / steps,
-                     packed, padded, shared, *uneven)  # fmt: skip
+                     packed, padded, shared, *uneven, cut, max(seen.widths))  # fmt: skip
 
 
 def _words(cfg: Config, kind: Kind, batches: Sequence[tuple[Batch, Callable[[int], Example]]]) -> str:

@@ -171,17 +171,17 @@ def steps(facts: Preview) -> list[str]:
 
 
 def rings(facts: Preview) -> Table:
-    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens")
+    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens", "cut")
     own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
     return Table(head, tuple(map(_ring, facts.rings)), own, text=())
 
 
 def _ring(ring: RingFacts) -> tuple[str, ...]:
     if ring.why is not None:
-        return (f"{ring.size}", *["–"] * 8)
+        return (f"{ring.size}", *["–"] * 9)
     shares = (f"{100 * (share or 0.0):.1f} %" for share in (ring.packed, ring.padded, ring.shared))
     return (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc:.3g}", *shares, f"{ring.work:.3f}",
-            f"{ring.tokens:.3f}")  # fmt: skip
+            f"{ring.tokens:.3f}", f"{100 * (ring.cut or 0.0):.0f} %")  # fmt: skip
 
 
 def about_rings(facts: Preview) -> list[str]:
@@ -190,7 +190,7 @@ def about_rings(facts: Preview) -> list[str]:
         f"Of {facts.sampled}.{f' Layout: {own.layout}.' if own.layout else ''}",
         "packed, padded: real tokens / tokens held, with data.packing=true and with false (this run: "
         f"{str(facts.packing).lower()}). shared: tokens that are not computed, because others stand for them / all.",
-        "attention, tokens: the busiest rank / the mean rank.",
+        "attention, tokens: the busiest rank / the mean rank. cut: sequences that several ranks hold / all.",
         "grad_acc: micro-batches of a replica in a step, on average.",
     ]
     return lines + [f"Ring {ring.size}: {ring.why}" for ring in facts.rings if ring.why]

@@ -15,7 +15,14 @@ Steps = npt.NDArray[np.int64]
 OWN = (
     *("train/ring_tokens", "train/shared_tokens", "train/ring_bytes", "train/step_seconds", "train/tokens_per_second"),
     *("train/tflops", "train/mfu", "train/grad_acc", "train/micro_batches", "memory/", "parity/", "train/time/"),
-    *("train/samples_per_second", "train/ring_balance", "train/replica_skew", "train/replica_wait_seconds"),
+    *(
+        "train/samples_per_second",
+        "train/ring_balance",
+        "train/ring_width",
+        "train/ring_estimate",
+        "train/replica_skew",
+        "train/replica_wait_seconds",
+    ),
 )
 LOSS_TOLERANCE = 1e-12  # relative, for loss and weights in float64; measured: docs/measured/invariance.md
 METRIC_TOLERANCE = (1e-9, 1e-11)  # relative and absolute, for the other metrics in float64

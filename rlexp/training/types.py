@@ -174,6 +174,10 @@ class Shard:
     sequence_tokens: int  # of the whole pack, a shared one counted for each sequence
     most_work: float  # attention work of the ring's busiest rank: pairs of a query and a key that it sees
     mean_work: float  # mean attention work of the ring's ranks
+    most_tokens: int  # real tokens of the ring's fullest rank
+    ring_tokens: int  # of all its ranks
+    widths_S: tuple[int, ...]  # how many ranks hold tokens of each sequence
+    estimate: tuple[float, float] | None  # work and sending of the ring's slowest rank, and of the mean one
     attention: Any  # rlexp.training.ring.base.RingBatch; opaque to every other module
     ring: Any  # rlexp.training.world.groups.Ring: the ranks that share the pack
     ends_n: Tensor | None = None  # the places in this shard at which sequences end, where scores are read there

@@ -18,12 +18,14 @@ from rlexp.base.errors import ConfigError
 from rlexp.base.kernel_needs import NEEDS
 from rlexp.config import sizes
 from rlexp.config.checks.across_fields import check
+from rlexp.config.checks.layout import gives_widths
 from rlexp.config.checks.micro_batches import at_once
 from rlexp.config.schema import (
     AUTO,
     BackendName,
     Checkpointing,
     Config,
+    Cut,
     Device,
     EngineName,
     KernelName,
@@ -71,6 +73,7 @@ SETTINGS: tuple[Axis, ...] = (
     Axis("layout", {"parallel.layout": LayoutName.contiguous, "parallel.ulysses_size": None},
             f"{TRAINING}ring/layouts/", ("ring",)),
     Axis("transport", {"parallel.transport": TransportName.auto}, f"{TRAINING}ring/transports/", ("ring", "layout")),
+    Axis("widths", {"parallel.cut": Cut.all}, f"{TRAINING}ring/", ("ring", "layout")),
     Axis("sharing", {"data.share_prefix": False}, f"{TRAINING}dealer/", ("packing",)),
     Axis("checkpointing", {"memory.checkpointing": "none"}, f"{TRAINING}model/"),
     Axis("fused", {"model.fused": FusedName.off}, f"{TRAINING}model/fused/"),
@@ -111,6 +114,7 @@ def differing(cfg: Config) -> list[str]:
         "sharing": cfg.data.share_prefix is not False and cfg.data.packing,
         "layout": cfg.parallel.ring_size > 1 and cfg.parallel.layout is not LayoutName.contiguous,
         "transport": cfg.parallel.ring_size > 1 and cfg.parallel.transport is not TransportName.auto,
+        "widths": gives_widths(cfg),
         "offloaded reference": compares and cfg.reference.offload,
     }
     return [setting.name for setting in SETTINGS

@@ -17,7 +17,7 @@ from typing import Any
 from rlexp.base import plain_json
 from rlexp.base.errors import ConfigError
 from rlexp.config.checks.rules import Check, refuse_broken
-from rlexp.config.schema import BackendName, Config, LayoutName, TransportName, with_values
+from rlexp.config.schema import BackendName, Config, Cut, LayoutName, TransportName, with_values
 from rlexp.config.schema.models import HFModelConfig, ModelConfig, TinyModelConfig
 from rlexp.config.sizes import divisors, listed, nearest, ranks_of_machine
 
@@ -57,6 +57,7 @@ class Choice:
         return self.layout.value, self.ulysses_size, (self.transport or TransportName.direct).value
 
 
+WITH_WIDTHS = (LayoutName.zigzag, LayoutName.allgather)  # those in which a sequence may have a width of its own
 MOVABLE = (LayoutName.auto, *TRAVELLING)
 RULES = (
     Check("parallel.ulysses_size",
@@ -67,6 +68,19 @@ RULES = (
           lambda cfg: cfg.parallel.transport is not TransportName.auto and cfg.parallel.layout not in MOVABLE,
           "parallel.layout={parallel.layout.value} sends in its own way. Leave parallel.transport out, or use one of "
           f"the layouts {', '.join(each.value for each in TRAVELLING)}."),
+    Check("parallel.layout",
+          lambda cfg: cfg.parallel.elastic and cfg.parallel.layout not in (LayoutName.auto, *WITH_WIDTHS),
+          "parallel.ring_size=auto gives each sequence a width, and parallel.layout={parallel.layout.value} cuts all "
+          "alike. Use parallel.layout=zigzag or parallel.layout=allgather, or give a size: "
+          "parallel.ring_size={parallel.ring_size}."),
+    Check("parallel.backend",
+          lambda cfg: cfg.parallel.elastic and cfg.parallel.backend is not BackendName.native,
+          "parallel.ring_size=auto gives each sequence a width, and parallel.backend={parallel.backend.value} cuts all "
+          "alike. Use parallel.backend=native, or give a size: parallel.ring_size={parallel.ring_size}."),
+    Check("parallel.cut",
+          lambda cfg: cfg.parallel.elastic and cfg.parallel.cut is Cut.all,
+          "parallel.ring_size=auto gives each sequence a width, and parallel.cut=all cuts all alike. Leave "
+          "parallel.cut out, or give a size: parallel.ring_size={parallel.ring_size}."),
 )  # fmt: skip
 
 
@@ -86,6 +100,13 @@ def with_transport(cfg: Config, choice: Choice) -> Choice:
         apart = near(cfg, ring) or choice.ulysses_size % ranks_of_machine(cfg) == 0
         named = TransportName.direct if apart else TransportName.neighbour
     return dataclasses.replace(choice, transport=named)
+
+
+def gives_widths(cfg: Config) -> bool:
+    """Say whether a sequence may be cut over fewer ranks than the ring has."""
+    parallel = cfg.parallel
+    able = parallel.layout in WITH_WIDTHS and parallel.backend is BackendName.native
+    return able and parallel.cut is Cut.auto and parallel.ring_size > 1
 
 
 def choose(cfg: Config, heads: Heads | None) -> Choice:
@@ -221,7 +242,7 @@ def candidates(cfg: Config, heads: Heads | None) -> list[Choice]:
         return [Choice(LayoutName.zigzag, 1, "a ring of one has nothing to share out")]
     if heads is None:
         return [Choice(LayoutName.zigzag, 1, "the model's heads are not known, and it takes any")]
-    sharing = [inner for inner in divisors(ring)[1:] if heads.queries % inner == 0]
+    sharing = [inner for inner in divisors(ring)[1:] if heads.queries % inner == 0 and not cfg.parallel.elastic]
     shared = [Choice(LayoutName.ulysses if inner == ring else LayoutName.hybrid, inner) for inner in sharing]
     choices = [Choice(LayoutName.zigzag, 1), Choice(LayoutName.allgather, 1), *shared]
     named = cfg.parallel.transport is not TransportName.auto  # only some layouts have it

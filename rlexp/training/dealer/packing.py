@@ -4,7 +4,9 @@ then takes its shard of the pack."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
@@ -15,6 +17,7 @@ from torch import Tensor
 from rlexp.training.dealer.forest import Forest, Share, copied, shared
 from rlexp.training.ring.base import Layout, RingBatch, Window
 from rlexp.training.ring.kernels.base import BlockKernel
+from rlexp.training.ring.placement import Placement
 from rlexp.training.types import Example, Floats, Ids, Mask, Pack, Segment, Shard
 from rlexp.training.world.groups import Ring
 
@@ -25,10 +28,10 @@ def pack_examples(
 ) -> Pack:  # fmt: skip
     """Pack the answers of each example, one after the other, each after its prompt.
 
-    The pack is padded to a multiple of `multiple`, which the layout can share out, and by `spare` rows, and each segment
-    to a multiple of `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a padded batch.
-    Sequences share the beginnings that they have in common where `share` says so; None: nothing. A `forest` that the
-    dealer has made says it already.
+    The pack is padded to a multiple of `multiple`, which the layout can share out, and by `spare` rows; each segment to
+    a multiple of `unit`. With `packing=False` all sequences are padded to the longest of the micro-batch, as in a
+    padded batch. Sequences share the beginnings that they have in common where `share` says so; None: nothing. A
+    `forest` that the dealer has made says it already.
     """
     sequences = [(example.prompt, answer) for example in examples for answer in example.answers]
     masks = [mask for example in examples for _, mask in example.masked]
@@ -141,9 +144,42 @@ def shard_pack(
         sequence_tokens=sum(pack.lengths),
         most_work=max(work),
         mean_work=sum(work) / ring.size,
+        most_tokens=max(placement.real),
+        ring_tokens=sum(placement.real),
+        widths_S=widths_of(pack, placement),
+        estimate=layout.estimate(pack.segments, ring.size),
         attention=attention,
         ring=ring,
     )
+
+
+def widths_of(pack: Pack, placement: Placement) -> tuple[int, ...]:
+    """Return how many ranks hold tokens of each sequence: of the segment in which it ends, and of that one's
+    ancestors."""
+    holders: list[frozenset[int]] = []
+    for segment in pack.segments:
+        before = holders[segment.parent] if segment.parent is not None else frozenset()
+        holders.append(before | placement.holders(range(segment.start, segment.start + segment.length)))
+    starts = [segment.start for segment in pack.segments]
+    return tuple(len(holders[bisect_right(starts, end) - 1]) for end in pack.end_S.tolist())
+
+
+def cuts_in_words(packs: Iterable[Pack], layout: Layout, ring_size: int) -> str | None:
+    """Say how many ranks hold the sequences of packs, and what is estimated of the slowest rank; None if they are all
+    cut alike."""
+    widths, slowest, mean = Counter[int](), 0.0, 0.0
+    for pack in packs:
+        if (estimate := layout.estimate(pack.segments, ring_size)) is None:
+            return None
+        widths.update(widths_of(pack, layout.place(pack.segments, ring_size)))
+        slowest, mean = slowest + estimate[0], mean + estimate[1]
+    whole, cut = widths.pop(1, 0), sorted(widths)
+    ranks = f"{cut[0]} to {cut[-1]}" if cut[1:] else f"{cut[0]}" if cut else ""
+    parts = [f"{whole} held whole by one rank each"] * (whole > 0) + [
+        f"{widths.total()} cut over {ranks} ranks"
+    ] * bool(cut)
+    even = f"the slowest rank has {slowest / mean:.2f} times the mean work"
+    return f"of {whole + widths.total()} sequences, {' and '.join(parts)}; {even}"
 
 
 def _held(pack: Pack, index_t: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -3,8 +3,8 @@
 A tree that one rank holds whole is one call of the kernel, and none of its keys travels. A long one must be cut, or its
 rank would be the slowest. So trees are given out from the heaviest on: one that has more than a grain of the pack's
 work is cut over as many neighbours as bring each below it, all others are held whole by the rank with the least work.
-At the end, what is cut levels the ranks. This is tried for several grains, and for each width that a fixed ring has; the
-deal whose slowest rank is estimated to be done first is taken.
+At the end, what is cut levels the ranks. This is tried for several grains, and for each width that a fixed ring has;
+the deal whose slowest rank is estimated to be done first is taken.
 
 Work is counted in pairs of a query and a key that it sees, of a mean layer. It is a pure function of the pack, so that
 all ranks come to the same.
@@ -12,10 +12,12 @@ all ranks come to the same.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import NamedTuple
 
@@ -25,7 +27,9 @@ from rlexp.training.types import Segment
 Part = tuple[int, int]  # a rank, and how many tokens of a segment it holds
 Parts = tuple[Part, ...]
 
-EVEN = 1.02  # the most loaded rank over the mean, with which we are content
+EVEN = 1.02  # the most loaded rank over the mean, up to which whole trees are given out
+CONTENT = 1.005  # the slowest rank over the mean, with which we look no further
+ALIKE = 0.99  # the slowest rank of a deal over that of another, with which they are alike
 EARLY = 0.75  # of another rank's keys, as many are seen by our queries of the same segment: zigzag
 LEAST = 8  # tokens of a rank's part of a segment; a segment with fewer is held whole
 MANY = 1024  # trees that are dealt one by one
@@ -61,6 +65,15 @@ class Deal:
     @property
     def slowest(self) -> float:
         return max(map(sum, zip(self.work, self.sending, strict=True)))
+
+    @property
+    def mean(self) -> float:
+        return (sum(self.work) + sum(self.sending)) / len(self.work)
+
+    def better_than(self, other: Deal) -> bool:
+        """Say whether the slowest rank is done first; if that is nearly even, whether there is less to do in all."""
+        near = ALIKE * other.slowest < self.slowest < other.slowest / ALIKE
+        return self.mean < other.mean if near else self.slowest < other.slowest
 
 
 class Tree(NamedTuple):
@@ -114,46 +127,66 @@ def deal(segments: Sequence[Segment], ranks: int, costs: Costs) -> Deal:
         trees = bundled(trees, aim * ranks / MANY)
     best: Deal | None = None
     for way in _ways(trees, ranks, aim, costs):
-        content = best is not None and best.slowest <= EVEN * aim
+        content = best is not None and best.slowest <= CONTENT * aim
         if best is not None and (way.least >= best.slowest or (content and not way.fixed)):
             continue
-        hands = _Hands(segments, ranks, costs, most)
-        hands.give(trees, way.width, way.limit * aim)
-        dealt = hands.deal()
-        if max(hands.tokens) <= most and (best is None or dealt.slowest < best.slowest):
-            best = dealt
-    assert best is not None, "a tree that is cut over all ranks finds room"
-    return best
+        for limit in (math.inf,) if way.fixed else (math.inf, EVEN):
+            hands = _Hands(segments, ranks, costs, most, best.slowest / ALIKE if best else math.inf)
+            hands.give(trees, way.width, limit * aim)
+            if max(hands.tokens) <= most and not hands.too_late:
+                dealt = hands.deal()
+                best = dealt if best is None or dealt.better_than(best) else best
+            if hands.most_whole <= EVEN * aim:
+                break
+    return best or _in_turn(segments, ranks, costs)
 
 
 class Way(NamedTuple):
     """A way to give trees out."""
 
     width: Callable[[Tree], int]
-    limit: float  # up to how much over the mean a rank is given whole trees
     fixed: bool = False  # all trees have one width, as on a fixed ring
     least: float = 0.0  # no deal of this way is done before
 
 
 def _ways(trees: Sequence[Tree], ranks: int, aim: float, costs: Costs) -> Iterator[Way]:
     widths = [each for each in range(1, ranks + 1) if ranks % each == 0]
-    heaviest, before = (trees[0].cost if trees else 0.0), None
-    for halved in range(2 * ranks.bit_length()):
-        grain = aim / 2**halved
-
-        def width(tree: Tree, grain: float = grain) -> int:
-            return next((each for each in widths if tree.cost <= each * grain), ranks)
-
+    heaviest, before = (trees[0].cost if trees else 0.0), list[int]()
+    for halved in range(3 * ranks.bit_length()):
+        grain = max(aim, heaviest) / 2**halved
+        width = functools.partial(_wide_enough, widths, grain)
         if (given := [*map(width, trees)]) != before:
             before = given
-            yield Way(width, math.inf)
-            yield Way(width, EVEN)
+            yield Way(width)
         if grain * ranks < heaviest / 2:
             break
     rows = sum(tree.rows for tree in trees)
     for each in reversed(widths):
         sending = costs.row * rows * (1 - 1 / each) / ranks + costs.step * (each - 1)
-        yield Way(lambda _, each=each: each, math.inf, True, aim + sending)
+        yield Way(functools.partial(_wide_enough, [each], math.inf), True, aim + sending)
+
+
+def _in_turn(segments: Sequence[Segment], ranks: int, costs: Costs) -> Deal:
+    """Fill one rank after the other with an even share of the tokens: it fits always."""
+    total, begins = sum(segment.length for segment in segments), begins_of(segments)
+    ends = [total * (rank + 1) // ranks for rank in range(ranks)]
+    hands, parts, place = _Hands(segments, ranks, costs, total), list[Parts](), 0
+    for number, segment in enumerate(segments):
+        first, held = place, list[Part]()
+        while place < first + segment.length:
+            rank = bisect_right(ends, place)
+            held.append((rank, min(ends[rank], first + segment.length) - place))
+            place += held[-1][1]
+        parts.append(tuple(held) or ((0, 0),))
+        cost = costs.of(segment, begins[number])
+        tree = Tree((number,), segment.length, cost, segment.length)
+        hands._hold(tree, dict(held), {rank: cost * count / segment.length for rank, count in held})
+    return replace(hands.deal(), parts=tuple(parts))
+
+
+def _wide_enough(widths: Sequence[int], grain: float, tree: Tree) -> int:
+    """Return the first of these widths that brings a rank's part of a tree down to a grain, or the last one."""
+    return next((each for each in widths if tree.cost <= each * grain), widths[-1])
 
 
 @dataclass
@@ -164,6 +197,7 @@ class _Hands:
     ranks: int
     costs: Costs
     most: int
+    enough: float = math.inf  # the slowest rank of a deal that is known: one that takes longer need not be finished
     load: list[float] = field(init=False)  # by rank
     tokens: list[int] = field(init=False)  # by rank
 
@@ -172,6 +206,11 @@ class _Hands:
         self.sending, self.sources = [0.0] * self.ranks, [0] * self.ranks  # and from which ranks keys arrive, as bits
         self.parts: dict[int, Parts] = {}
         self.lightest = [(0.0, rank) for rank in range(self.ranks)]
+        self.most_whole = 0.0  # work of a rank to which a whole tree was given
+
+    @property
+    def too_late(self) -> bool:
+        return self.most_whole > self.enough
 
     def deal(self) -> Deal:
         sending = [
@@ -187,6 +226,8 @@ class _Hands:
         wide: list[tuple[Tree, range]] = []
         late: list[tuple[Tree, range]] = []
         for tree in trees:
+            if self.too_late:
+                return
             across = 1 if tree.trees else width(tree)
             if across > 1:
                 block = self._block(across)
@@ -233,6 +274,7 @@ class _Hands:
             for number in tree.members:
                 self.parts[number] = ((rank, self.segments[number].length),)
             self._hold(tree, {rank: tree.tokens}, {rank: tree.cost})
+            self.most_whole = max(self.most_whole, self.load[rank])
             taken = True
         for each in passed:
             heapq.heappush(self.lightest, each)

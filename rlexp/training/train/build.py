@@ -98,9 +98,10 @@ def build(
     for model, config in models:
         around.probe(model, config, ring=world.ring, layout=own_layout, kernel=kernel, max_length=cfg.data.max_length,
                      device=device, share=shares(cfg))  # fmt: skip
+    described = model_config.to_dict()
     setting = Setting(
-        cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, choice, model_config.to_dict()), kernel=kernel,
-        dealer=dealer_of(cfg, heads_in(model_config.to_dict()), world.dp_size),
+        cfg=cfg, world=world, device=device, choice=choice, layout=build_layout(cfg, choice, described), kernel=kernel,
+        dealer=dealer_of(cfg, heads_in(described), world.dp_size),
         windows=windows, tokenizer=tokenizer,
         schedule=build_schedule(cfg, task.steps_per_epoch), phases=phases or Phases(device),
     )  # fmt: skip

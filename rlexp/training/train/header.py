@@ -34,7 +34,7 @@ def header(task: Task, run_dir: Path) -> str:
     cfg, world, policy = run.cfg, run.world, run.engine.policy
     samplers = cfg.rollout.sampling_ranks
     sampling = f", and {samplers} that sample{'s' * (samplers == 1)}" if samplers else ""
-    shared = task.sharing()
+    shared, cuts = task.sharing(), task.cuts()
     lines = [
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.called} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}",
@@ -48,6 +48,7 @@ def header(task: Task, run_dir: Path) -> str:
         batch_in_words(cfg),
         f"learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}",
         None if shared is None else f"sharing, in the first batch: {shared}",
+        None if cuts is None else f"cut, in the first batch: {cuts}",
         note_on_loaded(cfg, policy.model.config.to_dict()),  # on positions, where they were not known before the start
         f"{task.describe()}, {plural(run.total_steps, 'step')} (an epoch has {task.steps_per_epoch})",
         *(f"{plural(count, task.kind)}: {reason}" for reason, count in sorted(task.examples.dropped.items())),

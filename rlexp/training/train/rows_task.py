@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ from rlexp.training.algos.log_ratios import log_ratio
 from rlexp.training.dataset.sampler import Batch
 from rlexp.training.dealer.deal import Dealt, TooLargeError, unit_of
 from rlexp.training.dealer.of_run import shared_in_words, too_large, without_room
-from rlexp.training.dealer.packing import listed, pack_examples
+from rlexp.training.dealer.packing import cuts_in_words, listed, pack_examples
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.ring.collectives import ring_sum
 from rlexp.training.train.by_length import Buckets
@@ -81,6 +82,15 @@ class RowsTask(Task):
     def sharing(self) -> str | None:
         units = [unit_of(self.examples.train[index]) for index in self.batch(1).indices]
         return shared_in_words(self.run.dealer, units)
+
+    def cuts(self) -> str | None:
+        run, examples = self.run, [self.examples.train[index] for index in self.batch(1).indices]
+        dealt = run.dealer.deal([unit_of(example) for example in examples])
+        packs = (
+            pack_examples([examples[place] for place in places], **run.padding, forest=forest)
+            for places, forest in zip(chain.from_iterable(dealt.packs), chain.from_iterable(dealt.forests), strict=True)
+        )
+        return cuts_in_words(packs, run.layout, run.world.ring.size)
 
     @functools.cached_property
     def held_out_dealt(self) -> Dealt:

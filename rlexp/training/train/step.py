@@ -134,8 +134,18 @@ def note_sharing(meter: Meter, shard: Shard) -> None:
 
 
 def note_balance(meter: Meter, shard: Shard) -> None:
-    """Meter the attention work of the ring's busiest rank relative to the ring's mean."""
+    """Meter the attention work and the tokens of the ring's busiest rank relative to the ring's mean, how many ranks
+    hold each sequence, and what was estimated of the slowest rank."""
     meter.add_mean("ring_balance", shard.most_work, shard.mean_work, REPLICATED)
+    size = shard.ring.size
+    if size == 1:
+        return
+    meter.add_mean("ring_tokens_balance", shard.most_tokens, shard.ring_tokens / size, REPLICATED)
+    for width in (1 << power for power in range(size.bit_length())):
+        count = sum(width <= each < 2 * width for each in shard.widths_S)
+        meter.add_total(f"ring_width_{width}", count, REPLICATED)
+    if shard.estimate is not None:
+        meter.add_mean("ring_estimate", *shard.estimate, REPLICATED)
 
 
 def refuse_unless_finite(run: TrainingRun, step: Step, finite: bool, grad_norm: float) -> None:

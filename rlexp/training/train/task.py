@@ -186,6 +186,11 @@ class Task(ABC):
         """Say what sequences of the first train batch share; None where that is not known before samples are drawn."""
         return None
 
+    def cuts(self) -> str | None:
+        """Say how many ranks hold the sequences of the first train batch; None where that is not known, or all are cut
+        alike."""
+        return None
+
     def counts(self) -> dict[str, int]:
         """Count the examples, for run.json."""
         return {f"{self.kind}s": len(self.examples.train), f"eval_{self.kind}s": len(self.examples.held_out)}

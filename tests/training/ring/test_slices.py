@@ -205,7 +205,7 @@ def test_forests_and_windows_on_real_ranks(world: int) -> None:
         for window in (None, 70 if "neighbour" in layout else 20)  # not short in a ring of four, so it goes around
     ]  # fmt: skip
     segments, sizes = forest_of(FOREST), Sizes(8, 2, 8, torch.float64, CPU)
-    assert 1 < len({len(parts) for parts in deal(segments, world, SOME_WHOLE).parts})
+    assert len({len(parts) for parts in deal(segments, world, SOME_WHOLE).parts}) > 1
     total = 176 + world  # rows that are drawn
     for case, results in zip(several, zip(*on_ranks(world, forest_rank, several), strict=True), strict=True):
         inputs = sizes.drawn(total, 3)

@@ -43,6 +43,10 @@ class Ringwise(Layout):
     def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal | None:
         return None if self.costs is None else _dealt(self.costs, tuple(segments), ring_size)
 
+    def estimate(self, segments: Sequence[Segment], ring_size: int) -> tuple[float, float] | None:
+        dealt = self.deal(segments, ring_size)
+        return None if dealt is None else (dealt.slowest, dealt.mean)
+
     def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
         return tuple(map(float, work_of(segments, self.place(segments, ring_size), window)))
 
