@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
+import os
 import textwrap
 from collections.abc import Callable
 from typing import Any
@@ -159,6 +160,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     # the seconds before its end at which Slurm signals a job: the grace, and some since Slurm is not exact
     "slurm_warning": lambda grace_seconds: math.ceil(grace_seconds) + BEFORE_END,
     "world_size": world_size,
+    "rlexp_cut": lambda: os.environ.get("RLEXP_CUT", "auto"),
     "dp_size": dp_size,
     "grad_acc": sizes.grad_acc,
     "minibatches": lambda loss, *sizes_of: sizes.minibatches(*sizes_of) if draws(loss) else 1,

@@ -7,13 +7,14 @@ import json
 import math
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from rlexp.base.pages import addressed
 from rlexp.base.printable import fitted
+from rlexp.config.checks.layout import gives_widths
 from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig
@@ -114,6 +115,8 @@ def _scope(cfg: Config, result: Verification) -> Iterator[str]:
         seen = f": {met.examples:,} of {met.of:,} {rows}s{drawn if met.rollouts else ''}"
         seen += f", sequences of {met.shortest:,} to {met.longest:,} tokens"
     yield f"steps 1 to {plan.steps}{of}{seen}; {plan.parameters:,} parameters"
+    if met is not None and met.widths:
+        yield f"widths: {widths_in_words(cfg, met.widths)}"
     if plan.left_out:
         yield f"shrunk: {plan.left_out}"
     if cfg.loss.draws:
@@ -137,6 +140,21 @@ def _scope(cfg: Config, result: Verification) -> Iterator[str]:
         yield f"held-out values: of the first {plan.held_out} {rows}s, after the last step"
     if result.not_held:
         yield f"not verified: {', '.join(result.not_held)}"
+
+
+def widths_in_words(cfg: Config, counts: Mapping[int, int]) -> str:
+    """Say how many sequences were held by how many ranks, and which widths no step has met."""
+    ring = cfg.parallel.ring_size
+    parts = []
+    for width, count in sorted(counts.items()):
+        upto = min(2 * width - 1, ring)
+        ranks = (
+            f"cut over {width}{f' to {upto}' if upto > width else ''} ranks" if width > 1 else "held whole by one rank"
+        )
+        parts.append(f"{count:,} sequences {ranks}")
+    missing = [width for width in (1 << power for power in range(ring.bit_length())) if width not in counts]
+    listed = f". Not met: widths of {', '.join(map(str, missing))}" if missing and gives_widths(cfg) else ""
+    return f"{', '.join(parts)}{listed}"
 
 
 def _not_met(cfg: Config, met: Met, steps: int, total: int) -> Iterator[str]:

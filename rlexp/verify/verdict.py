@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +47,7 @@ class Met:
     advantages: int = 0  # tokens of train batches that count and whose advantage, whitened or not, is not 0
     alike: int = 0  # prompts whose answers are all the same, of those with several
     values: bool = True  # whether a critic has said anything but 0
+    widths: Mapping[int, int] = field(default_factory=dict)  # sequences that so many ranks hold, up to twice as many
     doubtful: int = 0  # drawn tokens of which rounding decides whether top_k, top_p and min_p let them be drawn
 
 

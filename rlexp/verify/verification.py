@@ -21,7 +21,7 @@ from rlexp.base.engine_facts import ENGINES
 from rlexp.base.errors import ConfigError, UserError
 from rlexp.base.waiting import busy_message
 from rlexp.config import sizes
-from rlexp.config.schema import Config
+from rlexp.config.schema import Config, with_values
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.launch.joining import prepare_environment
@@ -40,6 +40,7 @@ OURS = tuple(f"rlexp.verify.{name}" for name in (
     "jobs", "record", "alone", "fit_memory", "trials", "kept", "gap"))  # fmt: skip
 TIMEOUT = 3600.0  # seconds for one start of ranks
 AROUND = 3  # ways around a difference that are tried at most
+WIDTH = "train/ring_width_"  # of a row: sequences that so many ranks hold
 Progress = Callable[[str], None]
 
 
@@ -49,7 +50,7 @@ def verify(cfg: Config, steps: int | None, say: Progress, *, search: bool = True
     refuse(steps)
     steps = steps or usual_steps(cfg)
     other = cfg.loss.draws and cfg.rollout.engine is not RolloutEngine.native
-    cfg = laid_out(contained(cfg))
+    cfg = with_values(laid_out(contained(cfg)), "parallel", elastic=False)  # its ring is as large as it came to
     prepare_environment(cfg.launch)
     with tempfile.TemporaryDirectory(prefix="rlexp-verify-") as folder, signals_raise():
         result = Verifier(cfg, Path(folder), say, vllm=other, search=search).run(steps)
@@ -213,7 +214,7 @@ class Verifier:
         given |= {f"{reason[0]}": "" for reason in alone.scenes[0].values.get("taken as given", {})}
         result.given[precision] = given
         if precision == "float64":
-            result.met = met(self.base, alone, self.cfg)
+            result.met = dataclasses.replace(met(self.base, alone, self.cfg), widths=widths_met(self.ran or self.base))
             result.scores = "sum of policy" in self.base.steps()[0].values and not self.cfg.loss.draws and (
                 "policy" not in self.base.steps()[0].values)  # fmt: skip
 
@@ -454,6 +455,17 @@ def met(base: Recording, alone: Recording, cfg: Config) -> Met:
         advantages=facts.get("learned", 0), alike=alike, doubtful=facts.get("doubtful", 0),
         values=facts.get("values", False) or getattr(cfg.loss, "critic", None) is None,
     )  # fmt: skip
+
+
+def widths_met(ran: Recording) -> dict[int, int]:
+    """Count the run's sequences by how many ranks held them, as its rows say it; nothing on a ring of one."""
+    counts = dict[int, int]()
+    for scene in ran.steps():
+        for name, value in scene.row.items():
+            if name.startswith(WIDTH) and value:
+                width = int(name.removeprefix(WIDTH))
+                counts[width] = counts.get(width, 0) + int(value)
+    return counts
 
 
 def not_held(rows: Sequence[Mapping[str, Any]], known: set[str]) -> list[str]:

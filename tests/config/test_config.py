@@ -41,6 +41,7 @@ def test_every_option_of_every_group_composes(group: str, tmp_path: Path, monkey
     needed = {
         "data": {"jsonl": [f"data.path={tmp_path}/rows.jsonl"], "hf": ["data.path=org/name"], "arithmetic": sampled},
         "model": {"hf": ["model.path=org/name"]},
+        "parallel": {"elastic": ["launch.nproc=2", "parallel.cut=auto"]},
         "reward": {
             "rule": ["loss=ppo", "reward.text=a"],
             "python": ["loss=ppo", "reward.function=json:loads"],
@@ -207,7 +208,11 @@ def test_an_option_that_an_interpolation_puts_into_an_open_mapping_is_its_name()
 def test_help_lists_every_group(rlexp: Shell) -> None:
     shown = rlexp("--help").stdout
     sweeps = "  +sweep: ring_memory, ring_sizes, seeds, zero_stages"
-    for line in ("  parallel: ring1, ring2, ring4, ring8", sweeps, "  hydra/launcher: lab, local, site, slurm"):
+    for line in (
+        "  parallel: elastic, ring1, ring2, ring4, ring8",
+        sweeps,
+        "  hydra/launcher: lab, local, site, slurm",
+    ):
         assert line in shown
     assert "schema" not in shown
 

@@ -36,7 +36,7 @@ KEYS_OURS_ALONE = {
               "torch_threads",
     "logger": "artifacts axes baseline mode name tags", "loss": "kl_horizon name whiten", "memory": "count_tensors",
     "model": "freeze fused gguf heads hidden_size intermediate_size kv_heads layers name seed window", "optim": "name",
-    "parallel": "backend chosen dp_size transport ulysses_size world_size", "reference": "name revision",
+    "parallel": "backend chosen cut dp_size elastic transport ulysses_size world_size", "reference": "name revision",
     "resume": "force mode",
     "reward": "ignore_case max_length most name pattern precision rule target text timeout_seconds trust_remote_code "
               "workers",

@@ -243,10 +243,10 @@ class EvalConfig:
 
 @dataclass
 class ParallelConfig:
-    # ranks that share sequences; they are one ring, and one replica of the model. `parallel.ring_size=auto`, or
-    # `parallel=elastic`: all ranks; on several nodes with GPUs, those of a node
+    # ranks that share sequences; they are one ring, and one replica of the model. `parallel.ring_size=auto` is
+    # `parallel=elastic`
     ring_size: int = number(1, least=1, most=MANY)
-    cut: Cut = Cut.auto  # which sequences are cut over the ranks of a ring; the others are each held by one rank
+    cut: Cut = Cut.auto  # which sequences are cut over ranks of a ring; each of the others is held by one rank
     # which rank of a ring holds which tokens, and how they attend to each other's
     layout: LayoutName = LayoutName.zigzag
     # ranks that share out the heads, with parallel.layout=hybrid; it must divide the ring size
