@@ -39,10 +39,12 @@ from tests.helpers.faults.samples import SAMPLE_FAULTS
 from tests.helpers.faults.sharing import SHARING_FAULTS
 from tests.helpers.faults.starting import STARTING_FAULTS
 from tests.helpers.faults.train import TRAIN_FAULTS
+from tests.helpers.faults.widths import WIDTHS_FAULTS
 
 FAULTS = (*DATA_FAULTS, *RING_FAULTS, *MODEL_FAULTS, *ALGOS_FAULTS, *TRAIN_FAULTS, *ENGINE_FAULTS, *METRICS_FAULTS,
           *LOSS_FAULTS, *OWN_FAULTS, *REFERENCE_FAULTS, *ADAPTER_FAULTS, *SAMPLE_FAULTS, *GATHERED_FAULTS,
-          *STARTING_FAULTS, *DRAWING_FAULTS, *FUSED_FAULTS, *SHARING_FAULTS, *HALVES)  # fmt: skip
+          *STARTING_FAULTS, *DRAWING_FAULTS, *FUSED_FAULTS, *SHARING_FAULTS, *WIDTHS_FAULTS,
+          *HALVES)  # fmt: skip
 
 # Not a defect: `verify` is to believe that a model of six layers is too large for this machine.
 LITTLE_MEMORY = one("little memory", "verify.fit_memory:free_on_host", lambda _original: 300_000_000, "", "")

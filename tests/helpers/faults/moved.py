@@ -116,6 +116,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "a child sees its sibling",
         "a shared trained token counts for one sequence",
     ),
+    "widths": (
+        "a sequence held twice",
+        "a sequence that nobody holds",
+        "a chunk with the neighbour's width",
+        "summed over the wrong ranks",
+    ),
     "ring+kernel": ("a prompt's gradient of one child",),
     "micro-batches+sharing": (
         "in two halves: sharing and a budget of tokens",
