@@ -71,9 +71,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.elastic", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--only", choices=[*TABLES], nargs="+", default=[*TABLES])
+    parser.add_argument("--sets", choices=[*SETS], nargs="+", default=[*SETS])
     parser.add_argument("--write", type=Path, help="put the tables into this page, between their markers")
     options = parser.parse_args()
     prepare_environment(ON_CPU)
+    for title in set(SETS) - set(options.sets):
+        del SETS[title]
     for name in options.only:
         with tempfile.TemporaryDirectory(prefix="rlexp-") as folder:
             write_model(Path(folder), SHAPE, "float32")

@@ -55,6 +55,7 @@ class Where:
     ring_size: int
     replicas: int
     precision: str
+    elastic: bool = False  # the ring has all ranks, because its size is left to rlexp
 
     @property
     def label(self) -> str:
@@ -62,7 +63,8 @@ class Where:
 
     def overrides(self) -> list[str]:
         nproc = self.ring_size * self.replicas
-        return [f"engine={self.engine}", f"parallel=ring{self.ring_size}", f"launch.nproc={nproc}",
+        ring = "elastic" if self.elastic else f"ring{self.ring_size}"
+        return [f"engine={self.engine}", f"parallel={ring}", f"launch.nproc={nproc}",
                 f"train.micro_batch_size={2 if nproc > 2 else 1}", f"train.precision={self.precision}"]  # fmt: skip
 
 

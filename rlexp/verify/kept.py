@@ -133,9 +133,12 @@ def alone(cfg: Config) -> Config:
 
 
 def shared_out(ranks: Sequence[KeptOnRank | None], one: KeptOnRank | None, attention: float) -> Sharding | None:
-    """Compare the ranks of a ring with a ring of one, and return the comparison of the rank that keeps most."""
+    """Compare the ranks of a ring with a ring of one, and return the comparison of the rank that keeps most.
+
+    A rank that holds next to nothing of this micro-batch shows nothing.
+    """
     if one is None or not one.tokens:
         return None
     compared = [compare(each.kept, one.kept, len(ranks), share=each.tokens / one.tokens, attention=attention)
-                for each in ranks if each is not None]  # fmt: skip
+                for each in ranks if each is not None and 2 * len(ranks) * each.tokens >= one.tokens]  # fmt: skip
     return max(compared, key=lambda sharding: (len(sharding.whole), sharding.kept), default=None)

@@ -49,7 +49,7 @@ class Readers:
         for module, *words in shown.commands:
             chain = f"{chain} && {module} {' '.join(words)}"  # the same command after another one is another
             if (folder, chain) not in self.printed:
-                done = warm.run(module, words, folder, env=CLEAN, timeout=1700)
+                done = warm.run(module, words, folder, env={**CLEAN, "RLEXP_CUT": "auto"}, timeout=1700)
                 self.printed[folder, chain] = done.returncode, f"{done.stdout}\n{done.stderr}"
         code, text = self.printed[folder, chain]
         assert code == shown.code, f"{shown.page.name}: {chain}: exit code {code}: {text}"

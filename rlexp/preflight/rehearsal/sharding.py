@@ -14,6 +14,7 @@ from rlexp.preflight.rehearsal.log import ACTIVATIONS, Log, kinds_of
 
 NEARLY = 1.1  # times its share: padding keeps a little more
 SMALL = 0.01  # of all that is kept: less is not named
+UNEVEN = 0.1  # by which a rank may hold more or less than an even part of the tokens, and it goes unsaid
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,7 @@ class Sharding:
     alone: int
     whole: Mapping[str, float]  # modules that keep more than their share, with their multiple of it
     meant: Mapping[str, float] = field(default_factory=dict)  # the same, for attention whose layout keeps more
+    tokens: float | None = None  # the rank's part of the tokens, where it is not an even one
 
     @property
     def share(self) -> float:
@@ -61,7 +63,8 @@ def compare(
     over = {name: max(forward.get(name, 0.0), again.get(name, 0.0)) for name in forward | again}
     meant = {name: times for name, times in over.items() if name in ring.attending and times <= NEARLY * attention}
     whole = {name: times for name, times in over.items() if name not in meant}
-    return Sharding(ring_size, ring.total, alone.total, whole, meant)
+    uneven = share if abs(share * ring_size - 1) > UNEVEN else None
+    return Sharding(ring_size, ring.total, alone.total, whole, meant, uneven)
 
 
 def _over(here: Counter[str], alone: Counter[str], share: float) -> dict[str, float]:
@@ -134,10 +137,8 @@ def of_attention(cfg: Config, model: Any) -> float:
 def in_words(sharding: Sharding) -> list[str]:
     """Say how much of its memory a rank saves by the ring, and what does not fall with it."""
     size = sharding.ring_size
-    lines = [
-        f"sharding: for the backward pass a rank keeps {sharding.share:.3f} of what a ring of one keeps "
-        f"(1/{size} is {1 / size:.3f})."
-    ]
+    even = f"1/{size} is {1 / size:.3f}" if sharding.tokens is None else f"it holds {sharding.tokens:.3f} of the tokens"
+    lines = [f"sharding: for the backward pass a rank keeps {sharding.share:.3f} of what a ring of one keeps ({even})."]
     for name, times in sharding.meant.items():
         lines.append(
             f"  {name} keeps {times:.1f} times its share, as Ulysses does: outputs by heads and by tokens, and a "

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rlexp.config.schema.cadence import plural
 from rlexp.training.dealer.forest import Forest, Share, copied, shared
 from rlexp.training.ring.base import Layout, RingBatch, Window
 from rlexp.training.ring.kernels.base import BlockKernel
@@ -175,11 +176,9 @@ def cuts_in_words(packs: Iterable[Pack], layout: Layout, ring_size: int) -> str 
         slowest, mean = slowest + estimate[0], mean + estimate[1]
     whole, cut = widths.pop(1, 0), sorted(widths)
     ranks = f"{cut[0]} to {cut[-1]}" if cut[1:] else f"{cut[0]}" if cut else ""
-    parts = [f"{whole} held whole by one rank each"] * (whole > 0) + [
-        f"{widths.total()} cut over {ranks} ranks"
-    ] * bool(cut)
-    even = f"the slowest rank has {slowest / mean:.2f} times the mean work"
-    return f"of {whole + widths.total()} sequences, {' and '.join(parts)}; {even}"
+    parts = [f"{plural(whole, 'sequence')} held whole by one rank"] * (whole > 0)
+    parts += [f"{widths.total()} cut over {ranks} ranks"] * bool(cut)
+    return f"{', '.join(parts)}; the slowest rank has {slowest / mean:.2f} times the mean work"
 
 
 def _held(pack: Pack, index_t: Tensor) -> tuple[np.ndarray, np.ndarray]:

@@ -48,7 +48,7 @@ def header(task: Task, run_dir: Path) -> str:
         batch_in_words(cfg),
         f"learning rate {rates_in_words(cfg)}, {run.schedule.in_words()}",
         None if shared is None else f"sharing, in the first batch: {shared}",
-        None if cuts is None else f"cut, in the first batch: {cuts}",
+        None if cuts is None else f"widths, in the first batch: {cuts}",
         note_on_loaded(cfg, policy.model.config.to_dict()),  # on positions, where they were not known before the start
         f"{task.describe()}, {plural(run.total_steps, 'step')} (an epoch has {task.steps_per_epoch})",
         *(f"{plural(count, task.kind)}: {reason}" for reason, count in sorted(task.examples.dropped.items())),

@@ -31,6 +31,7 @@ QUICK = ("launch.device=cpu", "logger=none", "hydra.run.dir=run", "engine=torch"
          "logger.progress=false", "train.batch_size=2", "data.size=24", "data.eval_size=2")  # fmt: skip
 
 
+ELASTIC = Where("torch", 4, 1, "fp64", elastic=True)
 # Still 3 steps an epoch; the loss carries a mean from step to step.
 FEWER = ("train.batch_size=4", "data.size=12", "data.eval_size=4", "train.max_steps=5", "loss=bco_pair")
 
@@ -47,8 +48,10 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> Curve:
         pytest.param(Where("torch", 2, 1, "fp64"), Where("fsdp2", 1, 2, "fp64"), 1, marks=pytest.mark.slow),
         (Where("fsdp2", 2, 2, "fp64"), Where("torch", 1, 1, "fp64"), 3),
         pytest.param(Where("torch", 1, 1, "fp64"), Where("torch", 4, 1, "fp64"), 4, marks=pytest.mark.slow),
+        pytest.param(Where("torch", 2, 1, "fp64"), ELASTIC, 2, marks=pytest.mark.slow),
+        pytest.param(ELASTIC, Where("fsdp2", 2, 2, "fp64"), 2, marks=pytest.mark.slow),
     ],
-    ids=["first step", "edge of an epoch", "before the last"],
+    ids=["first step", "edge of an epoch", "before the last", "to elastic", "from elastic"],
 )
 def test_the_curve_goes_on_in_float64(straight: Curve, tmp_path: Path, one: Where, other: Where, stop: int) -> None:
     begun = run(one, tmp_path / "run", *FEWER, f"train.stop_after={stop}")

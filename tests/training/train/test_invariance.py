@@ -7,6 +7,7 @@ import pytest
 from bench.curves import draw, excesses
 from bench.layouts import Case, layout_cases
 from rlexp.config.load import compose_config
+from tests.helpers.paths import FILES
 
 BASE = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data.size=40", "data.eval_size=5")
 GRID = [Case(1, 1, 1, True), Case(2, 2, 2, True), Case(4, 1, 4, True)]
@@ -72,6 +73,46 @@ def test_three_steps_are_those_of_one_process_on_every_layout(rings: tuple[int, 
         balances = [row["train/ring_balance"] for row in curve.rows]
         assert min(balances) >= 1
         assert (max(balances) < 1.05) is (case.layout != "contiguous"), (case.label, balances)
+
+
+# Awkward lengths: one token, prime numbers, and one longer than all others of its step together.
+UNEVEN = ("launch.device=cpu", "logger=none", "train.precision=fp64", "data=jsonl",
+          f"data.path={FILES}/rows/uneven.jsonl", "data.max_length=900", "train.batch_size=4", "data.eval_size=2",
+          "parallel.cut=auto", "train.max_steps=2", "train.eval_every=1")  # fmt: skip
+ELASTIC = {ranks: ("parallel=elastic", f"launch.nproc={ranks}") for ranks in (2, 4, 8)}
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        (ELASTIC[4], (*ELASTIC[4], "parallel.layout=allgather")),
+        pytest.param(
+            (
+                ELASTIC[2],
+                ELASTIC[8],
+                ("parallel=ring2", "launch.nproc=4"),
+                (*ELASTIC[4], "parallel.transport=neighbour"),
+                (*ELASTIC[4], "train.micro_batch_size=1"),
+                (*ELASTIC[4], "data.packing=false"),
+                (*ELASTIC[4], "data.share_prefix=false", "model.window=17"),
+            ),
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["elastic", "more"],
+)
+def test_a_width_for_every_sequence_moves_nothing(ways: tuple[tuple[str, ...], ...]) -> None:
+    words = {way: compose_config([*UNEVEN, *way]) for way in ways}
+    plain = {way: compose_config([*UNEVEN, *(word for word in way if word.startswith("model.")), "parallel=ring1"])
+             for way in ways}  # fmt: skip
+    curves = draw([*words.values(), *plain.values()])
+    for way, curve, alone in zip(ways, curves[: len(ways)], curves[len(ways) :], strict=True):
+        assert excesses(alone, curve) == [], way
+        assert curve.samples == alone.samples
+        met = [{name for name, count in row.items() if name.startswith("train/ring_width") and count}
+               for row in curve.rows]  # fmt: skip
+        assert "train/ring_width_1" in set.union(*met), "none is held whole"
+        assert len(set.union(*met)) > 1, "none is cut"
 
 
 def test_the_comparison_sees_what_a_real_defect_would_do() -> None:
