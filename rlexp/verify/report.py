@@ -153,7 +153,11 @@ def widths_in_words(cfg: Config, counts: Mapping[int, int]) -> str:
         )
         parts.append(f"{count:,} sequences {ranks}")
     missing = [width for width in (1 << power for power in range(ring.bit_length())) if width not in counts]
-    listed = f". Not met: widths of {', '.join(map(str, missing))} (parallel.cut=all cuts all)" if missing and gives_widths(cfg) else ""
+    listed = (
+        f". Not met: widths of {', '.join(map(str, missing))} (parallel.cut=all cuts all)"
+        if missing and gives_widths(cfg)
+        else ""
+    )
     return f"{', '.join(parts)}{listed}"
 
 

@@ -26,6 +26,8 @@ TOKEN, USUAL = 6, 2048
 CORE, BETWEEN_PROCESSES, REACHED, H100, LINK, NETWORK = 5e10, 2e9, 0.5, 989, 450, 50
 MESSAGE_ON_CPU, MESSAGE_ON_GPU = 1e-3, 2e-4  # seconds of a layer for another rank from which keys come, both passes
 CALL, TILE = 1e-4, 128 * 64  # a segment of a kernel's call: seconds on a CPU; on a GPU half a tile of pairs is lost
+MEMORY_OF_CORE, MEMORY_OF_GPU = 1e10, 3e12  # bytes
+MERGED = 40  # bytes of an element of an output, read and written in both passes where another is merged into it
 PASSES = 14  # operations for a pair and an element of its head, in both passes
 BYTES = {Precision.bf16: 2, Precision.fp32: 4, Precision.fp64: 8}
 BLOCK = 1 << 16  # examples whose lengths are held at once
@@ -60,6 +62,7 @@ def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
         token=TOKEN * width,
         trained=6 * vocabulary * hidden / layers / (PASSES * width),
         row=sent / (BETWEEN_PROCESSES if on_cpu else link) / pair,
+        merge=MERGED * width / (MEMORY_OF_CORE if on_cpu else MEMORY_OF_GPU) / pair,
         step=(MESSAGE_ON_CPU if on_cpu else MESSAGE_ON_GPU) / pair,
         piece=CALL / pair if on_cpu else TILE,
         most=most.tokens if most.samples is None else most.samples * longest_sample(cfg),

@@ -30,7 +30,7 @@ Parts = tuple[Part, ...]
 EVEN = 1.02  # the most loaded rank over the mean, up to which whole trees are given out
 CONTENT = 1.005  # the slowest rank over the mean, with which we look no further
 ALIKE = 0.99  # the slowest rank of a deal over that of another, with which they are alike
-EARLY = 0.75  # of another rank's keys, as many are seen by our queries of the same segment: zigzag
+EARLY = 0.75  # of another rank's keys, as many are seen by our queries of a segment, and of ours see any: zigzag
 LEAST = 8  # tokens of a rank's part of a segment; a segment with fewer is held whole
 MANY = 1024  # trees that are dealt one by one
 LEVELLED = 2  # trees for each rank whose shares are fitted to what the ranks hold else
@@ -43,6 +43,7 @@ class Costs:
     token: float  # its matrix products
     trained: float = 0.0  # a trained token's part of the head, divided by the layers
     row: float = 0.0  # a key with its value that arrives, and their gradients that go home
+    merge: float = 0.0  # a query whose output is merged with what it finds in another rank's keys
     step: float = 0.0  # another rank from which keys arrive, however many
     piece: float = 0.0  # a segment of a call
     most: int | None = None  # tokens of a rank; None: any number
@@ -163,6 +164,7 @@ def _ways(trees: Sequence[Tree], ranks: int, aim: float, costs: Costs) -> Iterat
     rows = sum(tree.rows for tree in trees)
     for each in reversed(widths):
         sending = costs.row * rows * (1 - 1 / each) / ranks + costs.step * (each - 1)
+        sending += costs.merge * EARLY * (each - 1) * sum(tree.tokens for tree in trees) / ranks
         yield Way(functools.partial(_wide_enough, [each], math.inf), True, aim + sending)
 
 
@@ -288,6 +290,7 @@ class _Hands:
             self.tokens[rank] += tokens[rank]
             self.load[rank] += cost[rank] + self.costs.piece * len(tree.members) * len(holding)
             self.sending[rank] += self.costs.row * tree.rows * (1 - tokens[rank] / tree.tokens)
+            self.load[rank] += self.costs.merge * EARLY * tokens[rank] * (len(holding) - 1)
             self.sources[rank] |= among if len(holding) > 1 else 0
             heapq.heappush(self.lightest, (self.load[rank], rank))
 

@@ -22,7 +22,7 @@ from tests.helpers.attention import forest
 from tests.helpers.forests import dense
 
 # Of a small model on CPUs, in which short sequences are held whole; and one in which cutting costs next to nothing.
-USUAL = Costs(token=3072.0, trained=200.0, row=20.0, step=7000.0, piece=700.0)
+USUAL = Costs(token=3072.0, trained=200.0, row=20.0, merge=15.0, step=7000.0, piece=700.0)
 FREE = Costs(token=10.0, row=0.1, step=1.0, piece=1.0)
 TOLERANCE = 1e-12
 
@@ -148,6 +148,7 @@ def cost_of(segments: Sequence[Segment], parts: Sequence[Parts], ranks: int, cos
         for rank in holding:
             load[rank] += work * tokens[rank] / total + costs.piece * len(members) * len(holding)
             load[rank] += costs.row * rows * (1 - tokens[rank] / total)
+            load[rank] += costs.merge * 0.75 * tokens[rank] * (len(holding) - 1)
             sources[rank] |= {*holding} - {rank}
     return max(each + costs.step * len(others) for each, others in zip(load, sources, strict=True))
 
