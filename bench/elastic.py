@@ -33,11 +33,12 @@ from bench.sharing import SQUALITY
 from bench.tables import put, signature
 from rlexp.config.checks.layout import choose, heads_in
 from rlexp.config.load import compose_config
-from rlexp.config.schema import Config, with_values
+from rlexp.config.schema import Config, Device, with_values
+from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import run_ranks
 
-RANKS, ROUNDS, PAIRS = 8, 2, 10
+RANKS, ROUNDS, PAIRS = 8, 4, 10
 SHAPE = replace(LLAMA, name="a Llama with two layers of 320 channels", layers=2)
 SHORT = tuple(HH[place % len(HH)] for place in range(64))
 
@@ -240,20 +241,40 @@ def estimate(folder: str) -> str:
             "the mix": [*[long] * (ranks // 8), *(HH[place % len(HH)] for place in range(ranks * 64000 // 8 // 207))],
         }
         for title, pairs in steps.items():
-            slowest, mean = estimated(folder, pairs, ranks, ranks)
-            fixed = {
-                size: estimated(folder, pairs, ranks, size)[0] for size in (1, 2, 4, 8, 16, 32, 64) if size <= ranks
-            }
+            slowest, mean = estimated(folder, pairs, ranks, ranks, widths=True)
+            sizes = [1 << power for power in range(ranks.bit_length())]
+            fixed = {size: estimated(folder, pairs, ranks, size, widths=False)[0] for size in sizes}
             best = min(fixed, key=lambda size: fixed[size])
             lines.append(f"| {ranks} | {title}, {tokens(pairs):,} tokens | {slowest / mean:.3f} | {best} | "
                          f"{fixed[best] / slowest:.2f} |")  # fmt: skip
     return "\n".join(lines)
 
 
-def estimated(folder: str, pairs: Lengths, ranks: int, size: int) -> tuple[float, float]:
-    """Return what is estimated of the slowest rank and of the mean one: elastic if the ring has all ranks' size and
-    widths, else rings that cut all alike."""
-    raise NotImplementedError(folder, pairs, ranks, size)
+def estimated(folder: str, pairs: Lengths, ranks: int, size: int, *, widths: bool) -> tuple[float, float]:
+    """Return the estimate of a step for the slowest rank and for the mean one, with `widths` or on rings that cut all
+    alike: in pairs of a query and a key of a layer."""
+    from rlexp.training.dealer.deal import unit_of
+    from rlexp.training.dealer.of_run import costs_of, dealer_of
+    from rlexp.training.dealer.packing import pack_examples
+    from rlexp.training.ring.widths import deal, even
+
+    cfg = in_all_ways(folder, pairs)["elastic"]
+    cfg = with_values(cfg, "parallel", ring_size=size, world_size=ranks, dp_size=ranks // size)
+    cfg = with_values(with_values(cfg, "train", precision=Precision.bf16), "launch", device=Device.cuda)
+    heads, costs = heads_in(EIGHT_B), costs_of(cfg, EIGHT_B)
+    assert costs is not None
+    dealer, examples = dealer_of(cfg, heads, ranks // size), examples_of(pairs)(cfg)
+    dealt = dealer.deal([unit_of(example) for example in examples])
+    slowest, mean = [0.0] * (ranks // size), 0.0
+    for replica, packs in enumerate(dealt.packs):
+        for places, forest in zip(packs, dealt.forests[replica], strict=True):
+            segments = pack_examples(
+                [examples[place] for place in places], 1, share=dealer.share, forest=forest
+            ).segments
+            made = deal(segments, size, costs) if widths else even(segments, size, costs)
+            slowest[replica] += made.slowest
+            mean += made.mean * size / ranks
+    return max(slowest), mean
 
 
 TABLES = {"alone": alone, "wall": wall, "estimate": estimate}

@@ -118,6 +118,13 @@ def bundled(trees: Sequence[Tree], most: float) -> list[Tree]:
     return sorted(bundles, key=lambda tree: (-tree.cost, tree.members))
 
 
+def even(segments: Sequence[Segment], ranks: int, costs: Costs) -> Deal:
+    """Return the deal of a ring that cuts all trees alike."""
+    hands = _Hands(segments, ranks, costs, sum(segment.length for segment in segments))
+    hands.give(trees_of(segments, costs), lambda _: ranks, math.inf)
+    return hands.deal()
+
+
 def deal(segments: Sequence[Segment], ranks: int, costs: Costs) -> Deal:
     """Return the deal whose slowest rank is done first, by the estimate. No rank holds more than `costs.most` tokens,
     or than its share if that is more."""
