@@ -12,6 +12,7 @@ every step collects the remaining noise: fewer rounds give lower efficiencies.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,11 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from bench.measured import print_tables
+from bench.measured import print_tables, processor
 from bench.simulate import Alone, Clock, Sizes, Trace, in_ring, packed
 from bench.together import whole_ring
+from rlexp.config.load import compose_config
+from rlexp.training.dealer.of_run import costs_of
 from rlexp.training.ring.kernels.cpu_flash import CpuFlash
-from rlexp.training.ring.layouts import get_layout
+from rlexp.training.ring.layouts import Layout, get_layout
+from rlexp.training.ring.widths import Costs
 
 HEADS, SIZE = 8, 64
 LONG = (8192,)
@@ -52,6 +56,7 @@ def main() -> None:
 class Case:
     layout: str
     ring_size: int
+    widths: bool = False  # sequences that are worth it are held whole
 
     @property
     def inner(self) -> int:
@@ -59,7 +64,19 @@ class Case:
 
     @property
     def name(self) -> str:
+        if self.widths:
+            return f"{self.layout}, with widths"
         return f"hybrid, ulysses {INNER} × zigzag" if self.layout == "hybrid" else self.layout
+
+    def get(self) -> Layout:
+        return get_layout(self.layout, self.inner, costs=costs() if self.widths else None)
+
+
+@functools.cache
+def costs() -> Costs | None:
+    """Return what decides the widths: rates of a core, as a run on CPUs has them, for layers with these heads."""
+    cfg = compose_config(["launch.device=cpu", "logger=none", "parallel.cut=auto"])
+    return costs_of(cfg, {"num_attention_heads": HEADS, "head_dim": SIZE})
 
 
 def cases(rings: Sequence[int]) -> list[Case]:
@@ -84,11 +101,13 @@ class Measured:
         return alone / self.case.ring_size / in_ring([rank.steps for rank in self.ranks])
 
 
-def measure(lengths: Sequence[int], dtype: torch.dtype, rings: Sequence[int]) -> tuple[OneCall, list[Measured]]:
+def measure(
+    lengths: Sequence[int], dtype: torch.dtype, rings: Sequence[int], *more: Case
+) -> tuple[OneCall, list[Measured]]:
     sizes, once, played = Sizes(HEADS, HEADS, SIZE, dtype, CPU), OneCall(lengths, dtype), []
-    for case in cases(rings):
-        layout = get_layout(case.layout, case.inner)
-        segments = packed(lengths, layout.multiple(case.ring_size))
+    for case in (*cases(rings), *more):
+        layout = case.get()
+        segments = packed(lengths, layout.multiple(case.ring_size), layout.spare(case.ring_size))
         ranks = range(case.ring_size)
         played.append((case, [Alone(layout, segments, case.ring_size, rank, CpuFlash(), sizes) for rank in ranks]))
     for _ in range(ROUNDS + 1):
@@ -184,14 +203,15 @@ def shared(each: Measured, once: OneCall) -> str:
 
 
 def mix() -> str:
-    once, measured = measure(MIX, torch.float32, RINGS[-1:])
+    ring = RINGS[-1]
+    once, measured = measure(MIX, torch.float32, [ring], *(Case(name, ring, True) for name in ("zigzag", "allgather")))
     lines = ["| layout | ring | work | efficiency |", "| --- | ---: | ---: | ---: |"]
     lines += [f"| {each.case.name} | {each.case.ring_size} | {shared(each, once)} |" for each in measured]
     return (
         f"### A packed mix\n\n"
         f"One pair of SQuALITY and {len(HH) // 2} pairs of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
-        f"{max(MIX):,} tokens, {sum(MIX):,} in all;\nfloat32, the best of {ROUNDS} rounds. Work is relative to one "
-        f"call per sequence. Long sequences are timed head by\nhead ({once.seconds():.2f} s in total; "
+        f"{max(MIX):,} tokens, {sum(MIX):,} in all;\nfloat32, the best of {ROUNDS} rounds, on {processor()}. Work "
+        f"is relative to one call per sequence. Long sequences are timed head by\nhead ({once.seconds():.2f} s in total; "
         f"{once.whole():.2f} s with all heads in one call).\n\n" + "\n".join(lines)
     )
 

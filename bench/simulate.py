@@ -57,11 +57,11 @@ class Sizes:
         ]
 
 
-def packed(lengths: Sequence[int], multiple: int) -> list[Segment]:
+def packed(lengths: Sequence[int], multiple: int, spare: int = 0) -> list[Segment]:
     """Sequences laid end to end like a pack, the last one padded."""
     segments, start = [], 0
     for number, length in enumerate(lengths):
-        padded = length + (-sum(lengths) % multiple if number == len(lengths) - 1 else 0)
+        padded = length + (-sum(lengths) % multiple + spare if number == len(lengths) - 1 else 0)
         segments.append(Segment(start, length, padded))
         start += padded
     return segments

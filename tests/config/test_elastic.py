@@ -48,7 +48,8 @@ def test_each_node_with_gpus_has_a_ring(monkeypatch: pytest.MonkeyPatch) -> None
         (("launch.nproc=4", "parallel.layout=ulysses"), "parallel.layout=ulysses: parallel.ring_size=auto gives each "
          "sequence a width, and parallel.layout=ulysses cuts all alike. Use parallel.layout=zigzag or "
          "parallel.layout=allgather, or give a size: parallel.ring_size=4."),
-        (("launch.nproc=4", "parallel.cut=all"), "parallel.cut=all: parallel.ring_size=auto gives each sequence a width"),
+        (("launch.nproc=4", "parallel.cut=all"), "parallel.cut=all: parallel.ring_size=auto gives each sequence a "
+         "width, and parallel.cut=all cuts all alike."),
     ],
     ids=["no ranks", "ulysses", "cut all"],
 )  # fmt: skip
