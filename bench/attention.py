@@ -210,9 +210,9 @@ def mix() -> str:
     return (
         f"### A packed mix\n\n"
         f"One pair of SQuALITY and {len(HH) // 2} pairs of HH-RLHF in one pack: {len(MIX)} sequences of {min(MIX)} to "
-        f"{max(MIX):,} tokens, {sum(MIX):,} in all;\nfloat32, the best of {ROUNDS} rounds, on {processor()}. Work "
-        f"is relative to one call per sequence. Long sequences are timed head by\nhead ({once.seconds():.2f} s in total; "
-        f"{once.whole():.2f} s with all heads in one call).\n\n" + "\n".join(lines)
+        f"{max(MIX):,} tokens, {sum(MIX):,} in all;\nfloat32, the best of {ROUNDS} rounds, on {processor()}. "
+        f"Work is relative to one call per sequence. Long sequences are timed head by\nhead "
+        f"({once.seconds():.2f} s in total; {once.whole():.2f} s with all heads in one call).\n\n" + "\n".join(lines)
     )
 
 
