@@ -21,9 +21,10 @@ from rlexp.training.types import Example
 # A layer of a common model has as many operations for a token as for 6 × heads × head size pairs of a query and a key;
 # and the width of heads where it is not known.
 TOKEN, USUAL = 6, 2048
-# Rates by which it is estimated what is worth cutting: floating-point operations, bytes, seconds. Round numbers: a deal
-# moves little by them. Of a GPU the data sheet has the first two, and H100's stand for one that is not known.
-CORE, BETWEEN_PROCESSES, REACHED, H100, LINK, NETWORK = 5e10, 2e9, 0.5, 989, 450, 50
+# Rates by which it is estimated what is worth cutting: operations, bytes, seconds. They are round numbers of a core and
+# of an H100, since all ranks must come to the same deal, whatever GPU each of them finds. A deal moves little by them.
+CORE, GPU = 5e10, 4e14
+BETWEEN_PROCESSES, LINK, NETWORK = 2e9, 4e11, 5e10
 MESSAGE_ON_CPU, MESSAGE_ON_GPU = 1e-3, 2e-4  # seconds of a layer for another rank from which keys come, both passes
 CALL, TILE = 1e-4, 128 * 64  # a segment of a kernel's call: seconds on a CPU; on a GPU half a tile of pairs is lost
 MEMORY_OF_CORE, MEMORY_OF_GPU = 1e10, 3e12  # bytes
@@ -51,17 +52,15 @@ def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
     heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
     width, layers = heads.queries * heads.size, number_in(fields, "num_hidden_layers", "n_layer", "num_layers") or 1
     hidden, vocabulary = number_in(fields, "hidden_size", "n_embd", "d_model"), number_in(fields, "vocab_size")
-    on_cpu, hardware, size = cfg.launch.device is Device.cpu, cfg.hardware, BYTES[cfg.train.precision]
-    rate = CORE if on_cpu else 1e12 * REACHED * (hardware.bf16_tflops or H100)
-    within = near(cfg, cfg.parallel.ring_size)
-    link = 1e9 * ((hardware.link_gb_s or LINK) if within else (hardware.network_gb_s or NETWORK))
-    pair = PASSES * width / rate  # seconds
+    on_cpu, size = cfg.launch.device is Device.cpu, BYTES[cfg.train.precision]
+    link = BETWEEN_PROCESSES if on_cpu else LINK if near(cfg, cfg.parallel.ring_size) else NETWORK
+    pair = PASSES * width / (CORE if on_cpu else GPU)  # seconds
     sent = 3 * 2 * heads.keys * heads.size * size  # keys and values, in both passes, and their gradients
     most = at_once(cfg)
     return Costs(
         token=TOKEN * width,
         trained=6 * vocabulary * hidden / layers / (PASSES * width),
-        row=sent / (BETWEEN_PROCESSES if on_cpu else link) / pair,
+        row=sent / link / pair,
         merge=MERGED * width / (MEMORY_OF_CORE if on_cpu else MEMORY_OF_GPU) / pair,
         step=(MESSAGE_ON_CPU if on_cpu else MESSAGE_ON_GPU) / pair,
         piece=CALL / pair if on_cpu else TILE,
