@@ -74,12 +74,15 @@ def world_size(nproc: int, nodes: int, sampling_ranks: int) -> int:
 
 
 ELASTIC = "rlexp_elastic_ring"
+CUT = "RLEXP_CUT"  # a variable that names the default of parallel.cut, for tests, whose sequences are short
 
 
 def elastic_ring(root: DictConfig) -> int:
-    """Return the size of a ring of all ranks. Between nodes with GPUs links are slow: each has a ring of its own."""
-    ranks, nodes = root.parallel.world_size, root.launch.nodes
-    return ranks // nodes if root.launch.device is not Device.cpu and ranks % nodes == 0 else ranks
+    """Return the size of a ring of all ranks that train. Between nodes with GPUs links are slow, so there a ring is the
+    largest that lies within nodes. The last ranks may only sample."""
+    ranks, device = root.parallel.world_size, root.launch.device
+    on_cpu = device is Device.cpu or (device is Device.auto and resolve_device("auto") == "cpu")
+    return ranks if on_cpu or root.launch.nodes == 1 else math.gcd(ranks, root.launch.nproc)
 
 
 def stated_ring(root: DictConfig) -> int | None:
@@ -160,7 +163,7 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     # the seconds before its end at which Slurm signals a job: the grace, and some since Slurm is not exact
     "slurm_warning": lambda grace_seconds: math.ceil(grace_seconds) + BEFORE_END,
     "world_size": world_size,
-    "rlexp_cut": lambda: os.environ.get("RLEXP_CUT", "auto"),
+    "rlexp_cut": lambda: os.environ.get(CUT) or "auto",
     "dp_size": dp_size,
     "grad_acc": sizes.grad_acc,
     "minibatches": lambda loss, *sizes_of: sizes.minibatches(*sizes_of) if draws(loss) else 1,

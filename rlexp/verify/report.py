@@ -18,6 +18,7 @@ from rlexp.config.checks.layout import gives_widths
 from rlexp.config.checks.micro_batches import batch_in_words
 from rlexp.config.load import to_plain
 from rlexp.config.schema import Config, HFModelConfig
+from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.models import Precision
 from rlexp.config.schema.rollouts import RolloutEngine
 from rlexp.config.schema.row_kinds import EXAMPLE
@@ -151,7 +152,7 @@ def widths_in_words(cfg: Config, counts: Mapping[int, int]) -> str:
         ranks = (
             f"cut over {width}{f' to {upto}' if upto > width else ''} ranks" if width > 1 else "held whole by one rank"
         )
-        parts.append(f"{count:,} sequences {ranks}")
+        parts.append(f"{plural(count, 'sequence')} {ranks}")
     missing = [width for width in (1 << power for power in range(ring.bit_length())) if width not in counts]
     listed = (
         f". Not met: widths of {', '.join(map(str, missing))} (parallel.cut=all cuts all)"

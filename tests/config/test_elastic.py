@@ -38,7 +38,17 @@ def test_ranks_that_only_sample_are_not_in_the_ring() -> None:
 
 def test_each_node_with_gpus_has_a_ring(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolvers, "visible_gpus", lambda: 4)
-    assert ring_of("launch.device=cuda", "parallel=elastic", "launch.nodes=2") == 4
+    on_gpus = ("launch.device=cuda", "parallel=elastic", "launch.nodes=2")
+    assert ring_of(*on_gpus) == 4
+    sampled = ("loss=grpo", "reward.text=a", "rollout=pipelined")
+    assert ring_of(*on_gpus, *sampled, "rollout.sampling_ranks=4") == 4  # the second node samples
+    assert ring_of(*on_gpus, *sampled, "rollout.sampling_ranks=2") == 2  # 0 to 3 on one node, 4 and 5 on the other
+
+
+@pytest.mark.parametrize(("gpus", "ring"), [(0, 4), (2, 2)])
+def test_the_device_is_found_out(monkeypatch: pytest.MonkeyPatch, gpus: int, ring: int) -> None:
+    monkeypatch.setattr(resolvers, "visible_gpus", lambda: gpus)
+    assert ring_of("parallel=elastic", "launch.nproc=2", "launch.nodes=2") == ring
 
 
 @pytest.mark.parametrize(

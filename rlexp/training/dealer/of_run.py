@@ -11,7 +11,6 @@ import numpy as np
 from rlexp.config.checks.layout import Heads, heads_in, near, number_in, of_text, windows_in
 from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample, shares
 from rlexp.config.schema import Config, Cut, Device
-from rlexp.config.schema.models import Precision
 from rlexp.training.dataset.views import lengths_of
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of
 from rlexp.training.dealer.forest import Share
@@ -30,7 +29,6 @@ CALL, TILE = 1e-4, 128 * 64  # a segment of a kernel's call: seconds on a CPU; o
 MEMORY_OF_CORE, MEMORY_OF_GPU = 1e10, 3e12  # bytes
 MERGED = 40  # bytes of an element of an output, read and written in both passes where another is merged into it
 PASSES = 14  # operations for a pair and an element of its head, in both passes
-BYTES = {Precision.bf16: 2, Precision.fp32: 4, Precision.fp64: 8}
 BLOCK = 1 << 16  # examples whose lengths are held at once
 
 
@@ -47,16 +45,16 @@ def room_of(cfg: Config, most: AtOnce) -> Room:
 
 def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
     """Return by what a run's packs are cut, from its model's config.json; None if all sequences are, over all ranks."""
-    if cfg.parallel.cut is Cut.all:
+    if cfg.parallel.cut is Cut.all or cfg.parallel.ring_size == 1:
         return None
     heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
     width, layers = heads.queries * heads.size, number_in(fields, "num_hidden_layers", "n_layer", "num_layers") or 1
     hidden, vocabulary = number_in(fields, "hidden_size", "n_embd", "d_model"), number_in(fields, "vocab_size")
-    on_cpu, size = cfg.launch.device is Device.cpu, BYTES[cfg.train.precision]
+    on_cpu, windows = cfg.launch.device is Device.cpu, windows_in(described, cfg.data.max_length)
     link = BETWEEN_PROCESSES if on_cpu else LINK if near(cfg, cfg.parallel.ring_size) else NETWORK
     pair = PASSES * width / (CORE if on_cpu else GPU)  # seconds
-    sent = 3 * 2 * heads.keys * heads.size * size  # keys and values, in both passes, and their gradients
-    most = at_once(cfg)
+    # Keys and values, in both passes, and their gradients; in whatever precision, so that `verify` has the run's deals.
+    sent = 3 * 2 * heads.keys * heads.size * (4 if on_cpu else 2)
     return Costs(
         token=TOKEN * width,
         trained=6 * vocabulary * hidden / layers / (PASSES * width),
@@ -64,9 +62,14 @@ def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
         merge=MERGED * width / (MEMORY_OF_CORE if on_cpu else MEMORY_OF_GPU) / pair,
         step=(MESSAGE_ON_CPU if on_cpu else MESSAGE_ON_GPU) / pair,
         piece=CALL / pair if on_cpu else TILE,
-        most=most.tokens if most.samples is None else most.samples * longest_sample(cfg),
-        windows=windows_in(described, cfg.data.max_length),
+        most=most_tokens(cfg, at_once(cfg)),
+        windows=windows if len(set(windows)) > 1 else windows[:1],
     )
+
+
+def most_tokens(cfg: Config, most: AtOnce) -> int:
+    """Return how many tokens a rank holds at once, at the most."""
+    return most.samples * longest_sample(cfg) if most.samples is not None else most.tokens or 0
 
 
 def without_room(cfg: Config, *parts: Sequence[Example]) -> str | None:

@@ -56,6 +56,10 @@ class Layout(ABC):
     def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
         """Return by rank the pairs of a query and a key that it sees, summed over heads: half of them count half."""
 
+    def with_room(self, tokens: int) -> Layout:  # noqa: ARG002
+        """Return the layout of packs of which a rank may hold so many tokens."""
+        return self
+
     def estimate(self, segments: Sequence[Segment], ring_size: int) -> tuple[float, float] | None:  # noqa: ARG002
         """Return what the slowest rank computes and waits for, and the mean rank, where the layout estimates it."""
         return None

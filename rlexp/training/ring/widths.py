@@ -158,7 +158,8 @@ class Way(NamedTuple):
 
 
 def _ways(trees: Sequence[Tree], ranks: int, aim: float, costs: Costs) -> Iterator[Way]:
-    widths = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    fixed = [each for each in range(1, ranks + 1) if ranks % each == 0]
+    widths = sorted({*fixed, *(1 << power for power in range(ranks.bit_length()))})
     heaviest, before = (trees[0].cost if trees else 0.0), list[int]()
     for halved in range(3 * ranks.bit_length()):
         grain = max(aim, heaviest) / 2**halved
@@ -169,7 +170,7 @@ def _ways(trees: Sequence[Tree], ranks: int, aim: float, costs: Costs) -> Iterat
         if grain * ranks < heaviest / 2:
             break
     rows = sum(tree.rows for tree in trees)
-    for each in reversed(widths):
+    for each in reversed(fixed):
         sending = costs.row * rows * (1 - 1 / each) / ranks + costs.step * (each - 1)
         sending += costs.merge * EARLY * (each - 1) * sum(tree.tokens for tree in trees) / ranks
         yield Way(functools.partial(_wide_enough, [each], math.inf), True, aim + sending)
@@ -264,7 +265,7 @@ class _Hands:
 
     def _block(self, width: int) -> range:
         """Return the neighbours of which the most loaded has least to do."""
-        blocks = (range(first, first + width) for first in range(0, self.ranks, width))
+        blocks = (range(first, first + width) for first in range(0, self.ranks - width + 1, width))
         return min(blocks, key=lambda block: (max(self.load[rank] for rank in block), block.start))
 
     def _whole(self, tree: Tree, limit: float) -> bool:

@@ -23,7 +23,7 @@ from rlexp.training.algos.advantages import sequence_weight, token_weight, white
 from rlexp.training.algos.build import build_policy_loss
 from rlexp.training.algos.policy_loss import PolicyTerms, PolicyTokens
 from rlexp.training.dataset.sampler import Batch
-from rlexp.training.dealer.of_run import room_of
+from rlexp.training.dealer.of_run import most_tokens, room_of
 from rlexp.training.dealer.packing import listed
 from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
 from rlexp.training.reference.models import Reference
@@ -63,12 +63,13 @@ class RolloutTask(Task):
     def start(self, run: TrainingRun, reference: Reference | None) -> None:
         super().start(run, reference)
         cfg, around = run.cfg, self.around
-        rewards = around.rewards(cfg.reward)
+        rewards, at_once = around.rewards(cfg.reward), scoring_at_once(cfg)
+        scoring = replace(run, layout=run.layout.with_room(most_tokens(cfg, at_once)))
         scorer = around.scorer(
             world=run.world,
-            dealer=replace(run.dealer, replicas=1, room=room_of(cfg, scoring_at_once(cfg))),
+            dealer=replace(run.dealer, replicas=1, room=room_of(cfg, at_once)),
             pack=run.pack,
-            hold=run.to_device,
+            hold=scoring.to_device,
             policy=run.engine.forward,
             reference=reference,
             reward_models=[around.reward_model(run, term) for term in rewards.models],

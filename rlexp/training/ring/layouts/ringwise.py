@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlexp.training.ring.base import Layout, Window
 from rlexp.training.ring.calls import Step, sharing
@@ -42,6 +42,9 @@ class Ringwise(Layout):
 
     def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal | None:
         return None if self.costs is None else _dealt(self.costs, tuple(segments), ring_size)
+
+    def with_room(self, tokens: int) -> Ringwise:
+        return self if self.costs is None else replace(self, costs=replace(self.costs, most=tokens))
 
     def estimate(self, segments: Sequence[Segment], ring_size: int) -> tuple[float, float] | None:
         dealt = self.deal(segments, ring_size)
