@@ -38,7 +38,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import run_ranks
 
-RANKS, ROUNDS, PAIRS = 8, 4, 10
+RANKS, ROUNDS, PAIRS = 8, 2, 10
 SHAPE = replace(LLAMA, name="a Llama with two layers of 320 channels", layers=2)
 SHORT = tuple(HH[place % len(HH)] for place in range(64))
 
@@ -241,9 +241,8 @@ def estimate(folder: str) -> str:
             "the mix": [*[long] * (ranks // 8), *(HH[place % len(HH)] for place in range(ranks * 64000 // 8 // 207))],
         }
         for title, pairs in steps.items():
-            slowest, mean = estimated(folder, pairs, ranks, ranks, widths=True)
-            sizes = [1 << power for power in range(ranks.bit_length())]
-            fixed = {size: estimated(folder, pairs, ranks, size, widths=False)[0] for size in sizes}
+            slowest, mean = estimated(folder, pairs, ranks, RANKS, widths=True)  # each node of 8 GPUs is a ring
+            fixed = {size: estimated(folder, pairs, ranks, size, widths=False)[0] for size in (1, 2, 4, 8)}
             best = min(fixed, key=lambda size: fixed[size])
             lines.append(f"| {ranks} | {title}, {tokens(pairs):,} tokens | {slowest / mean:.3f} | {best} | "
                          f"{fixed[best] / slowest:.2f} |")  # fmt: skip
@@ -259,10 +258,10 @@ def estimated(folder: str, pairs: Lengths, ranks: int, size: int, *, widths: boo
     from rlexp.training.ring.widths import deal, even
 
     cfg = in_all_ways(folder, pairs)["elastic"]
-    cfg = with_values(cfg, "parallel", ring_size=size, world_size=ranks, dp_size=ranks // size)
     cfg = with_values(with_values(cfg, "train", precision=Precision.bf16), "launch", device=Device.cuda)
     heads, costs = heads_in(EIGHT_B), costs_of(cfg, EIGHT_B)
     assert costs is not None
+    cfg = with_values(cfg, "parallel", ring_size=size, world_size=ranks, dp_size=ranks // size)
     dealer, examples = dealer_of(cfg, heads, ranks // size), examples_of(pairs)(cfg)
     dealt = dealer.deal([unit_of(example) for example in examples])
     slowest, mean = [0.0] * (ranks // size), 0.0

@@ -109,6 +109,8 @@ CHECK = (
     "a window off by one", "a row that another rank should get", "a row that nobody sent",
     "dk added at the wrong place", "a branch's first target is lost", "a prompt's gradient of one child",
     "a shared trained token has one sequence's weight", "a unit is not dealt", "padding is real", "not shuffled",
+    "a sequence held twice", "a sequence that nobody holds", "a chunk with the neighbour's width",
+    "summed over the wrong ranks", "a width that differs between ranks",
 )  # fmt: skip
 
 # Each is planted by a test that knows what is to come of it.
