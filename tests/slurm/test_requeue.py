@@ -234,8 +234,8 @@ def test_one_after_the_other_in_one_run(pairs: Lab, tmp_path: Path) -> None:
 @pytest.mark.timeout(500)
 @pytest.mark.parametrize("ranks", [pytest.param(4, marks=pytest.mark.short), pytest.param(8, marks=pytest.mark.prove)])
 def test_the_ring_sweep_draws_one_curve_with_the_local_one(pairs: Lab, tmp_path: Path, ranks: int) -> None:
-    """Rings of 1, 2, 4 and 8 on two nodes, two jobs at a time; a ring that the ranks do not fill is skipped. The local
-    launcher runs the smallest and the largest ring too."""
+    """Rings of 1, 2, 4 and 8, and one of all ranks, on two nodes, two jobs at a time; a ring that the ranks do not fill
+    is skipped. The local launcher runs the smallest and the largest ring too."""
     here = subprocess.Popen(
         [sys.executable, "-m", "rlexp", "-m", f"parallel=ring1,ring{ranks}", "hydra.sweep.dir=local", *QUICK, *RINGS],
         cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
@@ -245,8 +245,9 @@ def test_the_ring_sweep_draws_one_curve_with_the_local_one(pairs: Lab, tmp_path:
         assert sweep.wait(400) == 0, sweep.told()
     assert here.communicate(timeout=200)[1] is not None
     assert here.returncode == 0
-    for job, size in zip(sweep.jobs(), (1, 2, 4, 8), strict=True):
-        assert (job["label"], job["status"]) == (f"ring{size}", "finished" if size <= ranks else "skipped")
+    sizes = {"ring1": 1, "ring2": 2, "ring4": 4, "ring8": 8, "elastic": ranks}
+    for job, (name, size) in zip(sweep.jobs(), sizes.items(), strict=True):
+        assert (job["label"], job["status"]) == (name, "finished" if size <= ranks else "skipped")
         if size > ranks:
             continue
         for local in jobs_of(tmp_path / "local"):
