@@ -3,7 +3,7 @@ both.
 
     python -m bench.elastic                             print the tables; an hour on two cores
     python -m bench.elastic --only alone                or wall, or estimate
-    python -m bench.elastic --write docs/elastic.md
+    python -m bench.elastic --only alone --write docs/measured/elastic.md
 
 `alone`     Each rank of a step runs alone on one core: its part of every pack, forward and backward, with the others'
             keys made up while the clock is stopped. A layout's time is that of its slowest rank. What it sends is
