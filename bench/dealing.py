@@ -4,8 +4,7 @@
     python -m bench.dealing --write docs/measured/sharing.md
 
 On eight ranks, pairs with HH-RLHF's lengths are trained by a ring of 8 and by eight rings of 1. Nothing is chosen by
-hand; beside it, the ring has one pair at a time. A ring sends keys and values that rings of 1 do not send, and each
-rank has an eighth of each pair.
+hand: each rank of the ring holds whole pairs. Beside it, the ring has one pair at a time.
 
 Two replicas share train batches of 64 answers whose lengths differ. Their work by the dealer's formula is beside the
 processor time that each of them takes.

@@ -94,7 +94,6 @@ class RingFacts:
     work: float | None = None  # attention of the busiest rank / of the mean rank
     tokens: float | None = None  # tokens of the fullest rank / of the mean rank
     cut: float | None = None  # sequences that several ranks hold / all
-    widest: int | None = None  # ranks of the sequence that most hold
     why: str | None = None
 
 

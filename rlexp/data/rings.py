@@ -103,8 +103,8 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     except ConfigError as error:
         return str(error)
     windows = heads.windows_within(cfg.data.max_length) if heads else (None,)
-    dealt = build_layout(on_ring, choice, described(cfg.model) or {})
-    return _Shape(on_ring, size, replicas, dealt, choice.name, dealer_of(on_ring, heads, replicas), windows)
+    own = build_layout(on_ring, choice, described(cfg.model) or {})
+    return _Shape(on_ring, size, replicas, own, choice.name, dealer_of(on_ring, heads, replicas), windows)
 
 
 def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
@@ -167,7 +167,7 @@ def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -
     cut = sum(width > 1 for width in seen.widths) / len(seen.widths)
     uneven = seen.most_work / seen.mean_work, seen.most_tokens / seen.mean_tokens
     return RingFacts(shape.size, own, shape.name, shape.size * shape.replicas, shape.replicas, seen.packs / steps,
-                     packed, padded, shared, *uneven, cut, max(seen.widths))  # fmt: skip
+                     packed, padded, shared, *uneven, cut)  # fmt: skip
 
 
 def _words(cfg: Config, kind: Kind, batches: Sequence[tuple[Batch, Callable[[int], Example]]]) -> str:

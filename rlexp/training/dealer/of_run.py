@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rlexp.config.checks.layout import Heads, heads_in, near, number_in, of_text, windows_in
+from rlexp.config.checks.layout import Heads, gives_widths, heads_in, near, number_in, of_text, windows_in
 from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample, shares
-from rlexp.config.schema import Config, Cut, Device
+from rlexp.config.schema import Config, Device
 from rlexp.training.dataset.views import lengths_of
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of
 from rlexp.training.dealer.forest import Share
@@ -45,7 +45,7 @@ def room_of(cfg: Config, most: AtOnce) -> Room:
 
 def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
     """Return by what a run's packs are cut, from its model's config.json; None if all sequences are, over all ranks."""
-    if cfg.parallel.cut is Cut.all or cfg.parallel.ring_size == 1:
+    if not gives_widths(cfg):
         return None
     heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
     width, layers = heads.queries * heads.size, number_in(fields, "num_hidden_layers", "n_layer", "num_layers") or 1

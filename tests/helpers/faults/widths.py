@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers.faults.base import FP64, RING, ROWS, TRAIN, one
 
-# Of four pairs one is longer than the others together: it is cut, and they are held whole.
+# One of four pairs is longer than the others together: it is cut, and they are held whole.
 UNEVEN = (*(word for word in FP64 if not word.startswith("data.")), "parallel=ring4", "parallel.cut=auto", "data=jsonl",
           f"data.path={ROWS}/uneven.jsonl", "data.max_length=900", "train.batch_size=4", "launch.nproc=4",
           "train.micro_batch_size=4", "data.eval_size=0", "data.shuffle=false")  # fmt: skip

@@ -7,12 +7,15 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.simulate import Sizes
 from bench.together import whole_ring
+from rlexp.training.dealer.forest import Share
+from rlexp.training.dealer.packing import pack_sequences
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.ring.slices import begins_of
@@ -21,10 +24,10 @@ from rlexp.training.types import Segment
 from tests.helpers.attention import forest
 from tests.helpers.forests import dense
 
-# Of a small model on CPUs, in which short sequences are held whole; and one in which cutting costs next to nothing.
+# The costs of a small model on CPUs, where short sequences are held whole; and costs by which cutting is nearly free.
 USUAL = Costs(token=3072.0, trained=200.0, row=20.0, merge=15.0, step=7000.0, piece=700.0)
 FREE = Costs(token=10.0, row=0.1, step=1.0, piece=1.0)
-TOLERANCE = 1e-12
+TOLERANCE = 1e-12  # of numbers near 1, as in test_slices.py
 
 
 @st.composite
@@ -85,11 +88,29 @@ def test_small_deals_are_near_the_best_that_there_is(lengths, costs) -> None:
     assert deal(segments, 4, costs).slowest <= 1.1 * min(every_deal(segments, 4, costs))
 
 
-def test_deals_of_many_sequences_are_made_in_time_and_are_even() -> None:
-    """No clock judges it: the work is counted in calls. All 64 ranks are within 2 % of the mean."""
+def test_a_deal_of_ten_thousand_sequences_is_even() -> None:
+    """Light trees are dealt in bundles, and all 64 ranks are still within 2 % of the mean."""
     lengths = [30 + 7919 * number % 700 for number in range(10_000)]
     dealt = deal(forest(tuple(lengths), 1), 64, USUAL)
     assert max(dealt.work) <= 1.02 * sum(dealt.work) / 64
+
+
+def test_a_layout_takes_the_room_of_another_pack() -> None:
+    """Scoring has a budget of its own."""
+    tight = get_layout("zigzag", costs=replace(USUAL, most=700))
+    segments = forest((1000, 400), 1)
+    assert max(tight.place(segments, 2).real) == 700
+    assert max(tight.with_room(1000).place(segments, 2).real) > 700
+    assert get_layout("contiguous").with_room(1000) == get_layout("contiguous")
+
+
+def test_segments_know_how_many_of_their_tokens_predict_a_trained_one() -> None:
+    prompt, answers = np.arange(20), (np.array([30, 31, 32]), np.array([40]))
+    pack = pack_sequences([(prompt, answer) for answer in answers], 1, share=Share())
+    places = set(pack.place_N.tolist())
+    assert len(places) == 4
+    for segment in pack.segments:
+        assert segment.trained == len(places & {*range(segment.start, segment.start + segment.length)})
 
 
 def test_what_is_worth_it_decides_the_width() -> None:
