@@ -134,6 +134,7 @@ def card(run: LoggedRun, report: Report) -> page.RunCard:
         tensors=highest_peak(run, "tensors_"),
         predicted_bytes=run.predicted,
         lengths=lengths(run),
+        deal=run.deal,
         clock=clock(run),
     )  # fmt: skip
 

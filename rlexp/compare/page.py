@@ -22,12 +22,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rlexp.base import plain_json
+from rlexp.run_files.deal_json import StepDeal
 
 UPLOT_VERSION = "1.6.32"
 # The page's own scripts, in the order in which they are joined.
 SCRIPTS = (
     *("elements", "numbers", "arrays", "chosen", "colours", "curves", "charts", "zoom", "readout", "section"),
-    *("head", "lengths", "cost", "runs", "configurations", "start"),
+    *("head", "lengths", "deals", "cost", "runs", "configurations", "start"),
 )
 
 Status = Literal["finished", "running", "stopped", "failed", "skipped"]
@@ -112,6 +113,7 @@ class RunCard:
     peak_phase: str | None = None
     tensors: HighestPeak | None = None  # live tensors, where they were counted: on CPU, memory is the process's
     lengths: list[LengthPart] = field(default_factory=list)
+    deal: StepDeal | None = None  # which rank computes what in one step
     clock: Knots | None = None
 
 

@@ -18,7 +18,9 @@ from rlexp.base import files, plain_yaml
 from rlexp.base.errors import UserError
 from rlexp.base.printable import printable
 from rlexp.launch import preflight_check, rank_progress, run_folder, sweep
+from rlexp.run_files import deal_json
 from rlexp.run_files.curve_distance import Column, Steps
+from rlexp.run_files.deal_json import DEAL, StepDeal
 from rlexp.run_files.metrics_jsonl import METRICS, read_columns
 from rlexp.run_files.rollouts_jsonl import ROLLOUTS, Record
 
@@ -50,6 +52,7 @@ class LoggedRun:
     sizes: dict[str, Any] = field(default_factory=dict)
     memory: list[dict[str, Any]] = field(default_factory=list)  # for each rank, its peaks by phase
     predicted: int | None = None  # bytes of its peak, where it was rehearsed
+    deal: StepDeal | None = None  # which rank computes what in one step
     cores: int | None = None  # of the machine, or of rank 0's node
     total_steps: int | None = None  # the number of steps planned
     warmup_steps: int | None = None  # to which a share of them came
@@ -129,7 +132,7 @@ class RunReader:
         return Group(path.name, runs, list(plain.get("axes", [])))
 
     def run(self, path: Path) -> LoggedRun:
-        stamp = tuple(_stamp(path / name) for name in (METRICS, ROLLOUTS, "run.json", rank_progress.FILE))
+        stamp = tuple(_stamp(path / name) for name in (METRICS, ROLLOUTS, DEAL, "run.json", rank_progress.FILE))
         key = (sum(each[0] for each in stamp), max(each[1] for each in stamp))
         known = self._known.get(path)
         if known is not None and known[0] == key:
@@ -197,7 +200,8 @@ def read_run(path: Path) -> LoggedRun:
     return LoggedRun(
         shown(path.name), shown(path.resolve().name), path, status, reason, steps, columns, config,
         known.get("identity", {}), known.get("sizes", {}), rank_progress.read(path),
-        predicted=None if prediction is None else prediction.peak, cores=known.get("cores"),
+        predicted=None if prediction is None else prediction.peak, deal=read_deal(path / DEAL, notes),
+        cores=known.get("cores"),
         total_steps=known.get("steps"), warmup_steps=known.get("warmup_steps"), notes=notes,
     )  # fmt: skip
 
@@ -217,6 +221,15 @@ def read_config(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"{path}: cannot be read, so the run's settings are not known ({str(error).splitlines()[0]})")
         return {}
     return {str(key): value for key, value in config.items()} if isinstance(config, dict) else {}
+
+
+def read_deal(path: Path, notes: list[str]) -> StepDeal | None:
+    try:
+        return deal_json.read(path)
+    except (OSError, ValueError) as error:
+        notes.append(f"{path}: cannot be read, so the report does not show what each rank computes "
+                     f"({str(error).splitlines()[0]})")  # fmt: skip
+        return None
 
 
 def ended(known: Mapping[str, Any]) -> tuple[str, str | None]:

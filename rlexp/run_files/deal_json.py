@@ -13,11 +13,12 @@ from rlexp.base import files, plain_json
 
 DEAL = "deal.json"
 MOST = 1 << 26  # bytes of a file
+MOST_RANKS = 1 << 16
 LARGEST = 1e100  # of a number: sums of such numbers are finite
 NUMBER = (int, float)
 
 
-class Part(NamedTuple):
+class SequencePart(NamedTuple):
     """A part of a sequence that one rank holds, or the sum of several light parts of sequences of one width."""
 
     width: int  # how many ranks hold the sequence
@@ -32,7 +33,7 @@ class RankDeal:
     work: float
     sending: float  # what it costs that keys arrive
     seconds: float | None  # measured: how long the rank computed; None where it was not measured
-    parts: list[Part]  # the heaviest first
+    parts: list[SequencePart]  # the heaviest first
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,8 @@ def read(path: Path) -> StepDeal | None:
     except FileNotFoundError:
         return None
     facts = plain_json.of_kinds(content, {"step": int, "ranks": list})
-    if not facts.keys() >= {"step", "ranks"} or not facts["ranks"]:
-        raise ValueError("it has no step, or no ranks")
+    if not facts.keys() >= {"step", "ranks"} or not 0 < len(facts["ranks"]) <= MOST_RANKS:
+        raise ValueError(f"it has no step, or not 1 to {MOST_RANKS} ranks")
     return StepDeal(_number(facts["step"], whole=True), [_rank(each) for each in facts["ranks"]])
 
 
@@ -69,11 +70,11 @@ def _rank(content: Any) -> RankDeal:
     return RankDeal(_number(facts["work"]), _number(facts["sending"]), seconds, parts)
 
 
-def _part(content: Any) -> Part:
-    if not isinstance(content, list) or len(content) != len(Part._fields):
+def _part(content: Any) -> SequencePart:
+    if not isinstance(content, list) or len(content) != len(SequencePart._fields):
         raise ValueError("a part is not its width, tokens and work")
     width, tokens, work = content
-    return Part(_number(width, least=1, whole=True), _number(tokens, whole=True), _number(work))
+    return SequencePart(_number(width, least=1, whole=True), _number(tokens, whole=True), _number(work))
 
 
 def _number(value: Any, *, least: int = 0, whole: bool = False) -> Any:

@@ -18,6 +18,8 @@ from rlexp.compare.__main__ import parse
 from rlexp.compare.families import sort_out
 from rlexp.compare.page import HighestPeak
 from rlexp.compare.runs import RunReader, merge
+from rlexp.run_files import deal_json
+from rlexp.run_files.deal_json import RankDeal, SequencePart, StepDeal
 from tests.helpers import warm
 from tests.helpers.curves import a_job, a_run, compare, report_of, rows
 
@@ -178,6 +180,29 @@ def test_a_job_that_was_repaired_by_itself_is_finished(tmp_path: Path) -> None:
 
 
 # ---- what a run cost ----
+
+
+def test_what_each_rank_computes_is_read_as_soon_as_it_is_there(tmp_path: Path) -> None:
+    reader, file = RunReader(), a_run(tmp_path / "a") / "deal.json"
+    deals = [StepDeal(step, [RankDeal(5e8, 0.0, None, [SequencePart(2, 10, 1e8)])]) for step in (2, 3)]
+
+    def shown() -> tuple[StepDeal | None, list[str]]:
+        group = reader.group(tmp_path / "a")
+        assert group is not None
+        payload = reports.payload_of(reports.make(group, sort_out(group, baseline=None, force=False)))
+        return payload.runs[0].deal, payload.notes
+
+    assert shown() == (None, [])
+    for deal in deals:
+        deal_json.write(file, deal)
+        assert shown() == (deal, [])
+    file.write_text("{", encoding="utf-8")
+    broken, notes = shown()
+    assert broken is None
+    assert len(notes) == 1
+    assert notes[0].startswith(
+        f"{file}: cannot be read, so the report does not show what each rank computes (Expecting"
+    )
 
 
 def test_speed_and_time_leave_out_the_first_step(tmp_path: Path) -> None:

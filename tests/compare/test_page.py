@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from rlexp.compare.page import Banner, HighestPeak, MetricCurves, Payload, Worst
+from rlexp.run_files.deal_json import RankDeal, SequencePart, StepDeal
 from tests.helpers.browser import chromium, colour_at, opened
 from tests.helpers.report_pages import (
     HOSTILE,
@@ -301,6 +302,59 @@ def test_live_tensors_are_shown_first_and_the_resident_peak_beside_them(browser:
         assert [each[1] for each in cells] == ["70 MB", "35 MB", "17.5 MB", "8.75 MB"]
         assert cells[0][-1] == "1.41 GB"
         assert "80 MB\nbackward, rank 3\n1.41 GB resident" in it.page.locator("#runs-table").inner_text()
+
+
+DEAL = StepDeal(2, [
+    RankDeal(8e8, 1e8, 1.2, [SequencePart(*part) for part in ((6, 1000, 6e8), (1, 40, 1e8), (1, 3, 1e3), (1, 2, 1e3))]),
+    RankDeal(7e8, 0.0, 0.8, [SequencePart(1, 300, 3e8), SequencePart(1, 200, 4e8)]),
+])  # fmt: skip
+
+
+def test_what_each_rank_computes_is_drawn_to_scale(browser: Browser, tmp_path: Path) -> None:
+    payload = ring_sizes()
+    with opened(browser, write(tmp_path, payload)) as it:
+        assert it.page.get_by_test_id("deals").is_hidden()
+    untimed = replace(DEAL, ranks=[replace(rank, seconds=None) for rank in DEAL.ranks])
+    runs = [replace(run, deal=deal) for run, deal in zip(payload.runs, (None, DEAL, untimed, None), strict=True)]
+    with opened(browser, write(tmp_path, replace(payload, runs=runs))) as it:
+        deals = it.page.get_by_test_id("deal")
+        slowest = "step 2 · estimated: the slowest rank takes 1.13 times the mean"
+        assert deals.locator("summary").all_inner_texts() == [
+            f"ring 2 · {slowest}; measured: 1.20 times", f"ring 4 · {slowest}; the time was not measured",
+        ]  # fmt: skip
+        bars = deals.first.locator("rect[y]").evaluate_all(
+            "all => all.map((bar) => [bar.querySelector('title').textContent, +bar.getAttribute('width') / 560 * 9e8])"
+        )
+        said = [
+            "rank 0, width 6: 1k tokens, 75 % of the rank's work",
+            "rank 0, width 1: 40 tokens, 13 % of the rank's work",
+            "rank 0, width 1: 5 tokens, 0.0 % of the rank's work",
+            "rank 0, other work: 12 % of the rank's work",
+            "rank 0, keys that arrive: as much as 13 % of the rank's work",
+            "rank 1, width 1: 300 tokens, 43 % of the rank's work",
+            "rank 1, width 1: 200 tokens, 57 % of the rank's work",
+        ]
+        assert [title for title, _ in bars] == said
+        assert [work for _, work in bars] == pytest.approx([6e8, 1e8, 2e3, 1e8 - 2e3, 1e8, 3e8, 4e8])
+        assert deals.first.locator("text.times").all_text_contents() == ["1.13", "1.20", "0.88", "0.80"]
+        assert deals.last.locator("text.times").all_text_contents() == ["1.13", "0.88"]
+        assert deals.last.locator(".measured").count() == 0
+
+
+def test_many_ranks_and_many_runs_have_room(browser: Browser, tmp_path: Path) -> None:
+    """Rows get thin, and a run's picture is drawn when it is opened."""
+    many = replace(DEAL, ranks=DEAL.ranks * 32)
+    runs = [card(number, 1 << number % 4) for number in range(5)]
+    payload = replace(ring_sizes(), runs=[replace(run, deal=many) for run in runs], metrics=[], config=[])
+    with opened(browser, write(tmp_path, payload), width=390, height=844) as it:
+        deal = it.page.get_by_test_id("deal").nth(3)
+        assert it.page.locator("#deals rect[y]").count() == 0
+        deal.locator("summary").click()
+        deal.locator("svg").wait_for()
+        assert deal.locator("rect.width-2").count() == 32
+        assert deal.locator("circle").count() == 128
+        assert deal.locator("text.times").count() == 0
+        assert it.page.evaluate("document.documentElement.scrollWidth") == 390
 
 
 def test_configurations_and_costs(browser: Browser, tmp_path: Path) -> None:

@@ -19,7 +19,10 @@ from tests.helpers.curves import a_run, compare
 DEEP = "[" * 100_000
 KINDS = (None, "\x1b[2Jtext", 0, -3, 1.5, True, [1], {"a": {"b": 1}})  # in the place of any value
 TEXTS = (DEEP, "[]", "3", '"a"', "{", "\x00", "a: &a [*a]", '{"rank": "x"}\n', "\udcff")
-FILES = ("run.json", "memory.jsonl", "metrics.jsonl", "sweep.json", "config.yaml", "rollouts.jsonl", "verdict.json")
+FILES = (
+    *("run.json", "memory.jsonl", "metrics.jsonl", "sweep.json", "config.yaml", "rollouts.jsonl", "verdict.json"),
+    "deal.json",
+)
 
 
 @pytest.fixture

@@ -9,10 +9,14 @@ from typing import Any
 import pytest
 
 from rlexp.run_files import deal_json
-from rlexp.run_files.deal_json import Part, RankDeal, StepDeal
+from rlexp.run_files.deal_json import RankDeal, SequencePart, StepDeal
 
 DEAL = StepDeal(
-    2, [RankDeal(1.2e9, 3.4e7, 0.81, [Part(4, 812, 3.1e8), Part(1, 90, 1e6)]), RankDeal(0.0, 0.0, None, [])]
+    2,
+    [
+        RankDeal(1.2e9, 3.4e7, 0.81, [SequencePart(4, 812, 3.1e8), SequencePart(1, 90, 1e6)]),
+        RankDeal(0.0, 0.0, None, []),
+    ],
 )
 
 
@@ -27,6 +31,7 @@ def test_a_deal_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 ANYTHING: tuple[Any, ...] = ("x", True, -1, float("nan"), float("inf"), 10**400, [1])
+NO_RANKS: tuple[Any, ...] = (3, [], {"work": 5})
 RANK: dict[str, Any] = {"work": 5, "sending": 0, "seconds": None, "parts": [[1, 2, 3]]}
 
 
@@ -34,7 +39,8 @@ RANK: dict[str, Any] = {"work": 5, "sending": 0, "seconds": None, "parts": [[1, 
     "content",
     [
         *([], {}, {"step": 1}, {"step": 1, "ranks": []}, {"step": 1, "ranks": {}}, {"step": 1.5, "ranks": [RANK]}),
-        *({"step": 1, "ranks": [rank]} for rank in (3, [], {"work": 5})),
+        {"step": 1, "ranks": [RANK] * (deal_json.MOST_RANKS + 1)},
+        *({"step": 1, "ranks": [rank]} for rank in NO_RANKS),
         *({"step": 1, "ranks": [RANK | {key: value}]} for key in ("work", "sending", "seconds")
           for value in ANYTHING),
         *({"step": 1, "ranks": [RANK | {"work": None}]}, {"step": 1, "ranks": [RANK | {"parts": None}]}),

@@ -48,6 +48,7 @@ fillChoices();
 fillLegend();
 fillOverview();
 fillLengths();
+fillDeals();
 fillCost();
 fillRuns();
 fillConfig();
