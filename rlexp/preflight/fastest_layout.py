@@ -113,5 +113,8 @@ class Link:
     def leaving(self, size: int) -> float:
         return self.log.clock.send(size, self.rate)
 
+    def awaits(self) -> None:
+        return
+
     def awaited(self, ticket: float) -> None:
         self.log.awaited(ticket)

@@ -43,8 +43,9 @@ def room_of(cfg: Config, most: AtOnce) -> Room:
     return Room(most.samples, None if most.tokens is None else most.tokens * cfg.parallel.ring_size)
 
 
-def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
-    """Return by what a run's packs are cut, from its model's config.json; None if all sequences are, over all ranks."""
+def costs_of(cfg: Config, described: Mapping[str, Any], most: AtOnce | None = None) -> Costs | None:
+    """Return by what a run's packs are cut, from a model's config.json; None if all sequences are, over all ranks.
+    `most` is held at once: where it is not given, as much as in training."""
     if not gives_widths(cfg):
         return None
     heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
@@ -62,7 +63,7 @@ def costs_of(cfg: Config, described: Mapping[str, Any]) -> Costs | None:
         merge=MERGED * width / (MEMORY_OF_CORE if on_cpu else MEMORY_OF_GPU) / pair,
         step=(MESSAGE_ON_CPU if on_cpu else MESSAGE_ON_GPU) / pair,
         piece=CALL / pair if on_cpu else TILE,
-        most=most_tokens(cfg, at_once(cfg)),
+        most=most_tokens(cfg, most or at_once(cfg)),
         windows=windows if len(set(windows)) > 1 else windows[:1],
     )
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.world.groups import World
+from rlexp.training.world.groups import Traffic, World
 
 
 class Spread(Enum):
@@ -127,8 +127,8 @@ def _gather(own_values: Tensor, world: World) -> Tensor:
 class Stopwatch:
     """How long a device takes for a part of a step: by events on a GPU, whose host runs ahead, else by the clock."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
+    def __init__(self, device: torch.device, clock: Callable[[], float] | None = None) -> None:
+        self._mark = mark_on_gpu if device.type == "cuda" else clock or time.monotonic
         self._began = self._ended = self._mark()
 
     def stop(self) -> None:
@@ -136,13 +136,46 @@ class Stopwatch:
 
     def seconds(self) -> float:
         """Return the seconds until it was stopped last, once the device has come so far."""
-        if self._on_gpu:
-            return float(self._began.elapsed_time(self._ended)) / 1000
-        return float(self._ended - self._began)
+        if isinstance(self._began, float):
+            return float(self._ended - self._began)
+        return float(self._began.elapsed_time(self._ended)) / 1000
 
-    def _mark(self) -> Any:
-        if not self._on_gpu:
-            return time.monotonic()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+
+def mark_on_gpu() -> Any:
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+class Computing:
+    """How long a rank computes, and does not wait for the others of its ring: while it looks on at the ring's traffic.
+
+    On a CPU that is the processor's time, also where ranks take turns.
+    """
+
+    def __init__(self, device: torch.device, traffic: Traffic) -> None:
+        self._device, self._traffic = device, traffic
+        self._all, self._waits = self._watch(), list[Stopwatch]()
+        traffic.watcher = self
+
+    def _watch(self) -> Stopwatch:
+        return Stopwatch(self._device, time.process_time)
+
+    def leaving(self, size: int) -> float:  # noqa: ARG002
+        return 0.0
+
+    def awaits(self) -> None:
+        self._waits.append(self._watch())
+
+    def awaited(self, ticket: float) -> None:  # noqa: ARG002
+        self._waits[-1].stop()
+
+    def stop(self) -> None:
+        self._all.stop()
+        self._traffic.watcher = None
+
+    def seconds(self) -> float:
+        """Return the seconds until it was stopped. Waits for the device."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
+        return self._all.seconds() - sum(each.seconds() for each in self._waits)

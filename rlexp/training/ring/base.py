@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlexp.training.ring.kernels.base import Ask, BlockKernel
 from rlexp.training.ring.placement import Placement, Window
+from rlexp.training.ring.widths import Costs, Deal
 from rlexp.training.types import Segment
 from rlexp.training.world.groups import Ring
 
@@ -36,6 +37,7 @@ class Layout(ABC):
     """All of a layout is a pure function of the pack and the ring, so it is tested without processes."""
 
     name: str
+    costs: Costs | None = None  # by which each tree is given a width; None: all are cut over the whole ring
 
     def multiple(self, ring_size: int) -> int:
         """Return the number of which the pack's length must be a multiple."""
@@ -60,9 +62,14 @@ class Layout(ABC):
         """Return the layout of packs of which a rank may hold so many tokens."""
         return self
 
-    def estimate(self, segments: Sequence[Segment], ring_size: int) -> tuple[float, float] | None:  # noqa: ARG002
-        """Return what the slowest rank computes and waits for, and the mean rank, where the layout estimates it."""
+    def deal(self, segments: Sequence[Segment], ring_size: int) -> Deal | None:  # noqa: ARG002
+        """Return which ranks hold each segment, where it is chosen by `costs`."""
         return None
+
+    def estimate(self, segments: Sequence[Segment], ring_size: int) -> tuple[float, float] | None:
+        """Return what the slowest rank computes and waits for, and the mean rank, where the layout estimates it."""
+        dealt = self.deal(segments, ring_size)
+        return None if dealt is None else (dealt.slowest, dealt.mean)
 
     @abstractmethod
     def plan(

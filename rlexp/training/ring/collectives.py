@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +28,8 @@ class _RingSum(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, ring: Ring) -> Tensor:  # noqa: ARG004
         total = values.clone()
         if ring.size > 1:
-            dist.all_reduce(total, group=_group(ring))
+            with ring.traffic.waiting():
+                dist.all_reduce(total, group=_group(ring))
         return total
 
     @staticmethod
@@ -45,6 +47,7 @@ def ring_sum(values: Tensor, ring: Ring) -> Tensor:
     return _RingSum.apply(values, ring)
 
 
+Waiting = Callable[[], contextlib.AbstractContextManager[None]]
 Posted = Sequence[tuple[int, Tensor]]  # places in the ring, and what goes there or comes from there
 
 
@@ -58,15 +61,14 @@ class Underway:
     sent: Sequence[Tensor]
     received: list[Tensor]
     works: Sequence[dist.Work]
-    arrived: Callable[[], None] | None
+    waiting: Waiting = contextlib.nullcontext
 
     def wait(self) -> list[Tensor]:
-        for work in self.works:
-            work.wait()
-        if self.arrived is not None:
-            self.arrived()
+        with self.waiting():
+            for work in self.works:
+                work.wait()
         received = self.received
-        del self.sent, self.received, self.works, self.arrived
+        del self.sent, self.received, self.works, self.waiting
         return received
 
 
@@ -82,12 +84,14 @@ def between(ring: Ring, going: Posted, coming: Posted) -> Underway:
     operations += [dist.P2POp(dist.irecv, x, ring.ranks[source], _group(ring)) for source, x in coming if x.numel()]
     works = dist.batch_isend_irecv(operations) if operations else []
     watch.note()
-    return Underway(sent, received, works, _leaving(ring, sum(x.nbytes for x in sent)) if operations else None)
+    if not operations:
+        return Underway(sent, received, works)
+    return Underway(sent, received, works, _leaving(ring, sum(x.nbytes for x in sent)))
 
 
-def _leaving(ring: Ring, size: int) -> Callable[[], None]:
-    """Count bytes that are sent, and return what to call when this rank has waited for them."""
-    return functools.partial(ring.traffic.arrived, ring.traffic.send(size))
+def _leaving(ring: Ring, size: int) -> Waiting:
+    """Count bytes that are sent, and return within what this rank waits for them."""
+    return functools.partial(ring.traffic.waiting, ring.traffic.send(size))
 
 
 # torch 2.13 renamed both.

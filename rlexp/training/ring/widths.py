@@ -118,6 +118,17 @@ def bundled(trees: Sequence[Tree], most: float) -> list[Tree]:
     return sorted(bundles, key=lambda tree: (-tree.cost, tree.members))
 
 
+def held_by(rank: int, dealt: Deal, segments: Sequence[Segment], costs: Costs) -> list[tuple[int, int, float]]:
+    """Return a rank's parts of segments: how many ranks hold a sequence that ends there, tokens, and work."""
+    begins, holders, held = begins_of(segments), list[frozenset[int]](), list[tuple[int, int, float]]()
+    for segment, begin, parts in zip(segments, begins, dealt.parts, strict=True):
+        before = holders[segment.parent] if segment.parent is not None else frozenset()
+        holders.append(before | {each for each, tokens in parts if tokens})
+        if tokens := dict(parts).get(rank, 0):
+            held.append((len(holders[-1]), tokens, costs.of(segment, begin) * tokens / segment.length))
+    return held
+
+
 def even(segments: Sequence[Segment], ranks: int, costs: Costs) -> Deal:
     """Return the deal of a ring that cuts all trees alike."""
     hands = _Hands(segments, ranks, costs, sum(segment.length for segment in segments))

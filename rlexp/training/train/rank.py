@@ -37,10 +37,11 @@ from rlexp.training.sinks.jsonl import JsonlSink
 from rlexp.training.train.build import build, build_policy
 from rlexp.training.train.build_rollouts import build_drawer
 from rlexp.training.train.build_sinks import build_sinks, ending_of
+from rlexp.training.train.deal_record import DealRecord
 from rlexp.training.train.examples import read_examples, sampler_of
 from rlexp.training.train.export_at_end import export_run
 from rlexp.training.train.header import footer, header
-from rlexp.training.train.loop import Position, train_loop
+from rlexp.training.train.loop import Position, last_step, train_loop
 from rlexp.training.train.parts import TrainingRun
 from rlexp.training.train.resume import build_keeper, refuse_other_versions, resume, versions_of
 from rlexp.training.train.surroundings import HERE
@@ -123,7 +124,8 @@ def train_task(task: Task, run_dir: Path, phases: Phases) -> Outcome:
             say(fitted(header(task, run_dir) + came_from, sys.stderr))
         keeper = build_keeper(task, run_dir, position, curve, sinks.saved)
         with finishing_steps(cfg.launch.grace_seconds):
-            row, stop = train_loop(task, sinks, position, keeper.after_step)
+            record = DealRecord(run, run_dir, position.step, last_step(run, position))
+            row, stop = train_loop(task, sinks, position, keeper.after_step, record)
             keeper.close(row)
         outcome = how_it_ended(run, position, stop, keeper.failed)
         if outcome.status == "finished" and cfg.checkpoint.export:

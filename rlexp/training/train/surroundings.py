@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from rlexp.config.checks.layout import heads_in, windows_in
+from rlexp.config.checks.micro_batches import scoring_at_once
 from rlexp.config.schema import Config, Device
 from rlexp.config.schema.reward_terms import RewardTerm
+from rlexp.training.dealer.of_run import costs_of
 from rlexp.training.dealer.packing import shard_pack
 from rlexp.training.model.fused.classes import fuse, fuses
 from rlexp.training.model.loading import load_config, load_model, load_tokenizer
@@ -43,20 +45,21 @@ def ring_reward_model(
     """Build a reward model, whole on every rank, that scores over the ring.
 
     It has a precision of its own, so it runs over our own layout, which takes any; and heads of its own: where the
-    run's layout cannot share them out, zigzag takes any.
+    run's layout cannot share them out, zigzag takes any. It is probed with sequences that are all cut.
     """
     model = make(term.cfg, term.key, run.tokenizer, run.cfg.data.max_length, run.device).to(run.device)
     if fuses(run.cfg.model.fused, run.device, model.head.weight.dtype):
         fuse(model.model)
-    heads = heads_in(model.model.config.to_dict())
+    ring, described = run.world.ring, model.model.config.to_dict()
+    heads, windows = heads_in(described), windows_in(described, model.max_length)
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
-    ring, layout = run.world.ring, get_layout(*run.choice.how) if fitting else get_layout("zigzag")
-    windows = windows_in(model.model.config.to_dict(), model.max_length)
+    how = run.choice.how if fitting else ("zigzag", 1, "direct")
+    layout = get_layout(*how, costs_of(run.cfg, described, scoring_at_once(run.cfg)))
     ask = Ask(1.0, next(filter(None, windows), None))
     kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None, ask)
     probing(
-        model.probed, model.model.config, ring=ring, layout=layout, kernel=kernel, max_length=model.max_length,
-        device=run.device, share=run.dealer.share is not None,
+        model.probed, model.model.config, ring=ring, layout=get_layout(*how), kernel=kernel,
+        max_length=model.max_length, device=run.device, share=run.dealer.share is not None,
     )  # fmt: skip
 
     def score(pack: Pack) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -16,6 +17,8 @@ class Watcher(Protocol):
 
     def leaving(self, size: int) -> float: ...
 
+    def awaits(self) -> None: ...
+
     def awaited(self, ticket: float) -> None: ...
 
 
@@ -27,14 +30,19 @@ class Traffic:
     watcher: Watcher | None = None
 
     def send(self, size: int) -> float:
-        """Count bytes that are sent from now on. Return a ticket for `arrived`."""
+        """Count bytes that are sent from now on. Return a ticket for `waiting`."""
         self.sent += size
         return self.watcher.leaving(size) if self.watcher is not None else 0.0
 
-    def arrived(self, ticket: float) -> None:
-        """Note that this rank waits until the bytes of the ticket are exchanged."""
-        if self.watcher is not None:
-            self.watcher.awaited(ticket)
+    @contextlib.contextmanager
+    def waiting(self, ticket: float = 0.0) -> Iterator[None]:
+        """Note that this rank waits meanwhile, until the bytes of the ticket are exchanged."""
+        watcher = self.watcher
+        if watcher is not None:
+            watcher.awaits()
+        yield
+        if watcher is not None:
+            watcher.awaited(ticket)
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,12 @@ from rlexp.config.load import compose_config
 from rlexp.config.schema import Config
 from rlexp.launch.joining import RankSpec
 from rlexp.launch.rank_progress import Whereabouts, last_seen, read, seconds_in_step, within_step
+from rlexp.training.metrics import meter
 from rlexp.training.metrics.memory import Phases, peak_bytes, reset_peak
-from rlexp.training.metrics.meter import REPLICATED, SHARDED, Meter
+from rlexp.training.metrics.meter import REPLICATED, SHARDED, Computing, Meter
 from rlexp.training.sinks.base import Ending
 from rlexp.training.sinks.jsonl import JsonlSink
-from rlexp.training.world.groups import ALONE, World, build_world
+from rlexp.training.world.groups import ALONE, Traffic, World, build_world
 from tests.helpers.ranks import on_ranks
 
 
@@ -89,6 +90,22 @@ def test_how_long_a_replica_waits_for_a_slow_one_is_told() -> None:
     assert waited == pytest.approx(0.4)
     assert skew == pytest.approx(max(work) / np.mean(work))
     assert skew > 1
+
+
+def test_waiting_for_the_others_of_the_ring_is_not_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, traffic = SimpleNamespace(now=0.0), Traffic()
+    monkeypatch.setattr(meter, "time", SimpleNamespace(process_time=lambda: clock.now))
+    computing = Computing(torch.device("cpu"), traffic)
+    clock.now += 1.0
+    for seconds in (0.25, 0.5):
+        with traffic.waiting(traffic.send(8)):
+            clock.now += seconds
+        clock.now += 2.0
+    computing.stop()
+    clock.now += 4.0
+    with traffic.waiting():  # no one looks on any more
+        clock.now += 8.0
+    assert computing.seconds() == 5.0
 
 
 def test_the_memory_peak_is_of_the_step_alone() -> None:

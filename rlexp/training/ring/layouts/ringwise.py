@@ -29,7 +29,7 @@ class Ringwise(Layout):
     cut: Cut
     way: Way
     of_windows: Way | None = None  # in layers with a short window; None: as in others
-    costs: Costs | None = None  # by which each tree is given a width; None: all are cut over the whole ring
+    costs: Costs | None = None
 
     def multiple(self, ring_size: int) -> int:
         return ring_size if self.costs is None else 1
@@ -45,10 +45,6 @@ class Ringwise(Layout):
 
     def with_room(self, tokens: int) -> Ringwise:
         return self if self.costs is None else replace(self, costs=replace(self.costs, most=tokens))
-
-    def estimate(self, segments: Sequence[Segment], ring_size: int) -> tuple[float, float] | None:
-        dealt = self.deal(segments, ring_size)
-        return None if dealt is None else (dealt.slowest, dealt.mean)
 
     def work(self, segments: Sequence[Segment], ring_size: int, window: Window = None) -> tuple[float, ...]:
         return tuple(map(float, work_of(segments, self.place(segments, ring_size), window)))

@@ -75,7 +75,7 @@ class Travel(Transport):
 
     def _start(self, number: int, own: Callable[[int], Sequence[Tensor]], here: Sequence[Tensor]) -> Underway:
         if number == len(self.legs):
-            return Underway([], [], [], None)
+            return Underway([], [], [])
         leg = self.legs[number]
         going = here if leg.order is None else own(leg.order)
         coming = [(leg.source, x.new_empty(leg.count, *x.shape[1:])) for x in here]
