@@ -21,7 +21,10 @@ from transformers import (
 )
 
 from rlexp.base.errors import ModelError, RewardError
+from rlexp.config.load import compose_config
+from rlexp.config.schema import Config
 from rlexp.config.schema.models import Precision
+from rlexp.config.schema.reward_terms import reward_terms
 from rlexp.config.schema.rollouts import ModelRewardConfig
 from rlexp.launch.joining import RankSpec
 from rlexp.training.dealer.packing import pack_sequences, shard_pack
@@ -87,6 +90,26 @@ def test_a_reward_model_says_over_a_ring_what_transformers_says(llama: Path, rin
         assert packed == pytest.approx(expected.tolist(), rel=0, abs=1e-10)
         assert alone == pytest.approx(expected.tolist(), rel=0, abs=1e-10)
         assert nothing == []
+
+
+def bytes_sent(spec: RankSpec, cfg: Config) -> int:
+    """Return what this rank sends while a reward model scores short answers."""
+    from rlexp.training.train.build import build
+    from rlexp.training.train.surroundings import UNPROBED, ring_reward_model
+
+    run = build(cfg, around=UNPROBED).run
+    model = ring_reward_model(run, *reward_terms(cfg.reward), probing=UNPROBED.probe)
+    before = run.world.ring.traffic.sent
+    model.score(run.pack([model.encode(sample(answer, prompt)) for prompt, answer in TEXTS]))
+    return run.world.ring.traffic.sent - before
+
+
+@pytest.mark.parametrize(("cut", "sends"), [("auto", False), ("all", True)])
+def test_a_short_sequence_is_scored_whole_by_one_rank(llama: Path, cut: str, sends: bool) -> None:
+    cfg = compose_config(["launch.device=cpu", "launch.nproc=2", "parallel=ring2", f"parallel.cut={cut}", "loss=grpo",
+                          "data=arithmetic", "engine=torch", "logger=none", "reward=model",
+                          f"reward.path={llama}"])  # fmt: skip
+    assert [sent > 0 for sent in on_ranks(2, bytes_sent, cfg)] == [sends, sends]
 
 
 def test_a_reward_model_keeps_its_own_dtype(llama: Path) -> None:

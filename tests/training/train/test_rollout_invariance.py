@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from transformers import LlamaConfig, LlamaForSequenceClassification
 
 from bench.curves import Curve, draw, excesses
 from bench.layouts import ROLLOUT_BASELINE, ROLLOUT_PAIR, VARIANTS, RolloutCase, rollout_cases
 from bench.rollout_tables import STEPS, config_of
+from rlexp.config.load import compose_config
+from rlexp.training.model.loading import byte_tokenizer
+from tests.helpers.paths import FILES
 
 COPIED = "data.share_prefix=false"
 LATER = (
@@ -75,6 +81,26 @@ def test_the_whole_grid() -> None:
     baseline, *curves = draw([config_of(case) for case in cases])
     for case, curve in zip(cases[1:], curves, strict=True):
         assert excesses(baseline, curve) == [], case.label
+
+
+@pytest.mark.slow
+def test_widths_move_nothing_that_is_drawn_scored_or_trained(tmp_path: Path) -> None:
+    """Prompts of one token, of prime lengths, and of very many; a reward model has widths of its own."""
+    torch.manual_seed(0)
+    described = LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=8,
+                            vocab_size=512, num_labels=1, pad_token_id=0)  # fmt: skip
+    LlamaForSequenceClassification(described).save_pretrained(tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    words = ("launch.device=cpu", "logger=none", "train.precision=fp64", "loss=grpo", "data=jsonl", "parallel.cut=auto",
+             f"data.path={FILES}/rows/uneven.jsonl", "data.max_length=900", "train.max_steps=2",
+             "rollout.batch_size=4", "rollout.n_samples=2", "rollout.max_new_tokens=12", "reward=model",
+             "train.batch_size=8", f"reward.path={tmp_path}", "reward.precision=fp64")  # fmt: skip
+    ways = [("parallel=ring1",), ("parallel=elastic", "launch.nproc=4"), ("parallel=ring2", "launch.nproc=4")]
+    alone, *others = draw([compose_config([*words, *way]) for way in ways])
+    for way, curve in zip(ways[1:], others, strict=True):
+        assert excesses(alone, curve) == [], way
+    for widths in (("1",), ("2", "4")):
+        assert any(row[f"train/ring_width_{width}"] for row in others[0].rows for width in widths), widths
 
 
 def test_the_comparison_sees_another_token_score_and_advantage(baseline: Curve) -> None:
