@@ -16,12 +16,14 @@ class Case:
     layout: str = "zigzag"
     ulysses_size: int | None = None
     tokens: int | None = None  # of a rank in a micro-batch, where samples are not counted
+    widths: bool = False  # else all sequences are cut, short ones too
 
     @property
     def label(self) -> str:
         packed = "packed" if self.packing else "padded"
         size = self.micro_batch_size if self.tokens is None else f"{self.tokens} tokens"
-        return f"ring {self.ring_size} × {self.dp_size}, micro-batch {size}, {packed}, {self.layout}"
+        widths = ", with widths" if self.widths else ""
+        return f"ring {self.ring_size} × {self.dp_size}, micro-batch {size}, {packed}, {self.layout}{widths}"
 
     def overrides(self) -> list[str]:
         return [
@@ -32,6 +34,7 @@ class Case:
             f"train.max_tokens_per_micro_batch={'null' if self.tokens is None else self.tokens}",
             f"data.packing={str(self.packing).lower()}",
             f"parallel.layout={self.layout}",
+            f"parallel.cut={'auto' if self.widths else 'all'}",
             f"parallel.ulysses_size={'null' if self.ulysses_size is None else self.ulysses_size}",
         ]
 

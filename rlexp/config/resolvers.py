@@ -183,6 +183,7 @@ def register() -> None:
         ELASTIC: elastic_ring,
         "rlexp_stated_ring": stated_ring,
         "rlexp_elastic": lambda root: stated_ring(root) is None,
+        "rlexp_cut_if_fixed": lambda root: "auto" if stated_ring(root) is None else "all",
         "rlexp_ring_name": lambda root: "elastic" if (ring := stated_ring(root)) is None else f"ring{ring}",
     }
     for name, function in of_root.items():

@@ -53,7 +53,14 @@ LOSSES: dict[str, tuple[str, ...]] = dict.fromkeys((
 }  # fmt: skip
 ALONE = Case(1, 1, 1, True)
 RING = Case(2, 2, 2, True)
-GRID = [Case(1, 1, 8, True), Case(1, 2, 1, True), RING, Case(2, 1, 8, True), Case(4, 1, 4, True), Case(4, 1, 1, False)]
+GRID = [
+    Case(1, 1, 8, True),
+    Case(1, 2, 1, True),
+    RING,
+    Case(2, 1, 8, True),
+    Case(4, 1, "auto", True, tokens=150, widths=True),
+    Case(4, 1, 1, False),
+]
 
 
 def chosen(name: str) -> tuple[str, ...]:
@@ -78,6 +85,9 @@ def agree(names: list[str], cases: list[Case]) -> None:
         for case, curve in zip(cases, others, strict=True):
             assert curve.samples == baseline.samples
             assert excesses(baseline, curve) == [], (name, case.label)
+            if case.widths:
+                met = {width for row in curve.rows for width in (1, 2, 4) if row.get(f"train/ring_width_{width}")}
+                assert len(met) > 1, (name, met)
 
 
 def holds_something(name: str, curve: Curve) -> None:
