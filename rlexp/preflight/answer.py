@@ -14,32 +14,25 @@ import pyarrow.parquet as pq
 
 from rlexp.base.errors import UserError
 from rlexp.base.file_hashes import files_of
-from rlexp.config.checks.micro_batches import shares, tokens_of_ring
+from rlexp.config.checks.micro_batches import tokens_of_ring
 from rlexp.config.checks.rope import note_on_loaded
 from rlexp.config.elsewhere import compose_elsewhere
-from rlexp.config.explain import explain
 from rlexp.config.schema import Config, LayoutName, with_values
 from rlexp.config.schema.data import ArithmeticDataConfig, RowsDataConfig, SyntheticDataConfig
 from rlexp.config.schema.data_sources import held_out_of, sources_of, weights_of
-from rlexp.config.schema.row_kinds import Kind
-from rlexp.config.sizes import divisors
 from rlexp.launch.preflight_check import print_line
 from rlexp.preflight.changes import Change, cheapest_alone
 from rlexp.preflight.children import Calls, Watch, at_once
-from rlexp.preflight.longest_that_fits import STEP, Longest, fit_from, fit_like, fit_sharing, with_length
 from rlexp.preflight.predict import Found, Prediction, plan_of, predict, rehearsals
 from rlexp.preflight.rehearsal.layers import FEWEST, cycle_of, refuse_unlike_reference
 from rlexp.preflight.rehearsal.log import Log
 from rlexp.preflight.rehearsal.rehearse import preload
 from rlexp.preflight.rehearsal.sharding import Sharding, compare, kept, of_attention
 from rlexp.preflight.remedy import changes_of, first_that_fits, laid_out
+from rlexp.preflight.rings import OnRing, rings_of
 from rlexp.preflight.vllm import count_parameters, room
 from rlexp.training.dataset.row_files import parts_of, rows_in
 from rlexp.training.model.loading import load_config
-
-# By ring size, the longest sequence or why there is no such ring; and the longest pair that shares its prompt, which is
-# none where nothing is shared.
-Lengths = tuple[dict[int, Longest | str], dict[int, Longest]]
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,7 @@ class Answer:
     cfg: Config
     parameters: int
     prediction: Prediction
-    rings: dict[int, Longest | str]
-    sharing: dict[int, Longest]
+    rings: Sequence[OnRing]  # none where they were not asked for
     changes: Sequence[Change]
     sharding: Sharding | None  # None for a ring of one
     engine_chosen: str | None = None  # why engine=auto takes this engine
@@ -94,43 +86,14 @@ def answering(
     known = outcome.prediction
     fits = known.fits(room(cfg))
     rank = known.rank if fits else None  # a change must fit only where the run does not
-    (lengths, sharing), logs, changed = yield [
-        lengths_that_fit(cfg, model, overrides, outcome, wanted=longest or not fits),
+    rings, logs, changed = yield [
+        rings_of(cfg, model, overrides, outcome, wanted=longest or not fits),
         logs_to_compare(cfg, model, outcome, wanted=sharding),
         changes_of(engine, known, model, rank),
     ]
     tried = [*engine.others, *changed]
     compared = shared_out(cfg, model, *logs) if logs else None
-    return Answer(cfg, count_parameters(model), known.with_share(), lengths, sharing, tried, compared, engine.chosen)
-
-
-def lengths_that_fit(
-    cfg: Config, model: Any, overrides: Sequence[str], asked: Found, *, wanted: bool
-) -> Calls[Lengths]:
-    """Find the longest sequence on the run's ring and then on each other one that the ranks could have, or why there is
-    none; and the longest pairs that share their prompt. Nothing where that is not wanted."""
-    if not wanted:
-        return {}, {}
-    sizes = [each for each in divisors(cfg.parallel.world_size)
-             if each.bit_count() == 1 and each != cfg.parallel.ring_size]  # fmt: skip
-    composed = yield [(_composed, (overrides, f"parallel.ring_size={size}")) for size in sizes]
-    longest = yield from fit_from(cfg, model, asked)
-    possible = [dataclasses.replace(each, engine=cfg.engine) for each in composed if isinstance(each, Config)]
-    laid = yield [laid_out(each, model) for each in possible]
-    others = []
-    for each in laid:  # at the length that it probably fits: as many tokens a rank
-        tokens = (longest.tokens or cfg.data.max_length) * each.parallel.ring_size // cfg.parallel.ring_size
-        others.append(with_length(each, max(STEP * each.parallel.ring_size, tokens)))
-    slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
-    results = yield [fit_like(each, model, slope / each.parallel.ring_size, asked) for each in others]
-    refused = {size: each for size, each in zip(sizes, composed, strict=True) if isinstance(each, str)}
-    alone = {cfg.parallel.ring_size: longest}
-    alone |= {each.parallel.ring_size: result for each, result in zip(others, results, strict=True)}
-    sharing: dict[int, Longest] = {}
-    if not cfg.loss.draws and cfg.loss.rows is Kind.pairs and shares(cfg):
-        pairs = yield [fit_sharing(each, model, alone[each.parallel.ring_size], asked) for each in (cfg, *others)]
-        sharing = dict(zip(alone, pairs, strict=True))
-    return dict(sorted((refused | alone).items())), sharing
+    return Answer(cfg, count_parameters(model), known.with_share(), rings, tried, compared, engine.chosen)
 
 
 def logs_to_compare(cfg: Config, model: Any, known: Found, *, wanted: bool) -> Calls[Sequence[Log] | None]:
@@ -158,18 +121,6 @@ def alone(cfg: Config) -> Config:
     ranks = cfg.parallel.dp_size
     one = with_values(cfg, "parallel", ring_size=1, world_size=ranks, ulysses_size=None, layout=layout)
     return with_values(one, "train", max_tokens_per_micro_batch=tokens_of_ring(cfg))
-
-
-def _composed(overrides: Sequence[str], *words: str) -> Config | str:
-    """Return the configuration with other words, which replace those for the same key, or why there is none."""
-    keys = {each.partition("=")[0] for each in words}
-    kept = [each for each in overrides if each.lstrip("+").partition("=")[0] not in keys]
-    try:
-        return compose_elsewhere([*kept, *words])
-    except Exception as error:  # what a resolver refuses, as a batch that does not divide, comes as an error of Hydra's
-        if (message := explain(error)) is None:
-            raise
-        return message
 
 
 MOST = 1 << 30  # bytes of files that are counted: some seconds

@@ -223,7 +223,8 @@ def key_of(words: str) -> str:
 def _with_ring(cfg: Config, size: int) -> Config:
     replicas, samples = cfg.parallel.world_size // size, cfg.train.micro_batch_size
     batches = cfg.train.batch_size // (samples * replicas) if isinstance(samples, int) else None
-    return with_values(with_values(cfg, "parallel", ring_size=size, dp_size=replicas), "train", grad_acc=batches)
+    other = with_values(cfg, "parallel", ring_size=size, dp_size=replicas, elastic=False)
+    return with_values(other, "train", grad_acc=batches)
 
 
 def fewer_tokens(cfg: Config) -> Iterator[tuple[str, Config]]:

@@ -27,6 +27,7 @@ from rlexp.preflight.rehearsal.log import STORAGE_KINDS
 from rlexp.preflight.rehearsal.longest_samples import drawn_at_once
 from rlexp.preflight.rehearsal.rehearse import RehearsalPlan
 from rlexp.preflight.rehearsal.sharding import in_words
+from rlexp.preflight.rings import OnRing
 from rlexp.preflight.vllm import VllmShare
 from rlexp.training.train.examples import longest_in_words
 
@@ -60,6 +61,7 @@ def text(answer: Answer, *, verbose: bool = False) -> str:
 def _head(answer: Answer) -> Iterator[str]:
     cfg, hardware = answer.cfg, answer.cfg.hardware
     parallel, train = cfg.parallel, cfg.train
+    ring = f"{'elastic ' * parallel.elastic}ring of {parallel.ring_size} ({parallel.layout.value})"
     offload = "" if cfg.engine.offload.value == "none" else f", offload {cfg.engine.offload.value}"
     checkpointing = CHECKPOINTING[cfg.memory.recomputed]
     parameters = f"{answer.parameters / 1e9:.3g}B" if answer.parameters >= 5e7 else f"{answer.parameters:,}"
@@ -68,9 +70,8 @@ def _head(answer: Answer) -> Iterator[str]:
         f"engine {cfg.engine.name.value}{offload}{checkpointing}"
     )
     yield (
-        f"  ring of {parallel.ring_size} ({parallel.layout.value}) × {parallel.dp_size} = {parallel.world_size} × "
-        f"{hardware.name}, {hardware.memory_gib:g} GiB each{_shared(cfg)}, of which {hardware.reserve_gib:g} are kept "
-        f"free for CUDA, NCCL and fragmentation"
+        f"  {ring} × {parallel.dp_size} = {parallel.world_size} × {hardware.name}, {hardware.memory_gib:g} GiB each"
+        f"{_shared(cfg)}, of which {hardware.reserve_gib:g} are kept free for CUDA, NCCL and fragmentation"
     )
     yield (
         f"  {batch_in_words(cfg)}{f', {micro_batches(cfg)} a step' if train.grad_acc is None else ''}; "
@@ -181,8 +182,8 @@ def _verdict(answer: Answer) -> Iterator[str]:
 def _otherwise(answer: Answer) -> str:
     """Say what would fit where no single change does: a shorter sequence, GPUs with more memory, a smaller model."""
     cfg, asked = answer.cfg, answer.prediction
-    longest = answer.rings.get(cfg.parallel.ring_size)
-    would = [f"data.max_length={longest.tokens}"] if isinstance(longest, Longest) and longest.tokens else []
+    longest = next((each.longest for each in answer.rings if each.own), None)
+    would = [f"data.max_length={longest.tokens}"] if longest is not None and longest.tokens else []
     sheets = {name: described(name) for name in dict.fromkeys(NAMES.values())}
     free = {name: float(each["memory_gib"]) - float(each["reserve_gib"]) for name, each in sheets.items()}
     needs = asked.peak.bytes / GIB * cfg.launch.ranks_per_gpu
@@ -206,14 +207,23 @@ def _time(answer: Answer, steps: int | None) -> Iterator[str]:
 
 
 def _fitting(answer: Answer) -> Iterator[str]:
+    """Show for each ring what the asked length needs, and the longest sequence that fits."""
     if not answer.rings:
         return
     yield "longest sequence that fits, tokens (to 1 % of the memory, or to 1,024 a rank)"
-    if answer.sharing:
-        yield " " * 29 + "and a pair that shares its prompt"
-    for ring, longest in answer.rings.items():
-        asked = "  (asked)" if ring == answer.cfg.parallel.ring_size else ""
-        yield f"  ring of {ring:<4}{_length(longest)}{_of_pair(answer.sharing.get(ring))}{asked}"
+    shared = any(each.sharing is not None for each in answer.rings)
+    asked = f"at {answer.cfg.data.max_length:,} tokens: peak"
+    yield f"{asked:>36}{'a step':>14}{'longest':>12}{'  and a pair that shares its prompt' * shared}"
+    for ring in answer.rings:
+        yield f"  {ring.title:12}{_on_ring(ring, answer.limit)}{'  (asked)' * ring.own}"
+
+
+def _on_ring(ring: OnRing, limit: int) -> str:
+    if ring.asked is None or ring.longest is None:
+        return f"not possible: {ring.refused}"
+    took = seconds(ring.asked)
+    step = duration(took, fine=True) if took is not None and ring.asked.fits(limit) else "does not fit"
+    return f"{needed(ring.asked):>22}{step:>14}{_length(ring.longest)}{_of_pair(ring.sharing)}"
 
 
 def _changes(changes: Sequence[Change], asked: Prediction, steps: int | None = None) -> Iterator[str]:
@@ -229,11 +239,10 @@ def _changes(changes: Sequence[Change], asked: Prediction, steps: int | None = N
         yield f"  {change.words:{width}}" + _changed(change, steps) + _beside(change)
 
 
-def _length(longest: Longest | str) -> str:
-    if isinstance(longest, str):
-        return f"not possible: {longest}"
-    more = "" if longest.exact else "  or more"
-    return f"{longest.tokens:>12,}{more}" if longest.tokens else "none"
+def _length(longest: Longest) -> str:
+    if not longest.tokens:
+        return f"{'none':>12}"
+    return f"{longest.tokens:>12,}{'' if longest.exact else '  or more'}"
 
 
 def _of_pair(longest: Longest | None) -> str:
@@ -310,11 +319,13 @@ def plain(answer: Answer) -> dict[str, Any]:
         "vllm": None if asked.vllm is None else asked.vllm.plain(),
         "host_bytes": {} if asked.host is None else dict(asked.host.by_kind),
         "host_room_bytes": None if asked.host is None else asked.host.limit,
-        "longest": {str(size): {"refused": longest} if isinstance(longest, str) else longest.plain()
-                    for size, longest in answer.rings.items()},
-        "longest_sharing": {str(size): longest.plain() for size, longest in answer.sharing.items()},
+        "longest": {ring.name: {"refused": ring.refused} if ring.longest is None else ring.longest.plain()
+                    for ring in answer.rings},
+        "longest_sharing": {ring.name: ring.sharing.plain() for ring in answer.rings if ring.sharing is not None},
+        "at_asked_length": {ring.name: {"fits": ring.asked.fits(answer.limit), **_needs(ring.asked)}
+                            for ring in answer.rings if ring.asked is not None},
         "changes": {each.words: {"refused": each.refused} if each.prediction is None else
-                    {"peak_gib": each.prediction.peak.bytes / GIB, "estimated_seconds": seconds(each.prediction)}
+                    _needs(each.prediction)
                     for each in answer.changes},
         "engine": answer.cfg.engine.name.value,
         "remedy": None if others else words,
@@ -331,6 +342,10 @@ def plain(answer: Answer) -> dict[str, Any]:
         },
         "sharding": None if answer.sharding is None else answer.sharding.plain(),
     }  # fmt: skip
+
+
+def _needs(prediction: Prediction) -> dict[str, float | None]:
+    return {"peak_gib": prediction.peak.bytes / GIB, "estimated_seconds": seconds(prediction)}
 
 
 class Progress:

@@ -49,10 +49,29 @@ def test_a_small_model_on_a_ring_of_2(tmp_path: Path) -> None:
     answer = json.loads(file.read_text(encoding="utf-8"))
     assert answer["fits"]
     assert answer["longest_sharing"]["2"]["tokens"] > 1.5 * answer["longest"]["2"]["tokens"]
+    assert answer["longest"]["elastic"]["refused"].startswith("parallel.cut=all: ")
+    here = answer["at_asked_length"]["2"]
+    assert here == {"fits": True, "peak_gib": answer["peak_gib"],
+                    "estimated_seconds": answer["step"]["estimated_seconds"]}  # fmt: skip
     assert 0 < answer["peak_gib"] < answer["room_gib"]
     assert answer["sharding"]["share"] == 1 / 2
     assert answer["sharding"]["whole"] == {}
     assert [place for place in answer["step"]["host_waits"] if "ring/" in place or "model/" in place] == []
+
+
+def test_an_elastic_ring_is_shown_beside_fixed_ones() -> None:
+    """On the same ranks, a ring of two does the same, and holds each of these short sequences on one rank."""
+    words = ("model=tiny", "hardware=h100", "launch.nproc=2", "parallel=elastic", "parallel.cut=auto", "engine=torch",
+             "hardware.memory_gib=0.015", "hardware.reserve_gib=0", "train.batch_size=8", "data.max_length=512",
+             "train.max_tokens_per_micro_batch=2048")  # fmt: skip
+    told = preflight(*words, "--longest", fresh=False).stdout
+    assert "\n  elastic ring of 2 (zigzag) × 1 = 2 × h100, " in told
+    assert "at 512 tokens: peak        a step     longest" in told
+    two, elastic = (re.search(rf"^  {name} +(.*)$", told, re.MULTILINE) for name in ("ring of 2", "elastic"))
+    assert two
+    assert elastic
+    assert elastic[1] == f"{two[1]}  (asked)"
+    assert re.match(r"[\d.]+ MiB +[\d.]+ ms +[\d,]+ +", two[1])
 
 
 def test_where_no_single_change_fits_it_says_what_would() -> None:
