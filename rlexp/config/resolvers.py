@@ -78,11 +78,9 @@ CUT = "RLEXP_CUT"  # a variable that names the default of parallel.cut, for test
 
 
 def elastic_ring(root: DictConfig) -> int:
-    """Return the size of a ring of all ranks that train. Between nodes with GPUs links are slow, so there a ring is the
-    largest that lies within nodes. The last ranks may only sample."""
-    ranks, device = root.parallel.world_size, root.launch.device
+    ranks, launch, device = root.parallel.world_size, root.launch, root.launch.device
     on_cpu = device is Device.cpu or (device is Device.auto and resolve_device("auto") == "cpu")
-    return ranks if on_cpu or root.launch.nodes == 1 else math.gcd(ranks, root.launch.nproc)
+    return sizes.elastic_ring(ranks, None if on_cpu or launch.nodes == 1 else launch.nproc)
 
 
 def stated_ring(root: DictConfig) -> int | None:

@@ -94,7 +94,13 @@ class RingFacts:
     work: float | None = None  # attention of the busiest rank / of the mean rank
     tokens: float | None = None  # tokens of the fullest rank / of the mean rank
     cut: float | None = None  # sequences that several ranks hold / all
+    step: float | None = None  # estimated time of a step × ranks / that of the best ring; None: not estimated
     why: str | None = None
+    elastic: bool = False  # parallel=elastic, which makes the ranks a ring of this size
+
+    @property
+    def name(self) -> str:
+        return "elastic" if self.elastic else f"{self.size}"
 
 
 @dataclass(frozen=True)

@@ -100,7 +100,7 @@ def _tiles(facts: Preview) -> Markup:
     own = next((ring for ring in facts.rings if ring.own and ring.packed is not None), None)
     if own is not None:
         used = own.packed if facts.packing else own.padded
-        tiles.append((share(used or 0.0, 1), f"of a pack is real tokens, at ring {own.size}"))
+        tiles.append((share(used or 0.0, 1), f"of a pack is real tokens, at ring {own.name}"))
     drawn = (element("div", element("dt", name), element("dd", value), class_="tile") for value, name in tiles)
     return element("dl", *drawn, class_="tiles", data_testid="tiles")
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from rlexp.base.errors import ConfigError
 from rlexp.config import sizes
-from rlexp.config.checks.layout import choose, described, heads_of
+from rlexp.config.checks.layout import WITH_WIDTHS, check_layout, choose, described, heads_of
 from rlexp.config.checks.micro_batches import shares, size_in_words
-from rlexp.config.schema import Config, LayoutName, with_values
+from rlexp.config.schema import BackendName, Config, Device, LayoutName, with_values
 from rlexp.config.schema.cadence import plural
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data.facts import RingFacts
@@ -20,12 +19,13 @@ from rlexp.data.read_rows import Rows
 from rlexp.training.dataset.sampler import Batch, Sampler
 from rlexp.training.dealer.deal import Dealer, TooLargeError, Unit
 from rlexp.training.dealer.forest import Share
-from rlexp.training.dealer.of_run import dealer_of, too_large
+from rlexp.training.dealer.of_run import costs_of_rank, dealer_of, too_large
 from rlexp.training.dealer.packing import pack_sequences, widths_of
 from rlexp.training.ring.layouts import Layout
+from rlexp.training.ring.widths import Costs, even
 from rlexp.training.train.build import build_layout
 from rlexp.training.train.rollout_supply import samples_of_step
-from rlexp.training.types import Example, Ids
+from rlexp.training.types import Example, Ids, Segment
 
 SIZES = (1, 2, 4, 8)
 STEPS = 32  # that are looked at
@@ -45,6 +45,7 @@ class _Seen:
     mean_tokens: float = 0.0
     widths: list[int] = field(default_factory=list)  # ranks that hold each sequence
     packs: int = 0  # of a replica, in all steps
+    slowest: float = 0.0  # the estimate for the slowest replica, over all steps
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,20 @@ class _Shape:
     name: str
     dealer: Dealer
     windows: tuple[int | None, ...]  # of the model's layers
+    costs: Costs | None  # by which a step is estimated; None: its layout has no estimate
+
+    @property
+    def ranks(self) -> int:
+        return self.size * self.replicas
 
 
 def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts, ...], str]:
     """Return what each ring size makes of the first steps, and what was looked at, in words."""
-    own = cfg.parallel.ring_size
-    shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in sorted({*SIZES, own})}
+    own, elastic = cfg.parallel.ring_size, elastic_size(cfg)
+    fixed = {*SIZES} if cfg.parallel.elastic else {*SIZES, own}
+    # An elastic ring does what a fixed one of as many ranks does, which has widths too.
+    looked_at = sorted(fixed if elastic is None else fixed | {elastic})
+    shapes: dict[int, _Shape | str] = {size: _shape(cfg, size) for size in looked_at}
     batches: list[tuple[Batch, Callable[[int], Example]]] = []  # that are looked at, and how their samples are found
     samples = tokens = 0
     for batch, example_of, size in _batches(cfg, rows, sampler):
@@ -83,12 +92,40 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
                 shapes[each.size] = too_large(error, each.cfg, examples[error.place].origin)
                 continue
             seen[each.size].packs += len(dealt.packs[0])
-            for places in chain.from_iterable(dealt.packs):
-                _look(cfg, each, [examples[place] for place in places], seen[each.size])
-    rings = (RingFacts(size, size == own, why=shape) if isinstance(shape, str) else
-             _ring(shape, seen[size], len(batches), own=size == own, packing=cfg.data.packing)
-             for size, shape in shapes.items())  # fmt: skip
+            seen[each.size].slowest += max(
+                sum(_look(cfg, each, [examples[place] for place in places], seen[each.size]) for places in packs)
+                for packs in dealt.packs
+            )
+    steps = _steps([(each, seen[each.size]) for each in shapes.values() if isinstance(each, _Shape)])
+    rows_of = {size: RingFacts(size, own=False, why=shape) if isinstance(shape, str) else
+               _ring(shape, seen[size], len(batches), steps.get(size), packing=cfg.data.packing)
+               for size, shape in shapes.items()}  # fmt: skip
+    rings = [replace(rows_of[size], own=size == own and not cfg.parallel.elastic) for size in sorted(fixed)]
+    if elastic is not None:
+        rings.append(replace(rows_of[elastic], own=cfg.parallel.elastic, elastic=True))
     return tuple(rings), _words(cfg, rows.kind, batches)
+
+
+def elastic_size(cfg: Config) -> int | None:
+    """Return how many ranks an elastic ring would have; None if there is one rank, or elastic is refused."""
+    world, launch = cfg.parallel.world_size, cfg.launch
+    if cfg.parallel.elastic or world == 1:
+        return cfg.parallel.ring_size if cfg.parallel.elastic else None
+    near = launch.device is Device.cpu or launch.nodes == 1
+    size = sizes.elastic_ring(world, None if near else launch.nproc)
+    try:
+        check_layout(with_values(cfg, "parallel", ring_size=size, dp_size=world // size, elastic=True), None)
+    except ConfigError:
+        return None
+    return size
+
+
+def _steps(known: Sequence[tuple[_Shape, _Seen]]) -> dict[int, float]:
+    """Return by ring size the estimated time of a step, relative to the best: of all ranks, as some rings may have more
+    of them."""
+    times = {shape.size: seen.slowest * shape.ranks for shape, seen in known if shape.costs is not None}
+    best = min(times.values(), default=0.0)
+    return {size: time / best for size, time in times.items()}
 
 
 def _shape(cfg: Config, size: int) -> _Shape | str:
@@ -98,13 +135,17 @@ def _shape(cfg: Config, size: int) -> _Shape | str:
     layout = LayoutName.zigzag if cfg.parallel.layout is LayoutName.auto else cfg.parallel.layout
     try:
         sizes.grad_acc(cfg.train.batch_size, cfg.train.micro_batch_size, replicas)
-        heads, on_ring = heads_of(cfg.model), with_values(cfg, "parallel", ring_size=size, layout=layout)
+        on_ring = with_values(cfg, "parallel", ring_size=size, dp_size=replicas, world_size=replicas * size,
+                              layout=layout)  # fmt: skip
+        heads = heads_of(cfg.model)
         choice = choose(on_ring, heads)
     except ConfigError as error:
         return str(error)
     windows = heads.windows_within(cfg.data.max_length) if heads else (None,)
     own = build_layout(on_ring, choice, described(cfg.model) or {})
-    return _Shape(on_ring, size, replicas, own, choice.name, dealer_of(on_ring, heads, replicas), windows)
+    estimated = size == 1 or (choice.layout in WITH_WIDTHS and cfg.parallel.backend is BackendName.native)
+    costs = costs_of_rank(on_ring, described(cfg.model) or {}) if estimated else None
+    return _Shape(on_ring, size, replicas, own, choice.name, dealer_of(on_ring, heads, replicas), windows, costs)
 
 
 def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch, Callable[[int], Example], int]]:
@@ -131,9 +172,10 @@ def _batches(cfg: Config, rows: Rows, sampler: Sampler) -> Iterator[tuple[Batch,
         yield batch, example_of, tokens
 
 
-def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> None:
-    """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare."""
-    layout, size = shape.layout, shape.size
+def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) -> float:
+    """Pack a micro-batch and deal it to the ring, as training does; and pack it the other way, to compare. Return the
+    estimate for the slowest rank."""
+    layout, size, slowest = shape.layout, shape.size, 0.0
     sequences = [each for place, example in enumerate(examples) for each in _sequences(cfg, place, example)]
     for packing in (True, False):
         share = Share() if packing and shares(cfg) else None
@@ -153,6 +195,16 @@ def _look(cfg: Config, shape: _Shape, examples: Sequence[Example], seen: _Seen) 
         seen.mean_work += float(work.mean())
         seen.most_tokens += max(real)
         seen.mean_tokens += sum(real) / shape.size
+        slowest = _slowest(shape, pack.segments)
+    return slowest
+
+
+def _slowest(shape: _Shape, segments: Sequence[Segment]) -> float:
+    """Return the dealer's estimate for the slowest rank, in pairs of a query and a key; 0 where there is none."""
+    if shape.costs is None:
+        return 0.0
+    dealt = shape.layout.estimate(segments, shape.size)
+    return even(segments, shape.size, shape.costs).slowest if dealt is None else dealt[0]
 
 
 def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids]]:
@@ -161,13 +213,13 @@ def _sequences(cfg: Config, place: int, example: Example) -> list[tuple[Ids, Ids
     return [(example.prompt, answer) for answer in example.answers or drawn]
 
 
-def _ring(shape: _Shape, seen: _Seen, steps: int, *, own: bool, packing: bool) -> RingFacts:
+def _ring(shape: _Shape, seen: _Seen, steps: int, step: float | None, *, packing: bool) -> RingFacts:
     packed, padded = (seen.real[each] / seen.held[each] for each in (True, False))
     shared = 1 - seen.real[packing] / seen.sequences
     cut = sum(width > 1 for width in seen.widths) / len(seen.widths)
     uneven = seen.most_work / seen.mean_work, seen.most_tokens / seen.mean_tokens
-    return RingFacts(shape.size, own, shape.name, shape.size * shape.replicas, shape.replicas, seen.packs / steps,
-                     packed, padded, shared, *uneven, cut)  # fmt: skip
+    return RingFacts(shape.size, False, shape.name, shape.ranks, shape.replicas, seen.packs / steps, packed, padded,
+                     shared, *uneven, cut, step)  # fmt: skip
 
 
 def _words(cfg: Config, kind: Kind, batches: Sequence[tuple[Batch, Callable[[int], Example]]]) -> str:

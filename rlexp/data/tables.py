@@ -171,26 +171,32 @@ def steps(facts: Preview) -> list[str]:
 
 
 def rings(facts: Preview) -> Table:
-    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens", "cut")
+    head = ("ring", "ranks", "replicas", "grad_acc", "packed", "padded", "shared", "attention", "tokens", "cut",
+            "step")  # fmt: skip
     own = next((place for place, ring in enumerate(facts.rings) if ring.own), None)
     return Table(head, tuple(map(_ring, facts.rings)), own, text=())
 
 
 def _ring(ring: RingFacts) -> tuple[str, ...]:
     if ring.why is not None:
-        return (f"{ring.size}", *["–"] * 9)
+        return (ring.name, *["–"] * 10)
     shares = (f"{100 * (share or 0.0):.1f} %" for share in (ring.packed, ring.padded, ring.shared))
-    return (f"{ring.size}", f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc:.3g}", *shares, f"{ring.work:.3f}",
-            f"{ring.tokens:.3f}", f"{100 * (ring.cut or 0.0):.0f} %")  # fmt: skip
+    step = "–" if ring.step is None else f"{ring.step:.2f}"
+    return (ring.name, f"{ring.ranks}", f"{ring.replicas}", f"{ring.grad_acc:.3g}", *shares, f"{ring.work:.3f}",
+            f"{ring.tokens:.3f}", f"{100 * (ring.cut or 0.0):.0f} %", step)  # fmt: skip
 
 
 def about_rings(facts: Preview) -> list[str]:
     own = next(ring for ring in facts.rings if ring.own)
+    ranks = {ring.ranks for ring in facts.rings if ring.step is not None}
+    unlike = len(ranks) > 1  # as where a ring has more ranks than the run
+    times, since = (" × the ranks", ", since not all rings have as many ranks") if unlike else ("", "")
     lines = [
         f"Of {facts.sampled}.{f' Layout: {own.layout}.' if own.layout else ''}",
         "packed, padded: real tokens / tokens held, with data.packing=true and with false (this run: "
         f"{str(facts.packing).lower()}). shared: tokens that are not computed, because others stand for them / all.",
         "attention, tokens: the busiest rank / the mean rank. cut: sequences that several ranks hold / all.",
+        f"step: the time of a step{times} / that of the best ring, by the dealer's estimate{since}.",
         "grad_acc: micro-batches of a replica in a step, on average.",
     ]
-    return lines + [f"Ring {ring.size}: {ring.why}" for ring in facts.rings if ring.why]
+    return lines + [f"Ring {ring.name}: {ring.why}" for ring in facts.rings if ring.why]

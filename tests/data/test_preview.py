@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from rlexp.base.errors import DataError
-from rlexp.config.checks.layout import heads_of
+from rlexp.config.checks.layout import described, gives_widths, heads_of
 from rlexp.config.load import compose_config
-from rlexp.config.schema import HFModelConfig
+from rlexp.config.schema import Config, HFModelConfig
 from rlexp.config.schema.row_kinds import Kind
 from rlexp.data import draw, page, rings
 from rlexp.data.__main__ import main
@@ -29,9 +30,10 @@ from rlexp.data.tables import visible
 from rlexp.training.dataset.recipe import UNUSABLE
 from rlexp.training.dataset.tokens import SAME, TRUNCATED
 from rlexp.training.dealer.deal import unit_of
-from rlexp.training.dealer.of_run import dealer_of
+from rlexp.training.dealer.of_run import costs_of_rank, dealer_of
 from rlexp.training.dealer.packing import pack_examples, shard_pack
 from rlexp.training.model.loading import byte_tokenizer, load_tokenizer
+from rlexp.training.ring import widths
 from rlexp.training.ring.kernels import get_kernel
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.train.examples import read_examples, sampler_of
@@ -154,6 +156,63 @@ def test_rings(known: Preview) -> None:
     assert rings[2].tokens == pytest.approx((7 + 7 + 8 + 18) / 38.5)
     assert [ring.size for ring in known.rings if ring.own] == [1]
     assert (rings[1].work, rings[1].grad_acc, rings[8].ranks) == (1.0, 2, 8)
+
+
+def test_an_elastic_ring_stands_beside_fixed_ones() -> None:
+    """It does what a fixed ring of all ranks does. One that is refused has no row, and neither has one rank."""
+    words = ("parallel=elastic", "launch.nproc=4", "parallel.cut=auto")
+    found = looked(*words).rings
+    assert [ring.name for ring in found] == ["1", "2", "4", "8", "elastic"]
+    assert [ring.name for ring in found if ring.own] == ["elastic"]
+    four, elastic = found[2], found[-1]
+    assert replace(four, own=True, elastic=True) == elastic
+    asked = looked(*words, "parallel.ring_size=2").rings
+    assert [ring.name for ring in asked if ring.own] == ["2"]
+    assert [replace(ring, own=False) for ring in asked] == [replace(ring, own=False) for ring in found]
+    assert [ring.name for ring in looked("launch.nproc=6", *words[2:]).rings] == ["1", "2", "4", "8", "elastic"]
+    for refused in (("launch.nproc=4", "parallel.cut=all"), ("launch.nproc=1", "parallel.cut=auto"),
+                    ("launch.nproc=2", "parallel=ring2", "parallel.layout=ulysses", "parallel.cut=auto")):  # fmt: skip
+        assert not any(ring.elastic for ring in looked(*refused).rings)
+
+
+def step_times(cfg: Config) -> float:
+    """Return what the steps of a run on this ring take, by the dealer's estimate, as its ranks deal the packs."""
+    pairs = read_examples(cfg, byte_tokenizer(), World(0, 1, ALONE)).train
+    ring, costs = cfg.parallel.ring_size, costs_of_rank(cfg, described(cfg.model) or {})
+    dealer = dealer_of(cfg, heads_of(cfg.model), cfg.parallel.dp_size)
+    spare, total = (ring - 1 if gives_widths(cfg) else 0), 0.0
+    sampler = sampler_of(cfg, Kind.pairs, len(pairs))
+    for batch in sampler.batches(1, sampler.steps_per_epoch):
+        units = [pairs[index] for index in batch.indices]
+        times = [0.0] * cfg.parallel.dp_size
+        for replica, packs in enumerate(dealer.deal([*map(unit_of, units)]).packs):
+            for places in packs:
+                pack = pack_examples([units[place] for place in places], 1 if gives_widths(cfg) else ring, spare=spare,
+                                     share=dealer.share)  # fmt: skip
+                estimated = widths.deal if gives_widths(cfg) else widths.even
+                times[replica] += estimated(pack.segments, ring, costs).slowest
+        total += max(times)
+    return total
+
+
+@pytest.mark.parametrize("cut", ["auto", "all"])
+def test_a_step_is_compared_with_that_of_the_best_ring(cut: str) -> None:
+    """Each ring is as the run's own would be, with all that follows from its size. Eight ranks count as two."""
+    words = ("launch.nproc=2", f"parallel.cut={cut}", "data.size=60", "data.eval_size=0")
+    found = {ring.name: ring for ring in looked(*words).rings}
+    times = [step_times(compose_config(["launch.device=cpu", *words, f"parallel.ring_size={size}"])) for size in (1, 2)]
+    steps = {name: ring.step or 0.0 for name, ring in found.items()}
+    assert steps["2"] / steps["1"] == pytest.approx(times[1] / times[0])
+    assert min(steps.values()) == 1
+    assert steps["8"] > steps["2"]
+    assert (found["1"].grad_acc, found["2"].grad_acc) == (1, 1)
+
+
+def test_a_layout_without_an_estimate_has_no_step() -> None:
+    found = looked("launch.nproc=2", "parallel=ring2", "parallel.layout=contiguous")
+    assert [ring.step is None for ring in found.rings] == [False, True, True, True]
+    assert " × the ranks" not in draw.text(found)
+    assert "step: the time of a step × the ranks / " in draw.text(looked("launch.nproc=2"))
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -408,7 +467,7 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: Any, monkeypat
     html, plain_ = tmp_path / "page.html", tmp_path / "facts.json"
     code, out, err = command(
         capsys, monkeypatch, "data=jsonl", f"data.path={path}", "--html", str(html), "--json", str(plain_),
-        "--samples", "8",
+        "--samples", "8", "launch.nproc=2", "parallel=elastic", "parallel.cut=auto",
     )  # fmt: skip
     assert (code, err) == (0, "")
     assert "\x1b" not in out
@@ -418,8 +477,11 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: Any, monkeypat
     facts = json.loads(plain_.read_text(encoding="utf-8"))
     assert facts["trains"] is True
     assert facts["sources"][0]["kept"] == 14
+    assert [(ring["elastic"], ring["step"] >= 1) for ring in facts["rings"]] == [(False, True)] * 4 + [(True, True)]
     assert len(facts["samples"]) == 8
     text = html.read_text(encoding="utf-8")
+    assert re.search(r"<t[dh][^>]*>elastic</t[dh]>", text)
+    assert re.search(r"<th[^>]*>step</th>", text)
     assert "<script" not in text
     assert "<img" not in text
     assert "script-src 'none'" in text

@@ -46,8 +46,11 @@ def room_of(cfg: Config, most: AtOnce) -> Room:
 def costs_of(cfg: Config, described: Mapping[str, Any], most: AtOnce | None = None) -> Costs | None:
     """Return by what a run's packs are cut, from a model's config.json; None if all sequences are, over all ranks.
     `most` is held at once: where it is not given, as much as in training."""
-    if not gives_widths(cfg):
-        return None
+    return costs_of_rank(cfg, described, most) if gives_widths(cfg) else None
+
+
+def costs_of_rank(cfg: Config, described: Mapping[str, Any], most: AtOnce | None = None) -> Costs:
+    """Return what a rank's part of a pack costs, whether its sequences have widths or are all cut alike."""
     heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
     width, layers = heads.queries * heads.size, number_in(fields, "num_hidden_layers", "n_layer", "num_layers") or 1
     hidden, vocabulary = number_in(fields, "hidden_size", "n_embd", "d_model"), number_in(fields, "vocab_size")
