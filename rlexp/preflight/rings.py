@@ -58,12 +58,12 @@ def rings_of(
     own, longest = name_of(cfg), (yield from fit_from(cfg, model, asked))
     possible, refused = yield from _possible(cfg, model, overrides)
     # An elastic ring does what a fixed one of as many ranks does, which has widths too: it is rehearsed once.
-    same = {name: next(first for first, known in possible.items() if alike(known, each))
+    same = {name: next(first for first, before in possible.items() if alike(before, each))
             for name, each in possible.items()}  # fmt: skip
     starts = {name: _start(each, cfg, longest) for name, each in possible.items() if same[name] == name != own}
     slope = longest.slope * cfg.parallel.ring_size  # bytes for each token of a rank
-    found = yield [_on_ring(each, model, slope, asked) for each in starts.values()]
-    known = {own: (longest, asked.prediction)} | dict(zip(starts, found, strict=True))
+    others = yield [_on_ring(each, model, slope, asked) for each in starts.values()]
+    known = {own: (longest, asked.prediction)} | dict(zip(starts, others, strict=True))
     sharing: dict[str, Longest] = {}
     if not cfg.loss.draws and cfg.loss.rows is Kind.pairs and shares(cfg):
         near = {own: cfg} | {name: each.near for name, each in starts.items()}
@@ -135,11 +135,11 @@ def _on_ring(start: _Start, model: Any, slope: float, asked: Found) -> Calls[tup
 
 def _at_asked(start: _Start, model: Any, near: Found, limit: int) -> Calls[Prediction]:
     """Predict the asked length. Where the usual tokens of a micro-batch do not fit, it has fewer, as in a run."""
-    cfg, found = start.asked, near
+    cfg, here = start.asked, near
     if cfg != start.near:
-        found = yield from predict_again(cfg, model, near, limit)
-    if found.prediction.fits_devices(limit) or cfg.train.max_tokens_per_micro_batch is not None:
-        return found.prediction
-    fewer = yield [predict_again(each, model, found, limit) for _, each in fewer_tokens(cfg)]
-    tried = [each.prediction for each in (found, *fewer)]
+        here = yield from predict_again(cfg, model, near, limit)
+    if here.prediction.fits_devices(limit) or cfg.train.max_tokens_per_micro_batch is not None:
+        return here.prediction
+    fewer = yield [predict_again(each, model, here, limit) for _, each in fewer_tokens(cfg)]
+    tried = [each.prediction for each in (here, *fewer)]
     return next((each for each in tried if each.fits_devices(limit)), tried[-1])
