@@ -17,7 +17,7 @@ from rlexp.config.sizes import divisors
 from rlexp.preflight.changes import fewer_tokens
 from rlexp.preflight.children import Calls
 from rlexp.preflight.longest_that_fits import STEP, Longest, fit_from, fit_sharing, with_length
-from rlexp.preflight.predict import Found, Prediction, predict_again, predict_fuller
+from rlexp.preflight.predict import Found, Prediction, predict_fuller
 from rlexp.preflight.remedy import laid_out
 from rlexp.preflight.vllm import room
 
@@ -134,12 +134,15 @@ def _on_ring(start: _Start, model: Any, slope: float, asked: Found) -> Calls[tup
 
 
 def _at_asked(start: _Start, model: Any, near: Found, limit: int) -> Calls[Prediction]:
-    """Predict the asked length. Where the usual tokens of a micro-batch do not fit, it has fewer, as in a run."""
-    cfg, here = start.asked, near
+    """Predict the asked length. Where the usual tokens of a micro-batch do not fit, it has fewer, as in a run.
+
+    It is predicted anew: what a layer takes at another length, which `predict_again` starts from, is another time.
+    """
+    cfg, rank, here = start.asked, near.prediction.rank, near
     if cfg != start.near:
-        here = yield from predict_again(cfg, model, near, limit)
+        here = yield from predict_fuller(cfg, model, rank, near.grows, limit)
     if here.prediction.fits_devices(limit) or cfg.train.max_tokens_per_micro_batch is not None:
         return here.prediction
-    fewer = yield [predict_again(each, model, here, limit) for _, each in fewer_tokens(cfg)]
+    fewer = yield [predict_fuller(each, model, rank, here.grows, limit) for _, each in fewer_tokens(cfg)]
     tried = [each.prediction for each in (here, *fewer)]
     return next((each for each in tried if each.fits_devices(limit)), tried[-1])

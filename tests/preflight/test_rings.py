@@ -85,7 +85,7 @@ def test_a_ring_takes_fewer_tokens_at_once_where_the_usual_ones_do_not_fit(
         held = nothing | {ACTIVATIONS: held_at_once(cfg).tokens or 0}
         return Found(Prediction([Pass("backward", held, nothing, Counts())], 2, 1), None, Log("cuda"))
 
-    monkeypatch.setattr(rings, "predict_again", predicted)
+    monkeypatch.setattr(rings, "predict_fuller", predicted)
     monkeypatch.setattr("rlexp.preflight.children.gc.collect", lambda: 0)  # before a fork, and here is none
     cfg = elsewhere("parallel=ring1", "launch.nproc=1", "train.batch_size=64")
     start = rings._Start(cfg, with_length(cfg, 4096))
