@@ -17,7 +17,7 @@ from bench.browser import chromium
 from bench.pictures import mark
 from rlexp.run_files.metrics_jsonl import read_rows
 
-WIDTH, HEIGHT = 1240, 1190
+WIDTH, HEIGHT = 1240, 1240
 SWEEP = ("-m", "+sweep=ring_sizes", "launch.device=cpu", "logger=none", "checkpoint.export=false",
          "train.eval_every=10")  # fmt: skip
 LOSS = "train/loss"

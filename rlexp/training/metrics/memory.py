@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rlexp.base.errors import OutOfMemory, is_out_of_memory
-from rlexp.launch.rank_progress import BETWEEN
+from rlexp.launch.rank_progress import BETWEEN, seen
 from rlexp.training.metrics.live_tensors import TensorCount
 from rlexp.training.metrics.meter import Meter
 
@@ -152,9 +152,8 @@ class Phases:
         if not is_out_of_memory(error):
             return None
         self._say(self._phase, died="out of memory")
-        where = f"in step {self._step}, in its {self._phase} phase" if self._phase else f"after step {self._step}"
-        if not self._step:
-            where = f"in its {self._phase or 'build'} phase"
+        phase = self._phase or (BETWEEN if self._step else "build")
+        where = seen({"step": self._step, "phase": phase, **self._within()})
         peaks = ", ".join(self._shown(phase, peak) for phase, peak in self._highest.items()) or "none yet"
         first = str(error).strip().partition("\n")[0]
         return OutOfMemory(

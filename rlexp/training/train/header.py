@@ -38,7 +38,7 @@ def header(task: Task, run_dir: Path) -> str:
     lines = [
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.called} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}",
-        f"ring of {world.ring.size} ({run.attention}) × {plural(world.dp_size, 'replica')} = "
+        f"{'elastic ' * cfg.parallel.elastic}ring of {world.ring.size} ({run.attention}) × {plural(world.dp_size, 'replica')} = "
         f"{plural(world.size, 'rank')} on {run.device.type}{sampling}",
         generating(run),
         carried(run),

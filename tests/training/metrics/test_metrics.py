@@ -187,13 +187,14 @@ def test_how_far_a_step_is_is_told_while_it_goes_on(tmp_path) -> None:
 def test_an_allocation_that_fails_is_told_with_its_phase(tmp_path) -> None:
     phases = Phases(torch.device("cpu"), Whereabouts(tmp_path, 2).tell)
     phases.begin(3)
-    with pytest.raises(RuntimeError) as failure, phases("backward"):
+    phases.choose([5, 6, 7])
+    with pytest.raises(RuntimeError) as failure, phases.micro_batch(1), phases("backward"):
         torch.empty(1 << 60, dtype=torch.uint8)
     explained = str(phases.explained(failure.value, 2))
-    assert explained.startswith("rank 2 ran out of memory in step 3, in its backward phase (")
+    assert explained.startswith("rank 2 ran out of memory in step 3, pack 2 of 3, in its backward phase (")
     assert "parallel.ring_size" in explained
     assert read(tmp_path)[0]["died"] == "out of memory"
-    assert last_seen(tmp_path, 2) == "in step 3, in its backward phase"
+    assert last_seen(tmp_path, 2) == "in step 3, pack 2 of 3, in its backward phase"
     assert phases.explained(ValueError("something else"), 2) is None
 
 

@@ -273,7 +273,7 @@ def in_run(module: Any) -> None:
 
         return left
 
-    around(module, "leave", wrap)
+    around(module, "leave_world", wrap)
 
 
 CHANGES = {
