@@ -38,8 +38,8 @@ def header(task: Task, run_dir: Path) -> str:
     lines = [
         f"rlexp {__version__}  {cfg.loss.name} on {cfg.model.called} ({run.parameters:,} parameters{trained(run)}, "
         f"{cfg.train.precision.value}), engine {run.engine.name}",
-        f"{'elastic ' * cfg.parallel.elastic}ring of {world.ring.size} ({run.attention}) × {plural(world.dp_size, 'replica')} = "
-        f"{plural(world.size, 'rank')} on {run.device.type}{sampling}",
+        f"{'elastic ' * cfg.parallel.elastic}ring of {world.ring.size} ({run.attention}) × "
+        f"{plural(world.dp_size, 'replica')} = {plural(world.size, 'rank')} on {run.device.type}{sampling}",
         generating(run),
         carried(run),
         run.choice.reason and f"layout {run.choice.name}: {run.choice.reason}",
