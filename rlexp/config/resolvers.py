@@ -80,7 +80,12 @@ CUT = "RLEXP_CUT"  # a variable that names the default of parallel.cut, for test
 def elastic_ring(root: DictConfig) -> int:
     ranks, launch, device = root.parallel.world_size, root.launch, root.launch.device
     on_cpu = device is Device.cpu or (device is Device.auto and resolve_device("auto") == "cpu")
-    return sizes.elastic_ring(ranks, None if on_cpu or launch.nodes == 1 else launch.nproc)
+    return sizes.elastic_ring(ranks, launch.nproc, launch.nodes, on_cpu=on_cpu)
+
+
+def cut(fixed: str | None = None, *, _root_: DictConfig) -> str:
+    """Return the default of parallel.cut: `fixed` on a ring of fixed size."""
+    return "auto" if stated_ring(_root_) is None else fixed or os.environ.get(CUT) or "auto"
 
 
 def stated_ring(root: DictConfig) -> int | None:
@@ -161,7 +166,6 @@ RESOLVERS: dict[str, Callable[..., Any]] = {
     # the seconds before its end at which Slurm signals a job: the grace, and some since Slurm is not exact
     "slurm_warning": lambda grace_seconds: math.ceil(grace_seconds) + BEFORE_END,
     "world_size": world_size,
-    "rlexp_cut": lambda: os.environ.get(CUT) or "auto",
     "dp_size": dp_size,
     "grad_acc": sizes.grad_acc,
     "minibatches": lambda loss, *sizes_of: sizes.minibatches(*sizes_of) if draws(loss) else 1,
@@ -181,10 +185,10 @@ def register() -> None:
         ELASTIC: elastic_ring,
         "rlexp_stated_ring": stated_ring,
         "rlexp_elastic": lambda root: stated_ring(root) is None,
-        "rlexp_cut_if_fixed": lambda root: "auto" if stated_ring(root) is None else "all",
         "rlexp_ring_name": lambda root: "elastic" if (ring := stated_ring(root)) is None else f"ring{ring}",
     }
     for name, function in of_root.items():
         OmegaConf.register_new_resolver(name, lambda *, _root_, of=function: of(_root_), replace=True)
+    OmegaConf.register_new_resolver("rlexp_cut", cut, replace=True)
     for name, function in RESOLVERS.items():
         OmegaConf.register_new_resolver(name, by_names(function), replace=True)

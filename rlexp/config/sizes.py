@@ -141,10 +141,10 @@ def dp_size(world_size: int, ring_size: int, *, gpus: int = 0) -> int:
     return world_size // ring_size
 
 
-def elastic_ring(ranks: int, nproc: int | None) -> int:
-    """Return the size of a ring of all ranks that train; or, with the ranks of a node, of the largest that lies within
-    nodes. The last ranks may only sample."""
-    return ranks if nproc is None else math.gcd(ranks, nproc)
+def elastic_ring(ranks: int, nproc: int, nodes: int, *, on_cpu: bool) -> int:
+    """Return the size of a ring of all ranks that train. Between nodes with GPUs links are slow, so there a ring is the
+    largest that lies within nodes. The last ranks may only sample."""
+    return ranks if on_cpu or nodes == 1 else math.gcd(ranks, nproc)
 
 
 def grad_acc(batch_size: int, micro_batch_size: int | str, dp_size: int) -> int | None:

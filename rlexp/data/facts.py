@@ -94,7 +94,7 @@ class RingFacts:
     work: float | None = None  # attention of the busiest rank / of the mean rank
     tokens: float | None = None  # tokens of the fullest rank / of the mean rank
     cut: float | None = None  # sequences that several ranks hold / all
-    step: float | None = None  # estimated time of a step × ranks / that of the best ring; None: not estimated
+    step: float | None = None  # estimated time of a step / that of the best ring; None: not known
     why: str | None = None
     elastic: bool = False  # parallel=elastic, which makes the ranks a ring of this size
 

@@ -96,7 +96,8 @@ def rings_of(cfg: Config, rows: Rows, sampler: Sampler) -> tuple[tuple[RingFacts
                 sum(_look(cfg, each, [examples[place] for place in places], seen[each.size]) for places in packs)
                 for packs in dealt.packs
             )
-    steps = _steps([(each, seen[each.size]) for each in shapes.values() if isinstance(each, _Shape)])
+    known = [(each, seen[each.size]) for each in shapes.values() if isinstance(each, _Shape)]
+    steps = _steps(known, cfg.parallel.world_size)
     rows_of = {size: RingFacts(size, own=False, why=shape) if isinstance(shape, str) else
                _ring(shape, seen[size], len(batches), steps.get(size), packing=cfg.data.packing)
                for size, shape in shapes.items()}  # fmt: skip
@@ -111,8 +112,7 @@ def elastic_size(cfg: Config) -> int | None:
     world, launch = cfg.parallel.world_size, cfg.launch
     if cfg.parallel.elastic or world == 1:
         return cfg.parallel.ring_size if cfg.parallel.elastic else None
-    near = launch.device is Device.cpu or launch.nodes == 1
-    size = sizes.elastic_ring(world, None if near else launch.nproc)
+    size = sizes.elastic_ring(world, launch.nproc, launch.nodes, on_cpu=launch.device is Device.cpu)
     try:
         check_layout(with_values(cfg, "parallel", ring_size=size, dp_size=world // size, elastic=True), None)
     except ConfigError:
@@ -120,10 +120,9 @@ def elastic_size(cfg: Config) -> int | None:
     return size
 
 
-def _steps(known: Sequence[tuple[_Shape, _Seen]]) -> dict[int, float]:
-    """Return by ring size the estimated time of a step, relative to the best: of all ranks, as some rings may have more
-    of them."""
-    times = {shape.size: seen.slowest * shape.ranks for shape, seen in known if shape.costs is not None}
+def _steps(known: Sequence[tuple[_Shape, _Seen]], ranks: int) -> dict[int, float]:
+    """Return by ring size the estimated time of a step, relative to the best of the rings that the run's ranks make."""
+    times = {shape.size: seen.slowest for shape, seen in known if shape.costs is not None and shape.ranks == ranks}
     best = min(times.values(), default=0.0)
     return {size: time / best for size, time in times.items()}
 

@@ -188,15 +188,12 @@ def _ring(ring: RingFacts) -> tuple[str, ...]:
 
 def about_rings(facts: Preview) -> list[str]:
     own = next(ring for ring in facts.rings if ring.own)
-    ranks = {ring.ranks for ring in facts.rings if ring.step is not None}
-    unlike = len(ranks) > 1  # as where a ring has more ranks than the run
-    times, since = (" × the ranks", ", since not all rings have as many ranks") if unlike else ("", "")
     lines = [
         f"Of {facts.sampled}.{f' Layout: {own.layout}.' if own.layout else ''}",
         "packed, padded: real tokens / tokens held, with data.packing=true and with false (this run: "
         f"{str(facts.packing).lower()}). shared: tokens that are not computed, because others stand for them / all.",
         "attention, tokens: the busiest rank / the mean rank. cut: sequences that several ranks hold / all.",
-        f"step: the time of a step{times} / that of the best ring, by the dealer's estimate{since}.",
+        "step: the time of a step / that of the best ring, by the dealer's estimate, on the run's ranks.",
         "grad_acc: micro-batches of a replica in a step, on average.",
     ]
     return lines + [f"Ring {ring.name}: {ring.why}" for ring in facts.rings if ring.why]

@@ -23,7 +23,7 @@ from rlexp.preflight.rehearsal.rates import DeviceClock, Rates
 from rlexp.training.ring.kernels.base import Ask
 from rlexp.training.ring.layouts import get_layout
 from rlexp.training.types import Segment
-from rlexp.training.world.groups import Ring, Traffic, build_world
+from rlexp.training.world.groups import Ring, Traffic, Watcher, build_world
 
 DTYPES = {Precision.bf16: torch.bfloat16, Precision.fp32: torch.float32, Precision.fp64: torch.float64}
 
@@ -104,7 +104,7 @@ def watched(ring: Ring, cfg: Config, log: Log, mode: Rehearsing) -> Ring:
 
 
 @dataclasses.dataclass(frozen=True)
-class Link:
+class Link(Watcher):
     """A watcher of a ring whose bytes travel at a rate of their own."""
 
     log: Log
@@ -112,9 +112,6 @@ class Link:
 
     def leaving(self, size: int) -> float:
         return self.log.clock.send(size, self.rate)
-
-    def awaits(self) -> None:
-        return
 
     def awaited(self, ticket: float) -> None:
         self.log.awaited(ticket)

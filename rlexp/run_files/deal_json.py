@@ -13,7 +13,7 @@ from rlexp.base import files, plain_json
 
 DEAL = "deal.json"
 MOST = 1 << 26  # bytes of a file
-MOST_RANKS = 1 << 16
+MOST_RANKS = 1 << 14
 LARGEST = 1e100  # of a number: sums of such numbers are finite
 NUMBER = (int, float)
 

@@ -197,22 +197,20 @@ def step_times(cfg: Config) -> float:
 
 @pytest.mark.parametrize("cut", ["auto", "all"])
 def test_a_step_is_compared_with_that_of_the_best_ring(cut: str) -> None:
-    """Each ring is as the run's own would be, with all that follows from its size. Eight ranks count as two."""
+    """Each ring is as the run's own would be, with all that follows from its size. One of eight ranks has no time."""
     words = ("launch.nproc=2", f"parallel.cut={cut}", "data.size=60", "data.eval_size=0")
     found = {ring.name: ring for ring in looked(*words).rings}
     times = [step_times(compose_config(["launch.device=cpu", *words, f"parallel.ring_size={size}"])) for size in (1, 2)]
-    steps = {name: ring.step or 0.0 for name, ring in found.items()}
+    steps = {name: ring.step for name, ring in found.items() if ring.step is not None}
     assert steps["2"] / steps["1"] == pytest.approx(times[1] / times[0])
     assert min(steps.values()) == 1
-    assert steps["8"] > steps["2"]
+    assert "8" not in steps
     assert (found["1"].grad_acc, found["2"].grad_acc) == (1, 1)
 
 
 def test_a_layout_without_an_estimate_has_no_step() -> None:
     found = looked("launch.nproc=2", "parallel=ring2", "parallel.layout=contiguous")
     assert [ring.step is None for ring in found.rings] == [False, True, True, True]
-    assert " × the ranks" not in draw.text(found)
-    assert "step: the time of a step × the ranks / " in draw.text(looked("launch.nproc=2"))
 
 
 @pytest.mark.parametrize("window", [None, 8])
@@ -477,7 +475,9 @@ def test_the_command_writes_what_it_shows(tmp_path: Path, capsys: Any, monkeypat
     facts = json.loads(plain_.read_text(encoding="utf-8"))
     assert facts["trains"] is True
     assert facts["sources"][0]["kept"] == 14
-    assert [(ring["elastic"], ring["step"] >= 1) for ring in facts["rings"]] == [(False, True)] * 4 + [(True, True)]
+    assert [(ring["elastic"], ring["step"] is not None) for ring in facts["rings"]] == [
+        (False, True), (False, True), (False, False), (False, False), (True, True),
+    ]  # fmt: skip
     assert len(facts["samples"]) == 8
     text = html.read_text(encoding="utf-8")
     assert re.search(r"<t[dh][^>]*>elastic</t[dh]>", text)

@@ -11,6 +11,7 @@ import numpy as np
 from rlexp.config.checks.layout import Heads, gives_widths, heads_in, near, number_in, of_text, windows_in
 from rlexp.config.checks.micro_batches import BUDGET, AtOnce, at_once, longest_sample, shares
 from rlexp.config.schema import Config, Device
+from rlexp.config.schema.losses import RewardModelConfig
 from rlexp.training.dataset.views import lengths_of
 from rlexp.training.dealer.deal import Dealer, Room, Size, TooLargeError, Unit, unit_of
 from rlexp.training.dealer.forest import Share
@@ -53,7 +54,8 @@ def costs_of_rank(cfg: Config, described: Mapping[str, Any], most: AtOnce | None
     """Return what a rank's part of a pack costs, whether its sequences have widths or are all cut alike."""
     heads, fields = heads_in(described) or Heads(USUAL // 64, USUAL // 64, 64), of_text(described)
     width, layers = heads.queries * heads.size, number_in(fields, "num_hidden_layers", "n_layer", "num_layers") or 1
-    hidden, vocabulary = number_in(fields, "hidden_size", "n_embd", "d_model"), number_in(fields, "vocab_size")
+    scores = isinstance(cfg.loss, RewardModelConfig)  # by a head that is next to nothing
+    hidden, outputs = number_in(fields, "hidden_size", "n_embd", "d_model"), number_in(fields, "vocab_size")
     on_cpu, windows = cfg.launch.device is Device.cpu, windows_in(described, cfg.data.max_length)
     link = BETWEEN_PROCESSES if on_cpu else LINK if near(cfg, cfg.parallel.ring_size) else NETWORK
     pair = PASSES * width / (CORE if on_cpu else GPU)  # seconds
@@ -61,7 +63,7 @@ def costs_of_rank(cfg: Config, described: Mapping[str, Any], most: AtOnce | None
     sent = 3 * 2 * heads.keys * heads.size * (4 if on_cpu else 2)
     return Costs(
         token=TOKEN * width,
-        trained=6 * vocabulary * hidden / layers / (PASSES * width),
+        trained=0.0 if scores else 6 * outputs * hidden / layers / (PASSES * width),
         row=sent / link / pair,
         merge=MERGED * width / (MEMORY_OF_CORE if on_cpu else MEMORY_OF_GPU) / pair,
         step=(MESSAGE_ON_CPU if on_cpu else MESSAGE_ON_GPU) / pair,

@@ -153,7 +153,7 @@ class Phases:
             return None
         self._say(self._phase, died="out of memory")
         phase = self._phase or (BETWEEN if self._step else "build")
-        where = seen({"step": self._step, "phase": phase, **self._within()})
+        where = seen({"step": self._step, "phase": phase, **(self._within() if self._within_pack else {})})
         peaks = ", ".join(self._shown(phase, peak) for phase, peak in self._highest.items()) or "none yet"
         first = str(error).strip().partition("\n")[0]
         return OutOfMemory(

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rlexp.training.world.groups import Traffic, World
+from rlexp.training.world.groups import Traffic, Watcher, World
 
 
 class Spread(Enum):
@@ -147,32 +147,31 @@ def mark_on_gpu() -> Any:
     return event
 
 
-class Computing:
+class Computing(Watcher):
     """How long a rank computes, and does not wait for the others of its ring: while it looks on at the ring's traffic.
 
-    On a CPU that is the processor's time, also where ranks take turns.
+    On a CPU that is the processor's time, also where ranks take turns; other threads of the rank count.
     """
 
     def __init__(self, device: torch.device, traffic: Traffic) -> None:
         self._device, self._traffic = device, traffic
-        self._all, self._waits = self._watch(), list[Stopwatch]()
+        self._all, self._waits = self._stopwatch(), list[Stopwatch]()
         traffic.watcher = self
 
-    def _watch(self) -> Stopwatch:
+    def _stopwatch(self) -> Stopwatch:
         return Stopwatch(self._device, time.process_time)
 
-    def leaving(self, size: int) -> float:  # noqa: ARG002
-        return 0.0
-
     def awaits(self) -> None:
-        self._waits.append(self._watch())
+        self._waits.append(self._stopwatch())
 
     def awaited(self, ticket: float) -> None:  # noqa: ARG002
         self._waits[-1].stop()
 
     def stop(self) -> None:
-        self._all.stop()
-        self._traffic.watcher = None
+        """Look on no longer. What is computed from now on does not count."""
+        if self._traffic.watcher is self:
+            self._all.stop()
+            self._traffic.watcher = None
 
     def seconds(self) -> float:
         """Return the seconds until it was stopped. Waits for the device."""

@@ -11,7 +11,7 @@ from rlexp.run_files.deal_json import DEAL, RankDeal, SequencePart, StepDeal
 from rlexp.training.metrics.meter import Computing
 from rlexp.training.ring.widths import held_by
 from rlexp.training.train.parts import TrainingRun
-from rlexp.training.train.task import MicroBatch, Step, Watch
+from rlexp.training.train.task import Step, Watch
 from rlexp.training.types import Pack
 from rlexp.training.world.objects import gather_objects
 
@@ -27,34 +27,36 @@ class DealRecord(Watch):
         self.run, self.run_dir = run, run_dir
         self.due = min(after + SECOND, last) if run.layout.costs is not None and run.world.ring.size > 1 else None
         self.computing: Computing | None = None
-        self.packed: dict[int, RankDeal] = {}  # this rank's part of packs, by the micro-batch
-        self.dealt: list[RankDeal] = []  # of those that are trained on
+        self.dealt: list[RankDeal] = []  # this rank's part of each pack
+        if run.world.rank == 0:
+            (run_dir / DEAL).unlink(missing_ok=True)  # of another layout, or of steps that are taken again
 
-    def loaded(self, step: Step, batch: Any, pack: Pack) -> None:
-        if step.batch.step != self.due:
+    def prepared(self, step: Step) -> None:
+        if step.batch.step == self.due:
+            self.computing = Computing(self.run.device, self.run.world.ring.traffic)
+
+    def loaded(self, step: Step, batch: Any, pack: Pack) -> None:  # noqa: ARG002
+        layout, ring = self.run.layout, self.run.world.ring
+        if self.computing is None or (dealt := layout.deal(pack.segments, ring.size)) is None or layout.costs is None:
             return
-        run, layout, ring = self.run, self.run.layout, self.run.world.ring
-        if self.computing is None:
-            self.computing = Computing(run.device, ring.traffic)
-        dealt = layout.deal(pack.segments, ring.size)
-        assert dealt is not None
-        assert layout.costs is not None
         parts = [SequencePart(*each) for each in held_by(ring.rank, dealt, pack.segments, layout.costs)]
-        self.packed[id(batch)] = RankDeal(dealt.work[ring.rank], dealt.sending[ring.rank], None, parts)
+        self.dealt.append(RankDeal(dealt.work[ring.rank], dealt.sending[ring.rank], None, parts))
 
-    def handed(self, batch: MicroBatch, loss: Any, last: bool) -> None:  # noqa: ARG002
-        if self.computing is not None:
-            self.dealt.append(self.packed[id(batch)])
+    def handed(self, batch: Any, loss: Any, last: bool) -> None:  # noqa: ARG002
+        """On a GPU, waiting takes time, and in the last backward pass all ranks wait for each other."""
+        if self.computing is not None and last and self.run.device.type == "cuda":
+            self.computing.stop()
 
     def differentiated(self, step: Step) -> None:
         if self.computing is None:
             return
         self.computing.stop()
+        joined = self.run.device.type == "cuda" and self.run.engine.sharded  # each layer's weights come from all ranks
+        seconds = None if joined else self.computing.seconds()
         work, sending = sum(each.work for each in self.dealt), sum(each.sending for each in self.dealt)
         parts = fewer([*chain.from_iterable(each.parts for each in self.dealt)])
-        own = RankDeal(work, sending, self.computing.seconds(), parts)
-        self.computing, self.due = None, None
-        ranks = gather_objects(own, self.run.world.size)
+        self.computing, self.due, self.dealt = None, None, []
+        ranks = gather_objects(RankDeal(work, sending, seconds, parts), self.run.world.size)
         if self.run.world.rank == 0:
             deal_json.write(self.run_dir / DEAL, StepDeal(step.batch.step, ranks))
 

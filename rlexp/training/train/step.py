@@ -30,6 +30,7 @@ def train_step(task: Task, number: int, watch: Watch = NOTHING) -> dict[str, flo
     step = task.begin(number, watch)
     run.phases.choose(step.tokens)
     step.prepared = step.prepare()
+    watch.prepared(step)
     finite = torch.ones((), dtype=torch.bool, device=run.device)
     tokens = 0
     coming = loading(run, step)

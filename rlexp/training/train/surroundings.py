@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def ring_reward_model(
     heads, windows = heads_in(described), windows_in(described, model.max_length)
     fitting = heads is None or heads.queries % run.choice.ulysses_size == 0
     how = run.choice.how if fitting else ("zigzag", 1, "direct")
-    layout = get_layout(*how, costs_of(run.cfg, described, scoring_at_once(run.cfg)))
+    costs = costs_of(run.cfg, described, scoring_at_once(run.cfg))
+    layout = get_layout(*how, costs and replace(costs, trained=0.0))  # its head gives one number for a sequence
     ask = Ask(1.0, next(filter(None, windows), None))
     kernel = computing_in(model.head.weight.dtype, run.kernel, heads.size if heads else None, ask)
     probing(

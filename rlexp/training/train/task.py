@@ -38,6 +38,9 @@ class MicroBatch:
 class Watch:
     """Looks on at training, and changes nothing: each method is told what a step has just made."""
 
+    def prepared(self, step: Step) -> None:
+        """The passes without gradient that go before the first micro-batch are done."""
+
     def loaded(self, step: Step, batch: Any, pack: Pack) -> None:
         """A micro-batch is packed, and this rank has its part."""
 

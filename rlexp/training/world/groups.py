@@ -15,11 +15,17 @@ from rlexp.launch.watch import FOR_EVER
 class Watcher(Protocol):
     """Someone who wants to know when bytes leave this rank, and when this rank waits for what arrives meanwhile."""
 
-    def leaving(self, size: int) -> float: ...
+    def leaving(self, size: int) -> float:  # noqa: ARG002
+        """Return a ticket for the bytes that leave."""
+        return 0.0
 
-    def awaits(self) -> None: ...
+    def awaits(self) -> None:
+        """This rank begins to wait."""
+        return
 
-    def awaited(self, ticket: float) -> None: ...
+    def awaited(self, ticket: float) -> None:
+        """It has waited until the bytes of the ticket are exchanged."""
+        return
 
 
 @dataclass

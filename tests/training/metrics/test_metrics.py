@@ -103,6 +103,7 @@ def test_waiting_for_the_others_of_the_ring_is_not_computing(monkeypatch: pytest
         clock.now += 2.0
     computing.stop()
     clock.now += 4.0
+    computing.stop()  # once more, which changes nothing
     with traffic.waiting():  # no one looks on any more
         clock.now += 8.0
     assert computing.seconds() == 5.0

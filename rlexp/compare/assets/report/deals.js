@@ -29,8 +29,8 @@ function dealHeading(ranks) {
   const slowest = (valueOf) => times(largest(timesMean(ranks.map(valueOf))));
   const timed = ranks.filter((rank) => known(rank.seconds)).length;
   const some = timed < ranks.length ? ` (${timed} of ${ranks.length} ranks)` : "";
-  const measured = timed ? `measured: ${slowest(measuredOf)} times${some}` : "the time was not measured";
-  return `estimated: the slowest rank takes ${slowest(estimateOf)} times the mean; ${measured}`;
+  const measured = timed ? `measured once: ${slowest(measuredOf)} times${some}` : "the time was not measured";
+  return `estimated: the slowest rank takes ${slowest(estimateOf)} times the mean of all; ${measured}`;
 }
 
 /* The widest sequences first. */
@@ -161,7 +161,8 @@ function dealFigure(shown, open) {
   const { run } = shown;
   let drawn = false;
   const details = element("details", { class: "deal", open, "data-testid": "deal" },
-    element("summary", {}, element("strong", {}, run.label), ` · step ${run.deal.step} · ${dealHeading(run.deal.ranks)}`));
+    element("summary", {}, element("strong", {}, run.label),
+      ` · step ${run.deal.step} · ${dealHeading(run.deal.ranks)}`));
   const fillIn = () => {
     if (details.open && !drawn) details.append(dealPicture(shown));
     drawn ||= details.open;
