@@ -23,7 +23,7 @@ class Watcher(Protocol):
         """This rank begins to wait."""
         return
 
-    def awaited(self, ticket: float) -> None:
+    def awaited(self, ticket: float) -> None:  # noqa: ARG002
         """It has waited until the bytes of the ticket are exchanged."""
         return
 
