@@ -38,7 +38,7 @@ from rlexp.config.schema.models import Precision
 from rlexp.launch.joining import ON_CPU, RankSpec, prepare_environment
 from rlexp.launch.local import run_ranks
 
-RANKS, ROUNDS, PAIRS = 8, 2, 10
+RANKS, ROUNDS, PAIRS = 8, 3, 10
 SHAPE = replace(LLAMA, name="a Llama with two layers of 320 channels", layers=2)
 SHORT = tuple(HH[place % len(HH)] for place in range(64))
 
