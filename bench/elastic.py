@@ -18,6 +18,7 @@ The floor of a step is the mean of its ranks, if none waits and nothing is sent.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import tempfile
 import time
@@ -136,13 +137,15 @@ def alone_rank(spec: RankSpec, ways: dict[str, Config], pairs: Lengths) -> dict[
     join(spec, launch_on("cpu", 600.0))
     one = with_values(ways["rings of 1"], "parallel", world_size=1, dp_size=1)
     task = build(one, around=GivenExamples(examples_of(pairs)))
-    found = {}
-    for name, cfg in ways.items():
-        found[name] = [Rank() for _ in range(RANKS)]
-        for rank, shard in shards_of(cfg, task):
-            taken, sent = zip(*(passed(task, shard) for _ in range(ROUNDS)), strict=True)
-            found[name][rank].seconds += min(taken)
-            found[name][rank].sent += sent[0]
+    parts = {name: [*shards_of(cfg, task)] for name, cfg in ways.items()}
+    taken = {(name, place): (math.inf, 0) for name, shards in parts.items() for place in range(len(shards))}
+    for _ in range(ROUNDS):  # all ways in each, so that a slow phase of the machine slows all of them
+        for name, place in taken:
+            taken[name, place] = min(taken[name, place], passed(task, parts[name][place][1]))
+    found = {name: [Rank() for _ in range(RANKS)] for name in ways}
+    for (name, place), (seconds, sent) in taken.items():
+        rank = found[name][parts[name][place][0]]
+        rank.seconds, rank.sent = rank.seconds + seconds, rank.sent + sent
     leave_world()
     return found
 
