@@ -202,7 +202,8 @@ def work() -> str:
 
 
 def shared(each: Measured, once: OneCall) -> str:
-    return f"{each.work(once.seconds()):.2f} | {each.efficiency(once.seconds()):.0%}"
+    even = "–" if each.case.widths else f"{each.efficiency(once.seconds()):.0%}"  # these even out whole layers
+    return f"{each.work(once.seconds()):.2f} | {even}"
 
 
 def mix() -> str:
