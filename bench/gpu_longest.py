@@ -136,8 +136,9 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
 
     `hints` has the bytes that a token of a rank adds: as many on every ring, and nearly as many in every engine.
     """
-    from rlexp.preflight.longest_that_fits import STEP, fit_from, fit_like, with_length
-    from rlexp.preflight.predict import Found, predict
+    from rlexp.preflight.longest_that_fits import STEP, fit_from, with_length
+    from rlexp.preflight.predict import Found, predict, predict_fuller
+    from rlexp.preflight.vllm import room
     from rlexp.training.model.loading import load_config
 
     found: Found | None = None
@@ -156,7 +157,8 @@ def _row(option: Option, rings: Sequence[int], words: Sequence[str], hints: dict
                 found = asked
             else:
                 near = with_length(cfg, max(STEP, tokens) * ring)
-                longest = yield from fit_like(near, model, hint, found)
+                first = yield from predict_fuller(near, model, found.prediction.rank, found.grows, room(near))
+                longest = yield from fit_from(near, model, first, hint)
         except Exception as error:
             keep(option, ring, {"failed": f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"})
             continue

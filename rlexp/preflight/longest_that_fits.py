@@ -119,13 +119,6 @@ def with_length(cfg: Config, length: int) -> Config:
     return with_values(longer, "train", max_tokens_per_micro_batch=max(given, longest_sample(longer)))
 
 
-def fit_like(cfg: Config, model: Any, slope: float, asked: Found) -> Calls[Longest]:
-    """Find the longest sequence that fits, for another ring than the one asked; `slope` is a guess of the bytes that a
-    token adds."""
-    first = yield from predict_fuller(cfg, model, asked.prediction.rank, asked.grows, room(cfg))
-    return (yield from fit_from(cfg, model, first, slope))
-
-
 def fit_sharing(cfg: Config, model: Any, alone: Longest, asked: Found) -> Calls[Longest]:
     """Find the longest pair whose answers share a prompt, and have `ANSWERS` tokens each. `alone` is the longest that
     shares nothing."""

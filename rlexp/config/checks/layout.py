@@ -80,7 +80,7 @@ RULES = (
     Check("parallel.cut",
           lambda cfg: cfg.parallel.elastic and cfg.parallel.cut is Cut.all,
           "parallel.ring_size=auto gives each sequence a width, and parallel.cut=all cuts all alike. Leave "
-          "parallel.cut and the variable RLEXP_CUT out, or give a size: parallel.ring_size={parallel.ring_size}."),
+          "parallel.cut out, or give a size: parallel.ring_size={parallel.ring_size}."),
 )  # fmt: skip
 
 
